@@ -37,8 +37,7 @@ class SeededStream:
     def __init__(self, device: torch.device) -> None:
         self._device = None if device.type in ("cpu", "meta") else device
         self._on_device: torch.Tensor | None = None
-        self.outside: GeneratorStates | None = None
-        """The states of the generators before `enter`; None after `leave`."""
+        self.outside: GeneratorStates | None = None  # the states of the generators before `enter`; None after `leave`
 
     def enter(self, seed: int) -> None:
         """Continue from `seed`. Without `leave` since the last time, the streams outside are those of that time."""
@@ -53,7 +52,6 @@ class SeededStream:
                 module.manual_seed(seed)
 
     def leave(self) -> None:
-        """Restore the states that the generators had at `enter`."""
         if self._on_device is not None:
             torch.get_device_module(self._device).set_rng_state(self._on_device, self._device)
             self._on_device = None
@@ -64,7 +62,6 @@ class SeededStream:
 
 @contextmanager
 def seeded_random_stream(seed: int, device: torch.device) -> Generator[None]:
-    """A context manager that enters and leaves a SeededStream."""
     stream = SeededStream(device)
     try:
         stream.enter(seed)
@@ -90,7 +87,6 @@ class GeneratorStates:
         self._python, self._torch, self._numpy = random.getstate(), torch.get_rng_state(), _NUMPY.state()
 
     def put_back(self) -> None:
-        """Restore the saved states."""
         random.setstate(self._python)
         torch.set_rng_state(self._torch)
         _NUMPY.put_back(self._numpy)
@@ -178,7 +174,6 @@ class _NumpyStream:
         return state
 
     def put_back(self, state: Any) -> None:
-        """Restore a `state`."""
         if state is None:
             return
         numpy_random = _numpy_random()

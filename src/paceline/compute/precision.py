@@ -35,7 +35,6 @@ def tf32_unsupported_reason(device: torch.device) -> str:
 
 
 def set_float32_mode(precision: str, device: torch.device) -> None:
-    """Enable or disable tf32 on a GPU, in both matrix products and convolutions."""
     if device.type == "cuda":
         # the older of torch's two settings: it also sets the newer one, and torch.compile reads only the older one
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
@@ -147,6 +146,5 @@ def time_alternatives(steps: Mapping[str, Callable[[], object]], device: torch.d
 
 
 def await_device(device: torch.device) -> None:
-    """Wait until all work on `device` has ended."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

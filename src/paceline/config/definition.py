@@ -83,7 +83,6 @@ def _in_its_folder(reference: str) -> str:
 
 
 def allowed_changes(text: str) -> list[str]:
-    """The names in `--allow-change`."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name in FIXED_SETTINGS:
@@ -97,13 +96,8 @@ def allowed_changes(text: str) -> list[str]:
 def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Collection[str], where: str) -> list[str]:
     """Compare the definition `saved` in the checkpoint `where` with the part of it that is known `now`.
 
-    Only names in `allowed` may differ.
-
-    Returns:
-        A text for each allowed difference.
-
-    Raises:
-        UsageError: if another setting differs. The error lists all differences, but only the task if this differs.
+    Only names in `allowed` may differ. Returns a text for each of these differences. The error lists all other
+    differences, but only the task if this differs.
     """
     saved = ADDED_SETTING_DEFAULTS | {current_name(name): value for name, value in saved.items()}
     bits = saved.get("strategy") in EXACT_STRATEGIES and now.get("strategy") in EXACT_STRATEGIES

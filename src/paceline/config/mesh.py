@@ -57,7 +57,6 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
         return self.size_of(*DIMENSIONS)
 
     @property
@@ -71,7 +70,6 @@ class Mesh:
         return self.size_of(*MODEL_DIMENSIONS) > 1
 
     def coordinates_of(self, rank: int) -> dict[str, int]:
-        """The coordinates of a rank."""
         coordinates: dict[str, int] = {}
         for name in reversed([*DIMENSIONS]):
             rank, coordinates[name] = divmod(rank, self.size_of(name))
@@ -103,7 +101,6 @@ def meshes_of(ranks: int) -> list[Mesh]:
 
 
 def format_strategy(strategy: str, mesh: str) -> str:
-    """A strategy and its mesh, as text."""
     return f"{strategy} on {mesh}" if mesh else strategy
 
 

@@ -16,8 +16,7 @@ from paceline.seeding import derive_seed
 
 Rows = Tensor | NDArray[Any]
 """One row per sample. A numpy array can be memory-mapped: only the rows of a batch are read from the file."""
-DrawFunction = Callable[[int], Tensor]
-"""(k) -> (n, k) float32 in [0, 1): k new random numbers for each of n samples."""
+DrawFunction = Callable[[int], Tensor]  # (k) -> (n, k) float32 in [0, 1): k new random numbers for each of n samples
 GatherFunction = Callable[[Tensor, "SampleRandomNumbers"], Sequence[Tensor]]
 """(indices (n,), random numbers of the samples) -> the batch."""
 DatasetT = TypeVar("DatasetT", bound=Dataset[Any])

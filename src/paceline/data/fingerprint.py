@@ -45,7 +45,6 @@ def probe_indices(length: int) -> list[int]:
 
 
 def hash_of_probes(dataset: Dataset[Any], loading: Loading) -> str:
-    """The hash of a few samples."""
     length = len(dataset)  # pyright: ignore[reportArgumentType]
     # the task's collate function could fail with a single sample, or drop it
     cpu_loading = replace(loading, device=torch.device("cpu"), num_workers=0, collate=loading.collate and list)

@@ -170,8 +170,6 @@ class CachedCall:
 
 
 class StartedCall(Struct, frozen=True):  # made at every call; a dataclass costs several times the time
-    """A call in flight."""
-
     record: int
     group: GroupRecord
     backend: Any
@@ -182,7 +180,6 @@ class StartedCall(Struct, frozen=True):  # made at every call; a dataclass costs
 
 
 def torch_number(backend: Any, group: GroupRecord) -> int:
-    """The number of collectives of this group, by torch's count."""
     try:
         return backend._get_sequence_number_for_group()
     except RuntimeError:  # MPI, and groups of two backends
@@ -496,7 +493,6 @@ class CollectiveOrderRecorder:
         self._groups: dict[str, tuple[int, CallHistory]] = {}
 
     def record_call(self, group: str, members: int, call: int, text: bytes) -> None:
-        """Record a call: its hash and its text."""
         if group not in self._groups:
             self._groups[group] = len(self._groups), CallHistory(zlib.crc32(group.encode()), members, 0, ())
             self._page.put("marks", self._page.get("marks") + 1)

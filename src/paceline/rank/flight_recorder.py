@@ -27,8 +27,7 @@ from paceline.rank.sites import frame_record
 graph_capture = threading.Event()
 """Set while a CUDA graph is captured. NCCL's recorder queries the GPU, which would invalidate the graph."""
 MAX_OPS, MAX_FRAMES, MAX_THREADS = 64, 96, 24
-DEFAULT_GROUP_TITLES = ("", "undefined", "default_pg")
-"""Torch's titles of groups without a title."""
+DEFAULT_GROUP_TITLES = ("", "undefined", "default_pg")  # torch's titles of groups without a title
 TimedOp = tuple[int, Op]  # start in ns of CLOCK_MONOTONIC, operation
 
 
@@ -87,7 +86,6 @@ def group_members() -> dict[str, tuple[int, ...]]:
 
 
 def group_titles() -> dict[str, str]:
-    """The titles of process groups, by name."""
     titles = {name: getattr(group, "group_desc", "") for group, name in _groups()}
     return {name: title for name, title in titles.items() if title not in DEFAULT_GROUP_TITLES}
 

@@ -39,7 +39,6 @@ PLAIN_BATCHES = ("BatchSampler", "NoneType")  # types of batch samplers that dra
 
 
 def install_trainer(stops: StepStops, module: str) -> None:
-    """Change `Trainer.train`. Call it after the import of `module`, which has the class."""
     trainer_class: Any = sys.modules[module].Trainer
     original = trainer_class.train
 
@@ -102,8 +101,6 @@ def _trainer_callback(stops: StepStops, trainer: Any, training: StoppableTrainin
     base: Any = sys.modules["transformers.trainer_callback"].TrainerCallback
 
     class StopAfterStep(base):
-        """Saves and ends the training after the step that the agents have chosen."""
-
         is_stopping = False
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -146,7 +143,6 @@ def _restore_callbacks(callbacks: Sequence[Any], saved: Mapping[str, Any]) -> No
 
 
 def install_accelerate(stops: StepStops, module: str) -> None:
-    """Change `Accelerator.prepare` and `Accelerator.save_state`. Call it after the import of `module`."""
     accelerator_class: Any = sys.modules[module].Accelerator
     prepare, save_state = accelerator_class.prepare, accelerator_class.save_state
 
@@ -180,7 +176,6 @@ def install_accelerate(stops: StepStops, module: str) -> None:
 
 
 def _is_resumable() -> bool:
-    """Whether the file of the script both saves and loads states."""
     return RESUMES.search(read_script()) is not None
 
 
@@ -188,7 +183,6 @@ def _is_resumable() -> bool:
 
 
 def install_lightning(stops: StepStops, module: str) -> None:
-    """Change `Trainer.fit`. Call it after the import of `module`, which has the class."""
     trainer_class: Any = sys.modules[module].Trainer
     original = trainer_class.fit
     signature = inspect.signature(original)
@@ -228,8 +222,6 @@ def _lightning_callback(stops: StepStops, package: str) -> Any:
     end_quietly: Any = sys.modules[f"{package}.utilities.exceptions"]._TunerExitException
 
     class StopAfterStep(base):
-        """Saves and ends the training after the step that the coordinator has chosen."""
-
         def __init__(self, training: StoppableTraining) -> None:
             self.step, self.files_saved = 0, tuple[str, ...]()
             self._training, self._random_file = training, ""

@@ -26,8 +26,7 @@ from paceline.rank.rendezvous import MEETING_SECONDS, rendezvous
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 MAX_GROUP_ATTEMPTS = 10  # attempts to make a group without foreign users
-BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
-"""The default backend of each kind of device; gloo for all others."""
+BACKENDS = {"cuda": "nccl", "xpu": "xccl"}  # the default backend of each kind of device; gloo for all others
 
 
 @dataclass(frozen=True)
@@ -235,9 +234,6 @@ def resolve_device(choice: str, index: int, workers: int, backend: str) -> torch
         index: the index among the visible devices of this process.
         workers: the number of processes. Each needs a device, unless `backend` allows several on one.
         backend: the backend of torch.distributed, or "auto".
-
-    Raises:
-        UsageError: there is no such device, or there are too few.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     kind = "" if accelerator is None or unsupported_reason(accelerator.type) else accelerator.type
@@ -269,11 +265,7 @@ def device_uuid(device: torch.device) -> str:
 
 
 def check_placement(rank: int, size: int, device: torch.device, backend: str, store: Store) -> None:
-    """Check that each rank has a different GPU. Two ranks on one GPU are slow with gloo, and fail or hang with NCCL.
-
-    Raises:
-        UsageError: two ranks have the same GPU, and the backend needs one per rank. The later rank raises it.
-    """
+    """Check that each rank has a different GPU. Two ranks on one GPU are slow with gloo, and fail or hang with NCCL."""
     uuid = device_uuid(device) if size > 1 else ""
     if not uuid:
         return
@@ -330,11 +322,7 @@ def device_name(device: torch.device) -> str:
 
 
 def resolve_backend(choice: str, device: torch.device) -> str:
-    """The backend of torch.distributed for ranks on such a device; for "auto" the default of the device.
-
-    Raises:
-        UsageError: this torch does not have the backend, or the backend does not support the device.
-    """
+    """The backend of torch.distributed for ranks on such a device; for "auto" the default of the device."""
     backend = BACKENDS.get(device.type, "gloo") if choice == "auto" else choice
     available = {name: getattr(dist, f"is_{name}_available")() for name in ("nccl", "gloo", "xccl", "mpi")}
     if backend not in available:

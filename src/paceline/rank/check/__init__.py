@@ -52,8 +52,6 @@ IGNORED_PATHS = ("/dev/", "/proc/", "/sys/", "/__pycache__/", "/.cache/", "-pack
 
 
 class ScriptFactsRecorder(ScriptListener):
-    """Records facts of a process except those of loaders, replicas and optimizers."""
-
     def __init__(self, facts: ScriptFacts, own_folder: str) -> None:
         self._facts, self._own, self._pid = facts, own_folder, os.getpid()
         self._losses: dict[str, MeanLoss] = {}
@@ -96,7 +94,6 @@ class ScriptFactsRecorder(ScriptListener):
         self._finish_passes()
 
     def finish(self) -> None:
-        """Record the facts that are complete only at the end."""
         self._finish_passes()
         torch: Any = sys.modules.get("torch")
         self._facts.threads = torch.get_num_threads() if torch is not None else 0
@@ -256,8 +253,6 @@ def _gpu_indices_of_state(state: Any, depth: int = 0) -> set[int]:
 
 
 class FactsWriter(ScriptListener):
-    """Writes the facts every few seconds and at the end."""
-
     def __init__(self, facts: ScriptFacts, folder: Path) -> None:
         self._facts, self._path, self._pid = facts, folder / facts_file(facts.rank), os.getpid()
         self._last = 0.0
@@ -267,13 +262,11 @@ class FactsWriter(ScriptListener):
             self.write()
 
     def write(self) -> None:
-        """Write the facts."""
         with suppress(OSError):  # a full disk, which the script itself reports
             writing.replace_file(self._path, msgspec.json.encode(self._facts))
         self._last = time.monotonic()
 
     def finish(self, *watches: ScriptFactsRecorder | LoaderWatch) -> None:
-        """Write the facts at the end."""
         if os.getpid() != self._pid:
             return
         self._facts.ended = True
@@ -286,7 +279,6 @@ class FactsWriter(ScriptListener):
 
 
 def create_facts_listeners(folder: Path) -> tuple[ScriptListener, ...]:
-    """The listeners that record the facts of this process."""
     facts = ScriptFacts(
         rank=int(os.environ["RANK"]),
         world=int(os.environ["WORLD_SIZE"]),

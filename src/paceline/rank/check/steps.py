@@ -53,8 +53,6 @@ class GradientWindow:
 
 
 class StepWatch(ScriptListener):
-    """Records facts about the replicas, backwards and steps of a process."""
-
     def __init__(self, facts: ScriptFacts, loading: LoaderWatch, joint: JointOptimizerDetector | None = None) -> None:
         self._facts, self._loading, self._joint = facts, loading, joint or JointOptimizerDetector(lambda: 0)
         self._meshes = ModelParallelDetector()
@@ -116,8 +114,6 @@ class StepWatch(ScriptListener):
         return window
 
     def wrap_clip(self, clip: Any) -> Any:
-        """Wrap `clip_grads_with_norm_` to record the norm for the next step."""
-
         @hide_from_warnings
         @wraps(clip)
         def clipped(parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
@@ -399,7 +395,6 @@ class ModelParallelDetector:
         self._fsdp_ranks = set[int]()
 
     def wrap_fully_shard(self) -> None:
-        """Record each call of `fully_shard` from now on."""
         when_imported(FULLY_SHARD_MODULES[0], self._wrap_after_import)
 
     def _wrap_after_import(self, *, late: bool) -> None:
@@ -446,7 +441,6 @@ def loss_factors(losses: Any) -> list[float]:
 
 
 def grad_fns_of(output: Any, depth: int = 0) -> list[Any]:
-    """The autograd nodes that computed the tensors of an output."""
     if getattr(output, "grad_fn", None) is not None:
         return [output.grad_fn]
     inner = output.values() if isinstance(output, dict) else output if isinstance(output, (list, tuple)) else ()
@@ -454,7 +448,6 @@ def grad_fns_of(output: Any, depth: int = 0) -> list[Any]:
 
 
 def parameters_reached(nodes: list[Any]) -> set[int]:
-    """The ids of the parameters from which these nodes were computed."""
     visited, reached_ids = set[Any](), set[int]()
     while nodes:
         node = nodes.pop()

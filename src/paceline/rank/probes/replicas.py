@@ -35,8 +35,6 @@ UINT32_MAX = 0xFFFFFFFF
 
 @dataclass
 class ParameterSlice:
-    """Some elements of one parameter, as integers."""
-
     name: str
     parameter: Any
     start: int
@@ -45,7 +43,6 @@ class ParameterSlice:
     integer_view: Any = None
 
     def as_integers(self) -> Any:
-        """A view of the parameter's current memory."""
         if self.integer_view is None or self.address != self.parameter.data_ptr():
             torch = sys.modules["torch"]
             integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -58,8 +55,6 @@ class ParameterSlice:
 
 @dataclass
 class WatchedOptimizer:
-    """One optimizer's parameters."""
-
     table_index: int
     has_replica: bool  # whether it belongs to a replica
     count: int = 0
