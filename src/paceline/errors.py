@@ -58,7 +58,6 @@ def message_templates() -> dict[str, Any]:
 
 
 def format_option(name: str, value: Any = None) -> str:
-    """An option in the syntax of the command line, with its value if there is one."""
     return f"--{name.replace('_', '-')}" if value is None else f"--{name.replace('_', '-')} {value}"
 
 
@@ -118,7 +117,6 @@ class PacelineError(Exception):
 
     @property
     def message_with_code(self) -> str:
-        """The message with its code, for a terminal or a log."""
         return f"{self} [{self.code}]" if self.code else str(self)
 
 

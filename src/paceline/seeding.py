@@ -71,7 +71,6 @@ def seeded_random_stream(seed: int, device: torch.device) -> Generator[None]:
 
 
 def seed_streams(seed: int) -> None:
-    """Seed torch, `random` and (if it is imported) numpy."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     _NUMPY.seed(seed % 2**32)
@@ -105,7 +104,6 @@ class GeneratorStates:
 
 @contextmanager
 def preserve_generator_states() -> Generator[GeneratorStates]:
-    """Restore the generators of torch (CPU), `random` and numpy at the end of the context."""
     streams = GeneratorStates()
     try:
         yield streams
@@ -156,13 +154,11 @@ class _NumpyStream:
         self._memory: Any = None
 
     def seed(self, seed: int) -> None:
-        """Seed the generator; 0 <= seed < 2**32."""
         if numpy_random := _numpy_random():
             numpy_random.seed(seed)
             self._seeded = self._words(numpy_random)
 
     def state(self) -> Any:
-        """The state of the generator; None if numpy is not imported."""
         if not (numpy_random := _numpy_random()):
             return None
         words, state = self._words(numpy_random), self._saved[1]

@@ -63,7 +63,6 @@ def folder_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """The step of the checkpoint with this folder name; None for any other name."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match and name == folder_name(int(match[1])) else None
 
@@ -102,8 +101,6 @@ class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
 
 class ShardFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One rank's file: its size and hash, and the pieces in it."""
-
     name: str  # has the form shard-<rank>-of-<world size>.safetensors
     bytes: NonNegativeInt
     sha256: Sha256
@@ -111,8 +108,6 @@ class ShardFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of a checkpoint, its writer, and its run."""
-
     format: int
     step: NonNegativeInt
     attempt: NonNegativeInt

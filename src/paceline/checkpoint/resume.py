@@ -23,8 +23,6 @@ from paceline.runs import folder as run_folder
 
 @dataclass(frozen=True)
 class RunLocation:
-    """The folder of a run, its attempt and generation, and the settings that define it."""
-
     folder: Path
     attempt: int
     generation: int
@@ -46,8 +44,6 @@ class TrainerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The state that a training resumes from."""
-
     step: int
     trainer_state: TrainerState
     source: ShardFileSource

@@ -184,7 +184,6 @@ class ShardFileSource:
         return result.view(shape) if start == 0 and stop is None else result
 
     def _assemble_ranges(self, name: str) -> Tensor:
-        """The full tensor, flat, from files with several ranges of its elements each."""
         pieces = self._pieces[name]
         first = pieces[0][1]
         problem = find_coverage_error([piece for _, piece in pieces])

@@ -66,8 +66,6 @@ class SnapshotMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A complete state in memory."""
-
     meta: SnapshotMeta  # of one of its parts
     source: ShardFileSource
     memory_file_descriptors: tuple[int, ...]  # the descriptors of its memory files

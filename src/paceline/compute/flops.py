@@ -49,7 +49,6 @@ class FlopCount(TorchDispatchMode):
 
     @property
     def per_sample(self) -> float:
-        """FLOPs of the forward and backward of a sample; 0 if they were not counted."""
         return self.flops / self.samples if self.samples else 0.0
 
     @contextmanager

@@ -89,7 +89,6 @@ def disable_graph_recording() -> Generator[None]:
 
 
 def may_record_graph() -> bool:
-    """Whether a model may be recorded or replayed now."""
     return not _is_recording_disabled.get()
 
 

@@ -28,7 +28,6 @@ MIN_BF16_SPEEDUP = 1.05  # precision=auto selects bf16 if it is faster by this f
 
 
 def tf32_unsupported_reason(device: torch.device) -> str:
-    """Why `device` cannot compute in tf32; empty if it can."""
     if device.type == "cuda" and torch.version.cuda and torch.cuda.get_device_capability(device) >= (8, 0):
         return ""
     return "tf32 is a mode of NVIDIA's GPUs of compute capability 8.0 and newer"
@@ -41,7 +40,6 @@ def set_float32_mode(precision: str, device: torch.device) -> None:
 
 
 def bf16_unsupported_reason(device: torch.device) -> str:
-    """Why `device` cannot compute in bf16; empty if it can."""
     if device.type not in ("cpu", "cuda"):
         return ""
     if device.type == "cuda":

@@ -43,7 +43,6 @@ ADDED_SETTING_DEFAULTS = {
 
 
 def settings(config: TrainConfig) -> dict[str, Any]:
-    """The part of the definition that comes from the resolved settings."""
     o = config.optimizer
     definition: dict[str, Any] = {
         "task": _in_its_folder(str(config.task)),

@@ -89,7 +89,6 @@ class Mesh:
 
 
 def meshes_of(ranks: int) -> list[Mesh]:
-    """All meshes of `ranks` ranks that paceline supports."""
     meshes: list[Mesh] = []
     for outer, inner in (*(("data", name) for name in ("tensor", "pipeline", "context", "shard")), ("shard", "tensor")):
         for size in (n for n in range(2, ranks + 1) if ranks % n == 0):

@@ -336,7 +336,6 @@ def task_options(config: TrainConfig) -> dict[str, Any]:
 
 
 def parse_task_args(texts: Iterable[str]) -> dict[str, str]:
-    """The values of `--task-arg NAME=VALUE`, by name. The last value of a name is used."""
     values: dict[str, str] = {}
     for text in texts:
         name, equals, values[name] = text.partition("=")
@@ -434,7 +433,6 @@ def load(path: Path, *, must_own: bool) -> TrainConfig:
 
 
 def _with_current_names(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The table with the current names of settings. Raises UsageError if a setting has both names."""
     for name in table:
         check_not_renamed("a setting has both names", name, table)
     return {

@@ -83,7 +83,7 @@ def check_can_balance(balance: str | None, strategy: str, virtual_ranks: int, ra
 
 
 def network_error(settings: Mapping[str, Any]) -> UsageError | None:
-    """The error in the values of SLOW, by name; None if they are valid together."""
+    """The error in the values of SLOW_NETWORK_SETTINGS, by name; None if they are valid together."""
     compress, rank, steps, rate, momentum = (settings[name] for name in SLOW_NETWORK_SETTINGS)
     contradictions = {
         "powersgd-rank-alone": rank is not None and compress != "powersgd",

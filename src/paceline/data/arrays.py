@@ -127,7 +127,6 @@ def batch_gatherer(dataset: object) -> GatherFunction | None:
 
 
 def dataset_arrays(dataset: object) -> Sequence[Rows] | None:
-    """The tensors or arrays of an ArrayDataset or TensorDataset; None for any other dataset."""
     if isinstance(dataset, ArrayDataset):
         return (dataset.inputs, dataset.targets)
     return dataset.tensors if type(dataset) is TensorDataset else None

@@ -40,7 +40,6 @@ def data_fingerprint(dataset: Dataset[Any], loading: Loading) -> dict[str, Any]:
 
 
 def probe_indices(length: int) -> list[int]:
-    """The indices of a few samples of `length`, evenly spaced."""
     return sorted({i * (length - 1) // (NUM_PROBE_SAMPLES - 1) for i in range(NUM_PROBE_SAMPLES)})
 
 

@@ -91,7 +91,6 @@ def read_mnist(split: Split, folder: Path | None = None) -> tuple[IdxArray, IdxA
 
 
 def read_labels(split: Split, folder: Path) -> IdxArray:
-    """Labels (N,) of a split from `folder`."""
     return read_idx(find_idx(folder, f"{FILE_STEMS[split]}-labels-idx1-ubyte"), dimensions=1)
 
 

@@ -50,12 +50,10 @@ class StreamPlan(BatchPlan):
 
 
 def is_stream(data: object) -> bool:
-    """Whether the data can only be read in sequence."""
     return isinstance(data, IterableDataset) or not hasattr(data, "__getitem__")
 
 
 def first_of(data: Any, count: int) -> Any:
-    """Return `data`, or a list of at most `count` first samples if it is a stream."""
     return [*islice(data, count)] if is_stream(data) else data
 
 
@@ -101,7 +99,6 @@ class StreamPart:
             pass
 
     def take(self, most: int) -> list[tuple[int, Any]]:
-        """Return the next samples with their numbers; fewer than `most` at the end of the stream."""
         return [*self._drawn(most)]
 
     def _drawn(self, limit: int) -> Iterator[tuple[int, Any]]:

@@ -142,7 +142,6 @@ def report_victim(error: BaseException, what: str) -> None:
 
 
 def _to_json_value(value: Any) -> Any:
-    """`value` in JSON types: numbers, lists and tables unchanged, other values as text."""
     if isinstance(value, dict):
         return {str(key): _to_json_value(item) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     if isinstance(value, list):

@@ -413,15 +413,15 @@ class AgentConnection:
             time.sleep(LOOK_SECONDS)
             self._connection = self._connect()
         if self._first and self._several_nodes and self._rank:
-            threading.Thread(
-                target=self._exchange_agent_address, args=(None,), name="paceline-meet", daemon=True
-            ).start()
+            self._start_exchange(None)
         while isinstance(message := receive(self._connection)[0], Rendezvous):
-            threading.Thread(
-                target=self._exchange_agent_address, args=(message,), name="paceline-meet", daemon=True
-            ).start()
+            self._start_exchange(message)
         if self._first and not self._over:
             print_to_stderr("warning: the agent of this node has ended; paceline no longer detects hangs here")
+
+    def _start_exchange(self, meeting: Rendezvous | None) -> None:
+        exchange = partial(self._exchange_agent_address, meeting)
+        threading.Thread(target=exchange, name="paceline-meet", daemon=True).start()
 
     def _exchange_agent_address(self, meeting: Rendezvous | None) -> None:
         """Send the address of node 0's agent to the first ranks of the other nodes, or receive it, through a store.

@@ -172,7 +172,6 @@ def _step_id(env: Mapping[str, str]) -> int:
 
 
 def read_int_variable(env: Mapping[str, str], *names: str) -> int | None:
-    """The value of the first of these variables that is set; None if none is set."""
     for name in names:
         if name not in env:
             continue

@@ -117,7 +117,6 @@ def pending_ops(groups: Mapping[str, GroupRecord]) -> set[tuple[str, int]]:
 
 
 def stacks(main: int) -> tuple[Stack, ...]:
-    """The stacks of all threads of this process, the thread with identifier `main` first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     running = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
     idents = sorted((ident for ident in running if ident != threading.get_ident()), key=lambda ident: ident != main)

@@ -452,7 +452,6 @@ def _attach_drop_filter(sock: socket.socket) -> bool:
 
 
 def foreign_users(descriptors: Collection[int]) -> list[str]:
-    """The other users that are connected over the loopback."""
     ends: dict[tuple[str, str], None] = {}
     for sock in _tcp_sockets(descriptors):
         with suppress(OSError):  # it only listens

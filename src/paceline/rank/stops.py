@@ -98,7 +98,6 @@ class StepStops:
         return self.begun or (is_main and handlers <= {signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler})
 
     def begin(self) -> None:
-        """From now on, let a stop request take effect after a step."""
         self.begun = True
         for number in SIGNALS:  # at each call: Lightning restores the previous handlers after a training
             if signal.getsignal(number) is not signal.SIG_IGN:
@@ -145,7 +144,6 @@ class StepStops:
         return self._trainings[folder]
 
     def succeed(self) -> None:
-        """Remove the records of this command, which has succeeded."""
         for training in self._trainings.values():
             training.forget()
 
@@ -231,7 +229,6 @@ class UnsavedSteps(ScriptListener):
 
 
 def read_script() -> bytes:
-    """The file of the script; empty if it has none."""
     with suppress(OSError):
         return Path(getattr(sys.modules["__main__"], "__file__", None) or "").read_bytes()
     return b""

@@ -287,7 +287,6 @@ def set_cpu_affinity(device: torch.device) -> None:
 
 
 def unsupported_reason(kind: str) -> str:
-    """Why paceline cannot train on this kind of device; empty if it can."""
     return "paceline does not train on mps, because mps has no float64 for sums of losses" if kind == "mps" else ""
 
 

@@ -122,7 +122,6 @@ def line_that_trains_at_import(tree: ast.Module, function: str) -> int | None:
 
 
 def _calls(nodes: Iterable[ast.AST], names: Collection[str]) -> Iterator[int]:
-    """The lines at which these statements call any of `names`."""
     for node in nodes:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
             continue
@@ -194,7 +193,6 @@ def import_module(module_name: str) -> Any:
 
 
 def check_syntax(path: Path) -> None:
-    """Raise UsageError with the line if a file is not valid Python."""
     try:
         ast.parse(path.read_bytes(), str(path))
     except SyntaxError as error:

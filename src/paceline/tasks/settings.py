@@ -38,7 +38,6 @@ def parse_task_settings(name: str) -> list[Setting] | None:
 
 
 def function_settings(function: Callable[..., Any]) -> list[Setting] | None:
-    """The settings of a function object; None if its source is not available."""
     with suppress(OSError, TypeError, SyntaxError):
         node = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
         return _settings(node) if isinstance(node, ast.FunctionDef) else None

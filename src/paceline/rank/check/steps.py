@@ -41,8 +41,6 @@ MAX_FACTORS = 4
 
 @dataclass
 class GradientWindow:
-    """The gradients of one optimizer since its last step."""
-
     optimizer: Any
     pending_backwards: int = 0  # backwards whose gradients no step of any optimizer has followed yet
     last_batch_number: int = 0  # the number of the last batch of these backwards
