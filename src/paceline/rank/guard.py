@@ -384,26 +384,24 @@ class ProcessGroupSockets:
 
 @dataclass(frozen=True)
 class ConnectionEndpoint:
-    """One end of a connection to another host: its name, the name of the other end, and whether we accepted it."""
+    """Our end of a connection to another host."""
 
-    name: str
-    other_end_name: str
+    own: str  # address and port
+    peer: str
     was_accepted: bool
 
 
 def remote_connection_ends(descriptors: Collection[int]) -> list[ConnectionEndpoint]:
-    ports: set[int] = set()
+    listening: set[int] = set()
     pairs: list[tuple[tuple[str, int], tuple[str, int]]] = []
     for sock in _tcp_sockets(descriptors):
         if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            ports.add(sock.getsockname()[1])
-            continue
-        with suppress(OSError):  # closed by the other side
-            pairs.append((sock.getsockname()[:2], sock.getpeername()[:2]))
+            listening.add(sock.getsockname()[1])
+        else:
+            with suppress(OSError):  # closed by the other side
+                pairs.append((sock.getsockname()[:2], sock.getpeername()[:2]))
     return [
-        ConnectionEndpoint(
-            f"{own[0]} {own[1]} {peer[0]} {peer[1]}", f"{peer[0]} {peer[1]} {own[0]} {own[1]}", own[1] in ports
-        )
+        ConnectionEndpoint("{} {}".format(*own), "{} {}".format(*peer), own[1] in listening)
         for own, peer in pairs
         if not is_loopback(own[0])
     ]

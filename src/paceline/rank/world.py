@@ -198,9 +198,9 @@ def _has_foreign_users(
     """
     if world.local_size < world.size:
         for end in ends:
-            store.set(f"end {end.name}", "")
+            store.set(f"end {end.own} {end.peer}", "")
         _wait_for_all(world, store, timeout, "ends written")
-        unmatched_ends = [end for end in ends if not store.check([f"end {end.other_end_name}"])]
+        unmatched_ends = [end for end in ends if not store.check([f"end {end.peer} {end.own}"])]
         store.add("from other hosts", sum(1 if end.was_accepted else -1 for end in unmatched_ends))
     store.add("here", int(here))
     _wait_for_all(world, store, timeout, "counted")

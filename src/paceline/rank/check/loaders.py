@@ -144,10 +144,9 @@ class LoaderWatch(ScriptListener):
         wrap_function(loader, "__init__", after=made)
         wrap_function(dataloader._BaseDataLoaderIter, "_next_index", before=partial(self._truncate_sampler, map_style))
         for fetcher in (fetchers._MapDatasetFetcher, fetchers._IterableDatasetFetcher):
-            fetcher.fetch = self._fetched.wrap_fetch(fetcher.fetch, self._loader_number_of_data)
-
-    def _loader_number_of_data(self, data: Any) -> int:
-        return next((number for number, dataset in self._live.items() if dataset is data), -1)
+            fetcher.fetch = self._fetched.wrap_fetch(
+                fetcher.fetch, lambda data: next((n for n, dataset in self._live.items() if dataset is data), -1)
+            )
 
     def _truncate_sampler(self, map_style: Any, batches: Any) -> None:
         number = _loader_number_of(batches)

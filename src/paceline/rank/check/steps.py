@@ -80,17 +80,14 @@ class StepWatch(ScriptListener):
 
     def on_torch_imported(self) -> None:
         self._meshes.wrap_fully_shard()
-        sys.modules["torch.nn.modules.module"].register_module_forward_pre_hook(self._on_module_forward)
-        wrap_function(
-            sys.modules["torch.nn.parallel.distributed"].DistributedDataParallel, "no_sync", before=self._on_no_sync
-        )
-        modules: Any = sys.modules["torch.nn.modules.module"]
-        wrap_function(sys.modules["torch.optim.optimizer"].Optimizer, "zero_grad", before=self._on_zero_grad)
-        wrap_function(modules.Module, "zero_grad", before=lambda *_, **__: self._on_zero_grad(None))
-        clipping: Any = sys.modules["torch.nn.utils.clip_grad"]
-        nn_utils: Any = sys.modules["torch.nn.utils"]
+        torch: Any = sys.modules["torch"]
+        torch.nn.modules.module.register_module_forward_pre_hook(self._on_module_forward)
+        wrap_function(torch.nn.parallel.DistributedDataParallel, "no_sync", before=self._on_no_sync)
+        wrap_function(torch.optim.Optimizer, "zero_grad", before=self._on_zero_grad)
+        wrap_function(torch.nn.Module, "zero_grad", before=lambda *_, **__: self._on_zero_grad(None))
+        clipping = torch.nn.utils.clip_grad
         scale = self.wrap_clip(clipping._clip_grads_with_norm_)  # clip_grad_norm_ also calls it
-        clipping._clip_grads_with_norm_ = nn_utils.clip_grads_with_norm_ = scale
+        clipping._clip_grads_with_norm_ = torch.nn.utils.clip_grads_with_norm_ = scale
 
     def on_session_begin(self) -> None:
         self._facts.session = True
@@ -263,7 +260,11 @@ class StepWatch(ScriptListener):
             self._facts.steps.append(SeenStep(number, user_site()))
             return
         history, private = self._joint.history_of(optimizer), self._joint.is_private(optimizer)
-        self._mark_loader_joint(private=private)
+        loader = self._at[0]
+        if loader >= 0 and self._joint.highest_evidence_level:
+            if not private:
+                self._loading.joint.add(loader)
+            self._facts.loaders[loader].local_only = loader not in self._loading.joint
         self._taken[number] += not private
         kind = "private" if private else "joint" if self._joint.highest_evidence_level else "unknown"
         self._records[kind] += 1
@@ -341,14 +342,6 @@ class StepWatch(ScriptListener):
             and max(self._taken.values(), default=0) >= max_steps
         ):
             raise SystemExit(0)
-
-    def _mark_loader_joint(self, *, private: bool) -> None:
-        number = self._at[0]
-        if number < 0 or not self._joint.highest_evidence_level:
-            return
-        if not private:
-            self._loading.joint.add(number)
-        self._facts.loaders[number].local_only = number not in self._loading.joint
 
 
 def _parameters(optimizer: Any) -> list[Any]:

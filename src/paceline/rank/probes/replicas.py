@@ -149,14 +149,15 @@ class FingerprintWriter(ScriptListener):
         self._names.set_tensor_names(watched.layout_hash, [piece.name for piece in watched.pieces])
 
     def _write_fingerprint(self, watched: WatchedOptimizer, settings: tuple[float, ...]) -> None:
-        pieces, number = watched.pieces, watched.count
+        torch, pieces, number = sys.modules["torch"], watched.pieces, watched.count
         if not can_run_kernels(pieces[0].parameter):
             return
         last = len(pieces) - 1
         indices = [(number * ROTATING_PIECES + n) % last for n in range(min(ROTATING_PIECES, last))] + [last]
         sums = [pieces[at].as_integers().sum() for at in indices]
         if watched.flags & SUMMED:
-            sums += [_float_sum_bits(pieces[at]) for at in indices]
+            floats = (pieces[at].as_integers().view(pieces[at].parameter.dtype) for at in indices)
+            sums += [values.sum(dtype=torch.float64).view(torch.int64) for values in floats]
 
         def put(values: list[int]) -> None:
             hashes = [value & UINT32_MAX for value in values[: len(indices)]]
@@ -167,7 +168,7 @@ class FingerprintWriter(ScriptListener):
             )
 
         if sums[0].is_cuda:
-            self._later.read(sys.modules["torch"].stack(sums), put)
+            self._later.read(torch.stack(sums), put)
         else:
             put([total.item() for total in sums])
 
@@ -205,8 +206,3 @@ def _split_into_pieces(named: list[tuple[str, Any]]) -> Iterator[ParameterSlice]
     if len(pieces) > PARTS and len(pieces) % 2:
         yield pieces[0]
     yield from pieces
-
-
-def _float_sum_bits(piece: ParameterSlice) -> Any:
-    torch, bits = sys.modules["torch"], piece.as_integers()
-    return bits.view(piece.parameter.dtype).sum(dtype=torch.float64).view(torch.int64)

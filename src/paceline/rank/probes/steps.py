@@ -224,34 +224,23 @@ class PhaseTracker(StepCounter):
         self._steps_ns = {phase: deque[int](maxlen=USUAL_STEP_WINDOW) for phase in CORRECTED_PHASES}
         self._seen_ns = dict.fromkeys(CORRECTED_PHASES, 0)
 
-    def on_batch_requested(self, batches: Any) -> None:
-        self._page.enter(Phase.DATA)
+    @staticmethod
+    def _enter(phase: Phase) -> Any:
+        def enter(self: PhaseTracker, *_: Any) -> None:
+            self._page.enter(phase)
 
-    def enter_user_phase(self, *_: Any, **__: Any) -> None:
-        self._page.enter(Phase.USER)
+        return enter
 
-    on_batch_received = on_epoch_end = on_forward_end = on_backward_end = enter_user_phase
+    on_batch_requested = _enter(Phase.DATA)
+    on_batch_received = on_epoch_end = on_forward_end = on_backward_end = _enter(Phase.USER)
+    on_forward_begin = on_buffers_received = _enter(Phase.FORWARD)
+    on_buffers_broadcast = _enter(Phase.SYNC)
+    on_backward_begin = _enter(Phase.BACKWARD)
+    on_step_begin = on_closure_end = _enter(Phase.OPTIMIZER)
 
     def on_exception(self, where: str, error: BaseException) -> None:
         if not self._page.get("released"):  # an error from the guard itself is not progress
-            self.enter_user_phase()
-
-    def on_forward_begin(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        self._page.enter(Phase.FORWARD)
-
-    def on_buffers_broadcast(self, ddp: Any) -> None:
-        self._page.enter(Phase.SYNC)
-
-    def on_buffers_received(self, ddp: Any) -> None:
-        self._page.enter(Phase.FORWARD)
-
-    def on_backward_begin(self, losses: Any) -> None:
-        self._page.enter(Phase.BACKWARD)
-
-    def on_step_begin(self, optimizer: Any) -> None:
-        self._page.enter(Phase.OPTIMIZER)
-
-    on_closure_end = on_step_begin
+            self._page.enter(Phase.USER)
 
     def on_step_end(self, optimizer: Any) -> None:
         self._page.enter(Phase.USER)
