@@ -39,17 +39,11 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 class WeightAverage(Protocol):
     """An average of the weights. It is saved with the model, and evaluated in place of the weights."""
 
-    def state(self) -> list[TensorShard]:
-        """Its tensors, under separate names."""
-        ...
+    def state(self) -> list[TensorShard]: ...
 
-    def load(self, source: Source) -> None:
-        """Restore the result of `state`; start from the weights if `source` has no average."""
-        ...
+    def load(self, source: Source) -> None: ...
 
-    def use_as_weights(self) -> AbstractContextManager[None]:
-        """Inside, the model has the average as its weights."""
-        ...
+    def use_as_weights(self) -> AbstractContextManager[None]: ...
 
 
 class Strategy:
@@ -218,7 +212,6 @@ class Strategy:
         return gradients if self.parts is None else self.parts.as_shards_of_whole(gradients)
 
     def _gradients(self) -> list[TensorShard]:
-        """The gradients of this rank's part of the model, under the names of that part."""
         return [TensorShard(name, p.grad) for name, p in self._named if p.grad is not None]
 
     def clip_grad_norm(self, max_norm: float) -> Deferred[float]:
@@ -324,9 +317,5 @@ class MakeStrategy(Protocol):
             make_optimizer: creates the optimizer from the parameters.
             world: the ranks.
             virtual_ranks: number of virtual ranks of the batch plan. Default: the world size.
-
-        Raises:
-            ValueError: if the ranks' models differ in names, shapes or types.
-            UsageError: if the strategy does not support the model or the optimizer.
         """
         ...

@@ -32,9 +32,6 @@ def bucketed(
     Hooks start each bucket during the backward of the last micro-batch. Ranks that all share memory use no buckets:
     they sum all gradients after backward, which is faster in memory. `options`: compression or local steps between
     nodes on a slow network. For the other arguments see MakeStrategy.
-
-    Raises:
-        ValueError: if the ranks' models differ in names, shapes or types, or the ranks do not support `options`.
     """
     check_no_lazy_parameters(model)
     check_no_sparse_gradients(model, "bucketed")

@@ -55,11 +55,7 @@ _SAVED_OF_RANK = re.compile(r"buffers/([0-9]{1,9})/(.+)")
 
 
 class VirtualRankBuffers:
-    """The buffers of this rank's virtual ranks, by virtual rank.
-
-    Raises:
-        UsageError: if a module declares a reduction for a buffer that does not exist, or an unknown reduction.
-    """
+    """The buffers of this rank's virtual ranks, by virtual rank."""
 
     def __init__(self, model: nn.Module, world: World, virtual_ranks: int) -> None:
         self._world, self._virtual_ranks, self._model = world, virtual_ranks, model
@@ -97,7 +93,6 @@ class VirtualRankBuffers:
 
     @torch.no_grad()
     def save_copies(self) -> None:
-        """Save copies of all buffers, for `restore_copies`."""
         self._apply_assigned_values()
         self._counted.clear()
         self._kept_seen = {virtual_rank: dict(histories) for virtual_rank, histories in self._seen.items()}
@@ -142,7 +137,6 @@ class VirtualRankBuffers:
 
     @contextmanager
     def micro_batch_context(self, work: MicroBatchPlan) -> Generator[None]:
-        """`enter` and `leave`, as a context manager."""
         self.enter(work)
         try:
             yield
@@ -200,11 +194,7 @@ class VirtualRankBuffers:
             self._of[work.virtual_rank] = kept
 
     def check_mergeable(self) -> None:
-        """Before an update: check that buffers can be merged (a collective in two steps, if a reduction is open).
-
-        Raises:
-            UsageError: as `merged`.
-        """
+        """Before an update: check that buffers can be merged (a collective in two steps, if a reduction is open)."""
         if self._inside is not None and self._open and self._virtual_ranks > 1:
             self._note_read(self._open)
             self._synchronised_with = {name: self._last_read[name] for name in self._open}
@@ -222,9 +212,6 @@ class VirtualRankBuffers:
         """Inside, the module's buffers are merged over all virtual ranks, on every rank (a collective).
 
         Only virtual ranks with at least one sample count.
-
-        Raises:
-            UsageError: if the reduction of a buffer cannot be inferred. Its module must declare it.
         """
         self._apply_assigned_values()
         before = self._in_module()
@@ -414,14 +401,7 @@ class VirtualRankBuffers:
         return {n: p.reshape(i.shape).to(i.dtype) for n, p, i in zip(names, pieces, likes, strict=True)}
 
     def _infer(self, *, early: bool = False) -> bool:
-        """Infer the reductions of open buffers (a collective, if there are any).
-
-        Returns:
-            Whether a virtual rank has had a sample.
-
-        Raises:
-            UsageError: on rank 0, for a buffer whose reduction cannot be inferred. ReportedByPeer on the others.
-        """
+        """Infer the reductions of open buffers (a collective, if there are any). False: no rank had a sample."""
         self._decided = dict(self._reductions)
         assigned = {name: digest_of(self._initial[name]) for name in sorted(self._assigned)}
         if not self._open and not any(self._decided[n] == "sum" for n in self._custom):
@@ -491,10 +471,6 @@ class VirtualRankBuffers:
 
         This covers all buffers before the first forward, and later all except those of normalization layers, whose
         kernels do not increase the version of a tensor.
-
-        Raises:
-            UsageError: if the new value may depend on the old one, which differs between virtual ranks, or if its shape
-                or type is wrong.
         """
         for name in self._custom if self._forwarded else self._slots:
             new = _buffer(*self._slots[name][0])
@@ -568,7 +544,6 @@ class VirtualRankBuffers:
 
 
 def partition_of(world: World, virtual_ranks: int) -> LeafPartition:
-    """Which leaves of the tree over all virtual ranks belong to which rank."""
     return LeafPartition([(share.start, share.stop) for share in world.shares(virtual_ranks)], world.rank)
 
 
@@ -590,11 +565,7 @@ def _slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
 
 
 def _reductions(model: nn.Module, slots: Mapping[str, Sequence[tuple[nn.Module, str]]]) -> dict[str, str]:
-    """By buffer, the declared reduction, or the built-in one of its class; else `UNDECLARED`.
-
-    Raises:
-        UsageError: if a declaration is wrong.
-    """
+    """By buffer, the declared reduction, or the built-in one of its class; else `UNDECLARED`."""
     for owner in model.modules():
         _check_declaration(model, owner)
     reductions: dict[str, str] = {}

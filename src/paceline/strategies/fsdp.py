@@ -65,11 +65,6 @@ class FSDP(Strategy):
     each use (torch's MixedPrecisionPolicy). This sends half the bytes and gives the same numbers as autocast. Their
     gradients are summed in float32, over micro-batches and ranks, because bf16 has 8 significant bits. The shards of a
     rank and checkpoints stay float32.
-
-    Raises:
-        ValueError: if the ranks' models differ in names, shapes or types.
-        UsageError: if `wrap` matches nothing or separates tied parameters, or the optimizer cannot be divided (see
-            `scope_of`).
     """
 
     sharded = True

@@ -73,7 +73,6 @@ class InterNodeStrategy(Strategy):
         virtual_ranks: int | None,
         options: InterNodeOptions,
     ) -> None:
-        """`hosts`: the nodes of `world`."""
         optimizer = make_optimizer(model.parameters())
         self._hosts = hosts
         self._across = InterNodeSum(trainable(model), hosts, options.get("compress"), options.get("powersgd_rank"))
@@ -85,7 +84,6 @@ class InterNodeStrategy(Strategy):
     def _make_inter_node_sum(
         self, model: nn.Module, optimizer: Optimizer, options: InterNodeOptions
     ) -> InterNodeSum | None:
-        """The sum of gradients over nodes; None if nodes do not sum gradients in each step."""
         return self._across
 
     def keep_buffers(self) -> None:
@@ -148,6 +146,5 @@ class LocalSteps(InterNodeStrategy):
 
 
 def describe_division(division: Tensor) -> str:
-    """Describe a division (nodes, ranks of each node) for a message."""
     count, size = division.tolist()
     return f"{count} nodes of {size} rank{'s' if size > 1 else ''}"

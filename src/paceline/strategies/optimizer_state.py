@@ -27,18 +27,14 @@ def optimizer_shards(model: nn.Module, optimizer: Optimizer) -> list[TensorShard
 
 
 def optimizer_state_tensors(name: str, state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The optimizer state of parameter `name` as tensors; plain numbers become tensors of one element.
-
-    Raises:
-        UsageError: for any other value. Only pickle could save it, and loading a pickle executes code.
-    """
+    """The optimizer state of parameter `name` as tensors; plain numbers become tensors of one element."""
     for key, value in state.items():
         full = f"optimizer/{name}/{key}"
         if isinstance(value, Tensor):
             yield full, value.detach()
         elif isinstance(value, (bool, int, float)):
             yield full + NUMBER_SUFFIX, torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
-        elif value is not None:
+        elif value is not None:  # only pickle could save it, and loading a pickle executes code
             raise UsageError(code="optimizer-keeps-object", kind=type(value).__name__, key=key, name=name)
 
 

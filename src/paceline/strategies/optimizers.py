@@ -45,7 +45,6 @@ class OptimizerSequence(Optimizer):
     """Optimizers of different parameters of one model. It steps them in order; each keeps its state and its hooks."""
 
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
-        """Raise UsageError if two of them train the same parameter."""
         # Without Optimizer.__init__: `step` would run the hooks for steps of any optimizer a second time.
         self.optimizers, self.defaults = [*optimizers], {}
         self.param_groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
@@ -76,21 +75,15 @@ def each_optimizer(optimizer: Optimizer) -> Sequence[Optimizer]:
 
 
 def trained_by_each(optimizer: Optimizer) -> list[list[nn.Parameter]]:
-    """The parameters in the groups of each optimizer."""
     return [[p for group in one.param_groups for p in group["params"]] for one in each_optimizer(optimizer)]
 
 
 def optimizer_names(optimizer: Optimizer) -> str:
-    """Its class, or those of a sequence."""
     return ", ".join(type(one).__name__ for one in each_optimizer(optimizer))
 
 
 def scope_of(optimizer: Optimizer, owner: str) -> Scope:
-    """What an update reads. Unknown optimizers are tried on small tensors. `owner`: what divides the model, for errors.
-
-    Raises:
-        UsageError: the update of a parameter depends on other parameters, or that is unknown.
-    """
+    """What an update reads. Unknown optimizers are tried on small tensors. `owner`: of the parts, for errors."""
     if type(optimizer) in ELEMENT_WISE_OPTIMIZERS:
         return "element"
     if type(optimizer) in PARAMETER_WISE_OPTIMIZERS or getattr(optimizer, DECLARATION, False):

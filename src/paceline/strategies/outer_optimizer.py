@@ -52,7 +52,6 @@ class OuterOptimizer:
         options: InterNodeOptions,
         across: InterNodeSum,
     ) -> None:
-        """`across` sums the changes of the parameters over nodes."""
         check_optimizer_parameters(model, optimizer)
         self._model, self._optimizer, self._hosts, self._across = model, optimizer, hosts, across
         self._every, self._lr = options.get("local_steps"), options.get("outer_lr") or 1.0
@@ -66,10 +65,6 @@ class OuterOptimizer:
         optimizer.register_step_post_hook(self._after_local_step)
 
     def all_finite(self) -> bool:
-        """Whether the gradients of all nodes are finite (a collective).
-
-        A gradient that is not finite on one node becomes NaN on all nodes.
-        """
         grads = [p.grad for p in self._parameters]
         not_finite = [0.0 if grad is None else float(not bool(grad.isfinite().all())) for grad in grads]
         counts: list[float] = sum_over_ranks(
@@ -114,7 +109,6 @@ class OuterOptimizer:
             self._set_parameters(local)
 
     def common_parameter_shards(self) -> list[TensorShard]:
-        """The last common parameters of the nodes."""
         common = dict(zip(map(id, self._parameters), self._common, strict=True))
         return unsharded_parameter_shards((name, common.get(id(p), p)) for name, p in self._model.named_parameters())
 

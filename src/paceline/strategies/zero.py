@@ -30,10 +30,6 @@ class Zero(Strategy):
 
     Memory of each rank, for P parameters and N ranks: P weights, P/N gradients, P/N of each optimizer state tensor.
     While a rank accumulates several micro-batches, P gradients exist.
-
-    Raises:
-        ValueError: if the ranks' models differ in names, shapes or types.
-        UsageError: for synchronised batch norm, and for an optimizer that cannot be divided (see `scope_of`).
     """
 
     sharded = True
