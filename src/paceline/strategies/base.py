@@ -31,19 +31,10 @@ if TYPE_CHECKING:
     from paceline.collectives.hosts import NodeTopology
     from paceline.collectives.reducer import Reducer
     from paceline.parallel.pipeline import Pipeline
+    from paceline.strategies.average import WeightAverage
     from paceline.strategies.model_parallel import ModelParallelAdapter
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
-
-
-class WeightAverage(Protocol):
-    """An average of the weights. It is saved with the model, and evaluated in place of the weights."""
-
-    def state(self) -> list[TensorShard]: ...
-
-    def load(self, source: Source) -> None: ...
-
-    def use_as_weights(self) -> AbstractContextManager[None]: ...
 
 
 class Strategy:

@@ -13,8 +13,7 @@ from paceline.collectives.replicate import broadcast_module
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.buffers import partition_of
-from paceline.strategies.inter_node import describe_division, inter_node_strategy
-from paceline.strategies.outer_optimizer import InterNodeOptions
+from paceline.strategies.inter_node import InterNodeOptions, describe_division, inter_node_strategy
 from paceline.strategies.validation import check_no_lazy_parameters, check_no_sparse_gradients
 
 

@@ -40,11 +40,7 @@ def optimizer_state_tensors(name: str, state: Mapping[str, Any]) -> Iterator[tup
 
 def load_optimizer(model: nn.Module, optimizer: Optimizer, source: Source) -> None:
     """Load the whole state of `optimizer`. A parameter without state has not been trained yet."""
-    for one in each_optimizer(optimizer):
-        one.state.clear()
-        trained = {id(parameter) for group in one.param_groups for parameter in group["params"]}
-        named = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in trained}
-        load_states(named, one, {name: saved_state(source, name) for name in named})
+    load_piece_optimizer({}, optimizer, source, dict(model.named_parameters()))
 
 
 def load_states(named: Mapping[str, nn.Parameter], optimizer: Optimizer, states: Mapping[str, dict[str, Any]]) -> None:
@@ -52,15 +48,6 @@ def load_states(named: Mapping[str, nn.Parameter], optimizer: Optimizer, states:
     for name, parameter in named.items():
         if state := states[name]:
             optimizer.state[parameter] = _on_device(optimizer, parameter, state)
-
-
-def saved_keys(source: Source, name: str) -> Iterator[tuple[str, str]]:
-    """(key, full name) of each saved tensor of parameter `name`."""
-    prefix = f"optimizer/{name}/"
-    for full in source.names(prefix):
-        key = full.removeprefix(prefix)
-        if "/" not in key:  # otherwise it belongs to a parameter called name/...
-            yield key, full
 
 
 def piece_optimizer_shards(
@@ -103,7 +90,11 @@ def load_piece_optimizer(
 def saved_state(source: Source, name: str, piece: LocalShard | None = None) -> dict[str, Any]:
     """The saved state of parameter `name`, by key: whole tensors, or those of a piece. Counters are always whole."""
     state: dict[str, Any] = {}
-    for key, full in saved_keys(source, name):
+    prefix = f"optimizer/{name}/"
+    for full in source.names(prefix):
+        key = full.removeprefix(prefix)
+        if "/" in key:  # it belongs to a parameter called name/...
+            continue
         if (
             piece is None
             or piece.is_whole

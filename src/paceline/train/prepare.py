@@ -37,11 +37,11 @@ from paceline.errors import UsageError
 from paceline.rank.world import World
 from paceline.seeding import derive_seed, preserve_generator_states, seeded_random_stream
 from paceline.strategies import STRATEGIES, Strategy
+from paceline.strategies.average import WeightAverage
 from paceline.strategies.base import MakeOptimizer
 from paceline.tasks.registry import load_task
 from paceline.tasks.settings import all_settings
 from paceline.tasks.task import SPLITS, Split, Task, call_model
-from paceline.train.average import WeightAverage
 from paceline.train.compute_settings import STATE_COPIES, ResolvedCompute, resolve_compute
 from paceline.train.determinism import explain_missing_kernel, hardware_facts
 from paceline.train.evaluate import eval_mode, try_evaluation
