@@ -9,11 +9,13 @@ buffers in `buffer_reductions`. The buffers of normalization layers are averaged
 `paceline.checkpoint.buffer_reductions`.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -43,9 +45,11 @@ from paceline.collectives.replicate import broadcast
 from paceline.collectives.torch_collectives import TreeAllReduce
 from paceline.collectives.tree import LeafPartition, add_optional
 from paceline.compute.forward import disable_graph_recording
-from paceline.data.plan import MicroBatchPlan
 from paceline.errors import TrainingError, UsageError
 from paceline.rank.world import World
+
+if TYPE_CHECKING:
+    from paceline.data.plan import MicroBatchPlan
 
 _Buffers = dict[str, Tensor]
 ALWAYS_COPIED_BYTES = 1 << 20

@@ -38,8 +38,9 @@ from paceline.protocol.evidence import BLOCK_PREFIX
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.model_parallel import global_norm
+from paceline.strategies.optimizer_scope import scope_of
 from paceline.strategies.optimizer_state import load_piece_optimizer, piece_optimizer_shards
-from paceline.strategies.optimizers import each_optimizer, scope_of
+from paceline.strategies.optimizers import each_optimizer
 from paceline.strategies.validation import (
     check_no_gradient_hooks,
     check_no_lazy_parameters,

@@ -1,16 +1,20 @@
 """The state of an optimizer as named tensors: saved and loaded by the parameters' names in the model."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.checkpoint.state import PrefixedSource, Source, TensorShard, load_into
-from paceline.collectives.owners import LocalShard
 from paceline.errors import UsageError
 from paceline.strategies.optimizers import each_optimizer
+
+if TYPE_CHECKING:
+    from paceline.collectives.owners import LocalShard
 
 NUMBER_SUFFIX = ".item"  # suffix of the name of a plain number
 

@@ -25,7 +25,8 @@ from paceline.parallel.pipeline import Pipeline, Schedule, SplitPoint
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.model_parallel import ModelParallelAdapter
-from paceline.strategies.optimizers import each_optimizer, scope_of
+from paceline.strategies.optimizer_scope import scope_of
+from paceline.strategies.optimizers import each_optimizer
 
 
 class StagePlan(msgspec.Struct, frozen=True):
