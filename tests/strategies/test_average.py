@@ -15,7 +15,7 @@ from tests.run_script import run_script
 from paceline.checkpoint.shards import sha256_of
 from paceline.rank.world import World
 from paceline.strategies import STRATEGIES
-from paceline.train.average import WeightAverage
+from paceline.strategies.average import WeightAverage
 
 TASK = """
 import torch

@@ -27,12 +27,10 @@ class WeightAverage:
         self._decay = decay
 
     def reset(self) -> None:
-        """Set the average to the current weights."""
         _copy(self._weights, self._average)
 
     @torch.no_grad()
     def update(self) -> None:
-        """Include the weights after an optimizer step in the average."""
         torch._foreach_lerp_(self._average, self._weights, 1 - self._decay)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
 
     def state(self) -> list[TensorShard]:
@@ -49,7 +47,6 @@ class WeightAverage:
 
     @contextmanager
     def use_as_weights(self) -> Generator[None]:
-        """Use the average as the weights of the model inside the `with` block."""
         weights = [tensor.clone() for tensor in self._weights]
         _copy(self._average, self._weights)
         try:
