@@ -451,6 +451,12 @@ def _listen(ports: Sequence[int]) -> socket.socket:
     raise UsageError(code="ports-in-use", host=socket.gethostname(), ports=taken)
 
 
+def port_taken_error(name: str, port: int, error: OSError) -> UsageError:
+    holder = port_holder(port)
+    holder_text = f" by {holder}" if holder else ""
+    return UsageError(code="port-taken", port=name, by=holder_text, strerror=error.strerror)
+
+
 # ---- the clocks of two nodes ----
 
 DRIFT = 1e-4  # largest drift between two clocks, in seconds per second; the tolerance of a quartz is 5e-5

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from msgspec.structs import replace
 
@@ -21,7 +21,6 @@ from paceline.guard.collect import ADVANCE_INTERVAL_SECONDS, NATIVE_STACK_SECOND
 from paceline.guard.deaths import diagnosis_due_seconds
 from paceline.host.procfs import raise_open_file_limit
 from paceline.launch.agent import channel
-from paceline.launch.agent.store import StoreProxy
 from paceline.launch.agent.workers import InheritedResources, Workers
 from paceline.protocol.balance import speeds_of_ranks
 from paceline.protocol.control import LIFELINE_GRACE_SECONDS, STOP_SIGNALS, StopOrders
@@ -29,6 +28,9 @@ from paceline.protocol.evidence import Evidence, WorkerSample
 from paceline.protocol.job import NodePlan
 from paceline.runs import writing
 from paceline.runs.console import print_to_stderr
+
+if TYPE_CHECKING:
+    from paceline.launch.agent.store_proxy import StoreProxy
 
 
 class RemoteNode:

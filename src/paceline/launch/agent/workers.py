@@ -6,6 +6,7 @@ A worker starts with an environment, a log, and inherited descriptors.
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 import msgspec
 
@@ -24,8 +25,8 @@ from paceline.host.cgroup import oom_kills
 from paceline.host.machine_log import MachineLog
 from paceline.host.procfs import read_process
 from paceline.host.sweep import Roster, RosterWorker, agent_mark, roster_path, sweep
+from paceline.launch.agent.channel import port_taken_error
 from paceline.launch.agent.preload import ForkedProcess, Preloader
-from paceline.launch.agent.store import Store, StoreProxy
 from paceline.launch.output import relay_output
 from paceline.protocol.control import AGENT_MARK, RANK_PACKAGE, RUN_ID, SHARED_MEMORY, WorkerSpec
 from paceline.protocol.evidence import SUCCESS_EXIT_CODES, Failure, WorkerSample
@@ -42,8 +43,75 @@ from paceline.runs import writing
 from paceline.runs.attempt import LogTimesWriter
 from paceline.runs.folder import compile_cache
 
+if TYPE_CHECKING:
+    from paceline.launch.agent.store_proxy import StoreProxy
+
 VARIABLE_PREFIX = "PACELINE_"
 USER_VARIABLES = (SHARED_MEMORY,)  # variables with our prefix that the user sets for a run
+
+
+@dataclass(frozen=True)
+class Store:
+    """The rendezvous store of a generation.
+
+    On one host, the store is in `memory_fd`: an anonymous file that the ranks inherit, and that no other user can
+    open. On several hosts, it is at a port, and the ranks reach it through a `proxy`: see store_proxy.py. Rank 0
+    inherits the socket bound and listening, since another process could take a port that is closed in between.
+
+    A script opens its store itself, at a port that is open to all. The agent only binds this port. So the kernel does
+    not assign it to another process that asks for any free port, and the script can still bind it with SO_REUSEADDR.
+    """
+
+    listening_socket: socket.socket | None
+    memory_fd: int = -1
+    proxy: "StoreProxy | None" = None
+
+    @classmethod
+    def make(cls, plan: NodePlan) -> Self:
+        if plan.nodes > 1 and not plan.plain_store:
+            from paceline.launch.agent import store_proxy  # it imports asyncio, which takes time
+
+            if plan.node:
+                port, secret = plan.node0_ports[0], bytes.fromhex(plan.secret)
+                return cls(None, proxy=store_proxy.remote_store_proxy(plan.master_addr, port, secret))
+            store, gate = store_proxy.open_node0_store(plan.ranks.master_port)
+            return cls(store, proxy=gate)
+        return cls(_bound(plan), os.memfd_create("paceline-store") if plan.nodes == 1 else -1)
+
+    def inherited_fd(self, rank: int, *, plain: bool) -> int:
+        """The descriptor of the store that this rank inherits; -1 if the rank connects instead."""
+        if self.memory_fd >= 0:
+            return self.memory_fd
+        return self.listening_socket.fileno() if rank == 0 and self.listening_socket is not None and not plain else -1
+
+    def port_number(self, plan: NodePlan) -> int:
+        if self.proxy is not None:
+            return self.proxy.port
+        return self.listening_socket.getsockname()[1] if self.listening_socket is not None else plan.ranks.master_port
+
+    def address(self, plan: NodePlan) -> str:
+        return plan.master_addr if self.proxy is None else "127.0.0.1"
+
+    def close(self) -> None:
+        """Close the agent's descriptors. With its socket open, connections to an ended rank 0 would not be refused."""
+        if self.listening_socket is not None:
+            self.listening_socket.close()
+        if self.memory_fd >= 0:
+            os.close(self.memory_fd)
+
+
+def _bound(plan: NodePlan) -> socket.socket | None:
+    if plan.node != 0:
+        return None
+    port = plan.ranks.master_port
+    store = socket.socket(socket.AF_INET6 if ":" in plan.master_addr else socket.AF_INET)
+    store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # despite closing connections of the last run
+    try:
+        store.bind(("" if plan.plain_store else plan.master_addr, port))
+    except OSError as error:
+        store.close()
+        raise port_taken_error(f"port {port} on {plan.master_addr}", port, error) from error
+    return store
 
 
 @dataclass(frozen=True)
