@@ -31,8 +31,6 @@ AVERAGED_READS = 10  # reads over which times are averaged
 
 @dataclass(frozen=True)
 class RankSnapshot:
-    """The state of a rank."""
-
     rank: int
     host: str = ""
     phase: str = ""  # empty: unknown
@@ -48,8 +46,6 @@ class RankSnapshot:
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """The state of a run: its ranks, and rank 0's last steps."""
-
     ranks: tuple[RankSnapshot, ...] = ()
     is_reported_by_agent: bool = False  # whether the agent reports the state
     step: int | None = None
@@ -68,7 +64,6 @@ class FileTail:
         self._path, self._inode, self._offset, self._rest = path, 0, 0, b""
 
     def read_new_lines(self) -> Sequence[bytes]:
-        """The new complete lines."""
         with suppress(OSError), open_file(self._path) as file:
             size = file.status.st_size
             if file.status.st_ino != self._inode:  # the first read, or a writer has replaced the file
@@ -86,8 +81,6 @@ class FileTail:
 
 
 class RankHistory:
-    """The states of one rank at the last reads."""
-
     def __init__(self, rank: int) -> None:
         self.host, self.node = "", 0
         self._now = RankSnapshot(rank)
@@ -140,7 +133,6 @@ class RankHistory:
         return tuple(seconds / steps for seconds in _differences(self._reads[0][1], self._reads[-1][1]))
 
     def snapshot(self) -> RankSnapshot:
-        """The state now."""
         spent, still = self.mean_phase_seconds(), self._now.no_progress_seconds
         of_steps = sum(spent[phase] for phase in (*WORK_PHASES, Phase.SYNC)) if spent else 0.0
         if spent and of_steps > 0:

@@ -20,7 +20,6 @@ class StopRequest:
     """Whether a signal has requested that this rank stops, and its name."""
 
     def __init__(self, *, announce: bool = False) -> None:
-        """`announce`: print a line when the first signal arrives."""
         self._announce, self._pid = announce, os.getpid()
         self.by: str | None = None
 
