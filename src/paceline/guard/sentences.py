@@ -107,18 +107,15 @@ def make_diagnosis(
     at: str = "",
 ) -> Diagnosis:
     """A complete diagnosis. `at` is the line of the first rank in `causes`; by default its current line."""
-    lines = [*lines, *_about_blocks(ranks, [*causes, *(n for party in tie for n in party)])]
+    involved = [*causes, *(n for party in tie for n in party)]
+    if any(op.name.startswith(BLOCK_PREFIX) for n in involved for op in ranks[n].evidence.ops[-1:]):
+        rule = "with fsdp each call of a block is a collective: all ranks must call the same blocks in the same order"
+        lines = [*lines, rule]
     step = max((rank.evidence.step for rank in ranks.values()), default=0)
     first = ranks[causes[0]].evidence if causes else None
     site = "" if first is None else at or format_rank_location(first) or (first.ops[-1].site if first.ops else "")
     parties = tuple(sorted(tuple(sorted(party)) for party in tie))
     return Diagnosis(kind, tuple(causes), parties, tuple(lines), op, site, step)
-
-
-def _about_blocks(ranks: RankStates, involved: Sequence[int]) -> list[str]:
-    if not any(op.name.startswith(BLOCK_PREFIX) for n in involved for op in ranks[n].evidence.ops[-1:]):
-        return []
-    return ["with fsdp each call of a block is a collective: all ranks must call the same blocks in the same order"]
 
 
 def stuck_loader_workers(evidence: Evidence) -> list[LoaderWorker]:

@@ -86,16 +86,16 @@ def describe(plan: Plan) -> str:
     """The plan as text, for `--dry-run`. It contains no secrets, since users may show it to others."""
     lines: list[str] = []
     for command, node in zip(plan.agents, plan.nodes, strict=True):
-        lines += [f"# {command.name}", f"{_typed(command)} <<'PLAN'", _masked(format_plan_file(node)) + "PLAN"]
+        lines += [f"# {command.name}", f"{typed_command(command)} <<'PLAN'", _masked(format_plan_file(node)) + "PLAN"]
     for name, text in plan.files.items():
         lines += [f"# the file {name}", _masked(text).rstrip("\n")]
     for command in (plan.submit_command, *plan.manual_commands):
         if command is not None:
-            lines += [f"# {command.name}", _typed(command)]
+            lines += [f"# {command.name}", typed_command(command)]
     return "\n".join([*lines, *(f"# {note}" for note in plan.notes)]) + "\n"
 
 
-def _typed(command: Command) -> str:
+def typed_command(command: Command) -> str:
     env = [f"{name}={'…' if SECRET_NAME.search(name) else shlex.quote(value)}" for name, value in command.env.items()]
     return " ".join([*env, shlex.join(command.argv)])
 

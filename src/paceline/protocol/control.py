@@ -209,7 +209,7 @@ def signal_wakeup(signals: Iterable[signal.Signals]) -> Generator[socket.socket]
     wanted = [
         s for s in signals if s in (signal.SIGCHLD, *TERMINAL_SIGNALS) or signal.getsignal(s) is not signal.SIG_IGN
     ]
-    previous_handlers = {s: signal.signal(s, _only_wake) for s in wanted}
+    previous_handlers = {s: signal.signal(s, lambda *_: None) for s in wanted}  # the byte is sufficient
     previous_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, wanted)  # the launcher starts agents with them blocked
     try:
@@ -220,10 +220,6 @@ def signal_wakeup(signals: Iterable[signal.Signals]) -> Generator[socket.socket]
             signal.signal(number, handler)
         reader.close()
         writer.close()
-
-
-def _only_wake(number: int, frame: object) -> None:
-    """A signal handler without action: the byte in the socket is sufficient."""
 
 
 def read_stop_signals(wakeup: socket.socket) -> list[signal.Signals]:

@@ -49,7 +49,6 @@ class Counters(NamedTuple):
 
     step: int  # steps done
     phase: Phase
-    phase_since_ns: int
     changes: int  # raised by any progress: steps, phases, items of an evaluation
     ops: int  # records written to the ring so far
     enqueued: int  # number of collectives of all groups so far, by torch's count
@@ -103,7 +102,7 @@ MARKS_AT = PAGE_BYTES - (1 << 17)
 ANSWER_AT, ANSWER_MAX = 131072, MARKS_AT - 131072
 NATIVE_MAX = 1 << 18
 # In words: offsets in the page and in a record.
-_SINCE, _PHASE, _CHANGES = _INDEX["phase_since_ns"], _INDEX["phase"], _INDEX["changes"]
+_PHASE, _CHANGES = _INDEX["phase"], _INDEX["changes"]
 _STEP, _OPS, _PHASES, _LAST = _INDEX["step"], _INDEX["ops"], PHASES_AT // WORD.size, RECORD.size // WORD.size - 1
 RELEASED = _INDEX["released"]
 SEPARATOR = "\x1f"
@@ -129,7 +128,12 @@ class StatusPage:
     @classmethod
     def from_descriptor(cls, descriptor: int) -> Self | None:
         """The page that this worker's agent made; None if the descriptor is not, or no longer, a status page."""
-        return cls(descriptor) if _is_status_page(descriptor) else None
+        # a program that a worker starts also sees the variable, but does not inherit the file: the number may be reused
+        try:
+            target = str(Path(f"/proc/self/fd/{descriptor}").readlink())
+        except OSError:
+            return None
+        return cls(descriptor) if target.startswith(f"/memfd:{NAME}") else None
 
     def put(self, name: str, value: int) -> None:
         self.words[_INDEX[name]] = value
@@ -165,7 +169,6 @@ class StatusPage:
             for past_phase, spent_ns in self.on_device(phase):
                 self._spend(past_phase, spent_ns)
         self._phase, self._since_ns = phase, now
-        self.words[_SINCE] = now
         self.words[_PHASE] = phase
         self.words[_CHANGES] += 1
         return previous
@@ -287,14 +290,6 @@ def decode_op(text: bytes) -> Op:
     fields = text.decode(errors="replace").split(SEPARATOR)  # a long text may lack fields at its end
     group, kind, shape, dtype, name, site = [*fields, *[""] * 6][:6]
     return Op(group, 0, kind, name, shape, dtype, site)
-
-
-def _is_status_page(descriptor: int) -> bool:
-    # a program that a worker starts also sees the variable, but does not inherit the file: the number may be reused
-    try:
-        return str(Path(f"/proc/self/fd/{descriptor}").readlink()).startswith(f"/memfd:{NAME}")
-    except OSError:
-        return False
 
 
 def decode_ring(data: bytes) -> list[tuple[int, Op]]:

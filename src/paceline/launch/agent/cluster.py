@@ -88,8 +88,11 @@ class RemoteNode:
         match message:
             case channel.NodeHeartbeat():
                 return self._process_beat(message)
-            case channel.EvidenceReply():
-                self._process_answer(message)
+            case channel.EvidenceReply(question, evidence):
+                if question == self.asked and evidence is None:
+                    self.shown = self._partial_answer
+                elif question == self.asked and evidence and len(self._partial_answer) < self.hello.nproc:
+                    self._partial_answer.append(evidence.swap_times_and_ages(time.monotonic()))
                 return False  # the caller of `request_evidence` polls ten times a second
             case channel.StartReply():
                 self.started = message
@@ -112,12 +115,6 @@ class RemoteNode:
             if beat.workers:
                 self._samples = {worker.rank: worker.swap_times_and_ages(now) for worker in beat.workers}
         return self._ends != previous_ends
-
-    def _process_answer(self, answer: channel.EvidenceReply) -> None:
-        if answer.question == self.asked and answer.evidence is None:
-            self.shown = self._partial_answer
-        elif answer.question == self.asked and answer.evidence and len(self._partial_answer) < self.hello.nproc:
-            self._partial_answer.append(answer.evidence.swap_times_and_ages(time.monotonic()))
 
 
 NODE_END_SECONDS = 3.0
@@ -370,10 +367,7 @@ class Generation:
     # ---- its state ----
 
     def samples(self) -> list[WorkerSample]:
-        samples = self.own.samples()
-        for member in self.members:
-            samples += member.samples()
-        return samples
+        return [*self.own.samples(), *(sample for member in self.members for sample in member.samples())]
 
     @property
     def interrupted(self) -> bool:
@@ -405,8 +399,12 @@ class Generation:
                 break
         by_rank = {evidence.rank: evidence for evidence in collection.evidence(self.own.samples())}
         by_rank |= {evidence.rank: evidence for member in self.cluster.present_nodes for evidence in member.shown or ()}
-        samples = sorted(self.samples(), key=lambda sample: sample.rank)
-        return [_complete(sample, by_rank.get(sample.rank)) for sample in samples]
+        completed: list[Evidence] = []
+        for sample in sorted(self.samples(), key=lambda sample: sample.rank):
+            found = by_rank.get(sample.rank) or Evidence.from_sample(sample)
+            failure, text = sample.failure or found.failure, sample.error_text or found.error_text
+            completed.append(replace(found, failure=failure, error_text=text))
+        return completed
 
     def write_clocks(self) -> None:
         """Record the clock differences of other nodes, if their bounds have become narrower."""
@@ -509,9 +507,3 @@ def _proof(plan: NodePlan) -> str:
     proof = secrets.token_hex(8)
     writing.replace_file(Path(plan.attempt_dir) / channel.PROOF_FILE, proof.encode(), sync=True)
     return proof
-
-
-def _complete(sample: WorkerSample, found: Evidence | None) -> Evidence:
-    if found is None:
-        return Evidence.from_sample(sample)
-    return replace(found, failure=sample.failure or found.failure, error_text=sample.error_text or found.error_text)

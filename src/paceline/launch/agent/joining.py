@@ -251,7 +251,7 @@ class JoinQueue:
         self._deadline_seconds = self._sent_seconds = 0.0
         self._gone: dict[tuple[int, str], NodeStatus] = {}  # (node, host) -> why it has left
         self._written: NodesStatus | None = None
-        self._ready: list[RemoteNode] = []
+        self.ready: list[RemoteNode] = []  # hosts that can join between two steps
 
     @cached_property
     def _facts(self) -> Facts:
@@ -260,11 +260,7 @@ class JoinQueue:
     @property
     def is_regroup_wanted(self) -> bool:
         """Whether hosts are ready to join or want to leave, which is possible between steps."""
-        return bool(self._ready) or any(member.leaves for member in self._cluster.present_nodes)
-
-    @property
-    def count(self) -> int:
-        return len(self._ready)
+        return bool(self.ready) or any(member.leaves for member in self._cluster.present_nodes)
 
     # ---- a host asks to join ----
 
@@ -303,14 +299,14 @@ class JoinQueue:
             self._reject(self._tried, reason, "refused")
         elif self._failures is not None and not self._failures:
             print_to_stderr(f"{self._tried.name} is ready and will join after the current step")
-            self._ready.append(self._tried)
+            self.ready.append(self._tried)
             self._tried = None
         elif self._failures and time.monotonic() > self._sent_seconds + JOIN_RECHECK_SECONDS:
             self._test_connections(self._tried)  # a lost node may have caused the failures: test again
         self._write(Path(attempt_dir))
 
     def _check_next(self, attempt_dir: str, proof: str) -> None:
-        node = next((node for node in self._cluster.waiting if node not in self._ready), None)
+        node = next((node for node in self._cluster.waiting if node not in self.ready), None)
         if node is None:
             return
         self._tried, self._deadline_seconds = node, time.monotonic() + CHECK_SECONDS
@@ -341,7 +337,7 @@ class JoinQueue:
         message = f"{node.name} cannot join: {reason}" if reason else ""
         self._cluster.dismiss(node, ExitCode.USAGE if reason else ExitCode.DONE, message)
         self._cluster.waiting = [other for other in self._cluster.waiting if other is not node]
-        self._ready = [other for other in self._ready if other is not node]
+        self.ready = [other for other in self.ready if other is not node]
         self._tried = None if self._tried is node else self._tried
         self._note(node, state, reason or node.lost or node.leaves)
 
@@ -354,11 +350,11 @@ class JoinQueue:
             cluster.dismiss(member, ExitCode.DONE)
             member.lost = f"it has left: {member.leaves}"
             self._note(member, "left", member.leaves)
-        entered = [node for node in self._ready if not node.link.ended]
+        entered = [node for node in self.ready if not node.link.ended]
         for node in entered:
             cluster.members[node.hello.node] = node
             self._gone.pop((node.hello.node, node.hello.facts.host), None)
-        self._ready.clear()
+        self.ready.clear()
         cluster.waiting = [node for node in cluster.waiting if node not in entered]
         return entered
 

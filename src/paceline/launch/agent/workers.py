@@ -374,14 +374,11 @@ class Workers:
             raise
         finally:
             store.close()
-        workers._log_machine()
+        folder = Path(plan.run_dir).resolve()  # each node may have different links
+        if plan.run_dir and folder.is_dir():
+            pids = {worker.rank: worker.process.pid for worker in workers._workers}
+            workers.machine = MachineLog(folder, plan.node, pids)
         return workers
-
-    def _log_machine(self) -> None:
-        folder = Path(self.plan.run_dir).resolve()  # each node may have different links
-        if self.plan.run_dir and folder.is_dir():
-            pids = {worker.rank: worker.process.pid for worker in self._workers}
-            self.machine = MachineLog(folder, self.plan.node, pids)
 
     def _write_roster(self) -> None:
         agent = read_process(os.getpid())
