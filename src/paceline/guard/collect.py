@@ -78,7 +78,6 @@ class EvidenceCollection:
         self._gpus = query_gpu_problems([query.pid for query in self._queries.values()])
 
     def advance(self) -> bool:
-        """Continue to collect; return whether all answers have arrived, or no more will come."""
         now = time.monotonic()
         waited_seconds = now - self._began_seconds
         for query in self._queries.values():

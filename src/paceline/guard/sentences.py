@@ -57,7 +57,6 @@ def format_op(op: Op) -> str:
 
 
 def format_caller(op: Op) -> str:
-    """The call site of an operation as the end of a sentence; empty if it is unknown."""
     return f", called from {op.site}" if op.site else ""
 
 
@@ -267,7 +266,6 @@ def describe_stuck_op(ranks: RankStates, pending: Mapping[int, Op]) -> list[str]
 
 
 def describe_stuck_ranks(ranks: RankStates, causes: Sequence[int], op: Op) -> list[str]:
-    """Sentences about ranks that are in an operation with all others, but cannot complete it."""
     lines = [
         f"{format_ranks([n])} is in {format_op(op)}, as all are; it is {format_position(ranks[n].evidence)}"
         for n in causes

@@ -33,8 +33,6 @@ _SHELL_VALUE = re.compile(rf"(?m)^(\s*(?:export\s+)?\w*(?:{SECRET_NAME.pattern})
 
 @dataclass(frozen=True)
 class Command:
-    """One process to start. `env` is added to the environment of the process that starts it."""
-
     name: str
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -78,7 +76,6 @@ def node_plan(job: JobSpec, node: int = 0, *, nproc: int = 0, node0: tuple[str, 
 
 
 def format_plan_file(plan: NodePlan) -> str:
-    """The text of a plan file, for an agent that reads no stdin."""
     return msgspec.json.format(msgspec.json.encode(plan), indent=2).decode() + "\n"
 
 
@@ -229,7 +226,6 @@ def next_submit_dir(run_dir: Path) -> Path:
 
 
 def submit_number(folder: Path) -> int:
-    """The number of a submit folder; 0 if its name has none."""
     return attempt_number(folder, "submit")
 
 

@@ -98,7 +98,6 @@ class WorkerSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def restart_count(env: Mapping[str, str] = os.environ) -> int:
-    """The number of restarts of this process's run so far, by our agent or by torchrun's."""
     spec = WorkerSpec.from_environment()
     return spec.generation if spec is not None else int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
@@ -114,7 +113,6 @@ def as_bytes(env: Mapping[str, str]) -> tuple[tuple[bytes, bytes], ...]:
 
 
 def import_time_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables that libraries may read during their import. They are equal on all ranks."""
     return {
         name: value for name, value in env.items() if name not in LATE_VARIABLES and not name.startswith(LATE_PREFIXES)
     }
@@ -157,7 +155,6 @@ def agent_address(env: Mapping[str, str], job: str) -> bytes:
 
 
 def peer_pid(connection: socket.socket) -> int:
-    """The pid of the process at the other end; 0 if it belongs to a different user."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _ = struct.unpack("3i", credentials)
     return max(0, pid) if uid == os.geteuid() else 0
@@ -230,7 +227,6 @@ def read_stop_signals(wakeup: socket.socket) -> list[signal.Signals]:
 
 
 def wait_readable(descriptors: Sequence[Readable | int], seconds: float) -> set[int]:
-    """The numbers of the descriptors that become readable within `seconds`."""
     poll = select.poll()  # select.select supports no descriptor above 1023
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)

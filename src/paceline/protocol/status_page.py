@@ -178,7 +178,6 @@ class StatusPage:
         self.words[_PHASES + phase] = self.spent_ns[phase]
 
     def move_time(self, phase: Phase, other: Phase, spent_ns: int) -> None:
-        """Count this time for the `other` phase instead of `phase`."""
         self._spend(phase, -spent_ns)
         self._spend(other, spent_ns)
 
@@ -215,7 +214,6 @@ class StatusPage:
         return number
 
     def end(self, number: int) -> None:
-        """Record that this rank has completed the operation with this record."""
         at = RING_AT + (number - 1) % RECORDS * RECORD.size
         if WORD.unpack_from(self._memory, at)[0] == number:  # else a later record has replaced it
             took_ns = time.monotonic_ns() - WORD.unpack_from(self._memory, at + BEGAN_AT)[0]
@@ -280,13 +278,11 @@ class StatusPage:
 
 
 def encode_op(op: Op) -> bytes:
-    """The text of an operation in the ring, with shortened fields."""
     fields = (op.group[:24], op.kind, op.shape[:48], op.dtype[:24], op.name[:40], op.site[:72])
     return SEPARATOR.join(field.replace(SEPARATOR, " ") for field in fields).encode(errors="replace")[:TEXT_BYTES]
 
 
 def decode_op(text: bytes) -> Op:
-    """The operation of a `encode_op`, without its number."""
     fields = text.decode(errors="replace").split(SEPARATOR)  # a long text may lack fields at its end
     group, kind, shape, dtype, name, site = [*fields, *[""] * 6][:6]
     return Op(group, 0, kind, name, shape, dtype, site)
@@ -320,7 +316,6 @@ def read_counters(descriptor: int) -> Counters:
 
 
 def set_counter(descriptor: int, name: str, value: int) -> None:
-    """Set one of the counters that the agent sets."""
     os.pwrite(descriptor, WORD.pack(value), COUNTERS_AT[name])
 
 

@@ -67,7 +67,6 @@ class RemoteNode:
         self.link.send(start)
 
     def samples(self) -> Sequence[WorkerSample]:
-        """The last state of its workers in this generation, also if the node is lost."""
         if self._cached is None or self._cached[0] is not self._samples or self._cached[1] != self.lost:
             self._cached = self._samples, self.lost, [self._sample(rank) for rank in self.ranks]
         return self._cached[2]
@@ -156,7 +155,6 @@ class RemoteNodes:
 
     @property
     def launcher_gone(self) -> bool:
-        """Whether any agent has lost its launcher."""
         return self._orders.launcher_gone or any(0 in orders for orders in self._orders_by_node.values())
 
     @property
@@ -175,7 +173,6 @@ class RemoteNodes:
             self._orders.signals += [signal.Signals(r.stop_signal) for r in ranks if r.stop_signal in STOP_SIGNALS][:1]
 
     def wait(self, seconds: float) -> None:
-        """Wait up to `seconds` for news, and process all messages of other nodes."""
         if self._listener is None:
             self._orders.wait(seconds)
             return
@@ -407,7 +404,6 @@ class Generation:
         return completed
 
     def write_clocks(self) -> None:
-        """Record the clock differences of other nodes, if their bounds have become narrower."""
         if (machine := self.own.machine) is None:
             return
         for member in self.cluster.present_nodes:

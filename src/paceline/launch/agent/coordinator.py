@@ -46,8 +46,6 @@ POLL_FAILING_SECONDS = 0.05  # between checks for failure records after a failur
 
 @dataclass(frozen=True)
 class FailedGeneration:
-    """The first failure of a generation, and the progress of the generation."""
-
     rank_end: RankEnd | None  # of the rank that failed first; None: ranks made no progress or disagreed
     rank: int
     exit_code: int
@@ -323,7 +321,6 @@ class Coordinator:
             generation.regroup()
 
     def _run_generation(self, generation: Generation) -> Restart | int:
-        """Wait for the end of a generation. Return a restart or the exit code, after printing it."""
         try:
             if not generation.wait_started():
                 return self._obey(generation)
@@ -348,7 +345,6 @@ class Coordinator:
         return outcome if isinstance(outcome, int) else self._decide_restart(generation, self._end(generation, outcome))
 
     def _watch(self, generation: Generation) -> int | StopReport:
-        """Wait for the end of a generation; return the exit code, or the diagnosis of its failure."""
         monitor, status = Monitor(generation), LiveStatus(generation)
         while True:
             ranks = generation.samples()
@@ -457,7 +453,6 @@ class Coordinator:
         return self._continue(generation, decision, failed.exit_code)
 
     def _with_remaining_nodes(self) -> Restart | str:
-        """Decide on a start with the remaining nodes. It does not count as a restart after a failure."""
         plan, staying = self.plan, [member for member in self.cluster.present_nodes if not member.leaves]
         count = 1 + len(staying) + len(self._queue.ready)
         if plan.elastic and count >= plan.min_nodes:

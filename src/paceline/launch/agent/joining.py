@@ -116,7 +116,6 @@ def probe_partners(place: int, count: int) -> list[int]:
 
 
 def find_unreachable_nodes(cluster: RemoteNodes, seconds: float, interrupted: Callable[[], bool]) -> list[str]:
-    """The nodes that cannot reach a partner at a free port, with the reasons, from all answers within `seconds`."""
     members, host = cluster.present_nodes, os.uname().nodename
     if not members:
         return []
@@ -168,7 +167,6 @@ def check_compatible(plan: NodePlan, own: Facts, members: Sequence[RemoteNode]) 
 
 
 def join(plan: NodePlan, orders: StopOrders) -> Link | None:
-    """Connect to the coordinator; return None if an order to stop comes first."""
     start = time.monotonic()
     next_message = start + FIRST_MESSAGE_SECONDS
     other_programs: dict[int, str] = {}  # port -> message, from all tries: the coordinator may be gone at the timeout
@@ -241,8 +239,6 @@ FIND_COORDINATOR_SECONDS = 20.0  # how long a host searches the coordinator of a
 
 
 class JoinQueue:
-    """The coordinator's queue of hosts that join a running run. `plan` is that of the coordinator."""
-
     def __init__(self, plan: NodePlan, cluster: RemoteNodes) -> None:
         self._plan, self._cluster = plan, cluster
         self._workers: dict[int, int] = {}  # node -> its number of workers at the start
@@ -359,7 +355,6 @@ class JoinQueue:
         return entered
 
     def dismiss(self, member: RemoteNode, why: str) -> None:
-        """Remove a node that has joined, since the first step with it failed."""
         message = f"{member.name} is removed: the first step with it failed: {why}"
         print_to_stderr(message)
         self._cluster.dismiss(member, ExitCode.USAGE, message)

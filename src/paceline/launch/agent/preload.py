@@ -181,7 +181,6 @@ def start_preloader(argv: Sequence[str], env: Mapping[str, str]) -> Preloader | 
 
 
 def _set_subreaper(is_subreaper: bool) -> None:
-    """Set whether the kernel makes this process the parent of its orphaned descendants."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_CHILD_SUBREAPER, int(is_subreaper), 0, 0, 0):
         raise OSError(ctypes.get_errno(), "no PR_SET_CHILD_SUBREAPER")

@@ -153,8 +153,6 @@ class Process(Protocol):
 
 @dataclass(frozen=True)
 class Worker:
-    """One worker, its memory files that the agent reads, and the threads that relay its output."""
-
     member: RosterWorker
     process: Process
     log: Path
@@ -350,10 +348,8 @@ class Workers:
         self._drained: set[int] = set()  # ranks with complete last output
         self._oom_kills_before = oom_kills()
         self._idle_clock, self._saves_asked = IdleClock(), 0
-        self.machine: MachineLog | None = None
-        """Log of the use of this machine in the run folder; None for a run without a folder."""
-        self.gate: StoreProxy | None = None
-        """Relays the workers' connections to the store, for several hosts."""
+        self.machine: MachineLog | None = None  # in the run folder; None for a run without a folder
+        self.gate: StoreProxy | None = None  # relays the workers' connections to the store, for several hosts
 
     @classmethod
     def start(cls, plan: NodePlan, number: int, inherited: InheritedResources) -> Self:
@@ -450,7 +446,6 @@ class Workers:
         return max(0.0, self._deadline_seconds - time.monotonic())
 
     def _codes(self) -> list[int | None]:
-        """The exit code of each worker; None while it runs, -n if signal n killed it."""
         return [worker.process.poll() for worker in self._workers]
 
     def samples(self) -> list[WorkerSample]:
@@ -501,7 +496,6 @@ class Workers:
         return read_names(self._workers[0].status_page_fd).tensors
 
     def oom_kills(self) -> int:
-        """The number of processes that the kernel has killed for lack of memory since the start of this generation."""
         before, now = self._oom_kills_before, oom_kills()
         return 0 if before is None or now is None else now - before
 

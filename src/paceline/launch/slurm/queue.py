@@ -104,7 +104,6 @@ def submit(plan: Plan, env: Mapping[str, str]) -> str:
 
 
 def query_job_state(job_id: str) -> JobState | None:
-    """The state of a job; None if Slurm has no record of it any more."""
     done = run_slurm("scontrol", "show", "job", "-o", job_id)
     if done.returncode == 0:
         return parse_job(done.stdout)
@@ -229,7 +228,6 @@ class NodeSet:
 
 
 def check_fits(job: JobSpec, env: Mapping[str, str]) -> None:
-    """Check that the partitions of the cluster have the nodes of a job. sbatch checks the other options."""
     all_nodes, names = _partitions(job, env)
     if not names:
         raise UsageError(code="no-default-partition", partitions=_choices(all_nodes))
@@ -251,7 +249,6 @@ def _partitions(job: JobSpec, env: Mapping[str, str]) -> tuple[list[NodeSet], st
 
 
 def misfit(name: str, nodes: Sequence[NodeSet], job: JobSpec) -> str:
-    """Why a job cannot run in a partition; empty if it can."""
     alloc, cpus = job.slurm, job.nproc * job.slurm.cpus_per_rank
     if not any(n.up for n in nodes):
         return f"partition {name} is down"
@@ -394,5 +391,4 @@ def run_in_allocation(script: Path) -> int:
 
 
 def _stop_with_parent() -> None:
-    """If this process is killed, the kernel signals the script, which saves and stops the run."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGUSR2, 0, 0, 0)

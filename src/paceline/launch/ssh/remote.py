@@ -83,7 +83,6 @@ class _RemoteRun:
         session.has_plan = True
 
     def run(self) -> int:
-        """Send every agent its plan, and wait until the agent of node 0 ends or a deadline expires."""
         for session in self._sessions.all:
             self._send_plan(session)
         while not self._head.is_drained:
@@ -237,7 +236,6 @@ class Reconnector:
         self._over = False
 
     def handle_lost(self, session: HostSession, *, for_good: bool) -> None:
-        """Handle the end of an agent. If `for_good`, do not reconnect to its host."""
         if for_good or self._over:
             self._lost.pop(session.node, None)
             return
