@@ -212,20 +212,14 @@ def _number(number: int) -> int:
 
 
 class IdleClock:
-    """Measures how long each worker of one generation has made no progress.
-
-    It does not use the clock of the worker: it measures how long the counters have not changed, by the agent's clock.
-    """
+    """Measures how long each worker has made no progress: its counters have not changed, by the agent's clock."""
 
     def __init__(self) -> None:
         # rank -> its counters, the time of their last change, and the time of the last read
         self._seen: dict[int, tuple[tuple[int, ...], float, float]] = {}
 
     def read(self, worker: WorkerSample, page: int, now_seconds: float) -> WorkerSample:
-        """`worker` with the content of its status page.
-
-        Call it at least every two seconds, with times of one monotonic clock.
-        """
+        """`worker` with the content of its status page. Call it at least every two seconds."""
         counters = status_page.read_counters(page)
         moved, since_seconds, read_seconds = self._seen.get(worker.rank, ((), now_seconds, now_seconds))
         is_idle = moved == counters.progress_values and now_seconds - read_seconds <= SUSPENSION_GAP_SECONDS

@@ -162,10 +162,7 @@ class CallOrderComparison:
 
 
 def find_order_mismatch(windows: Mapping[int, Sequence[Op]], known: frozenset[str]) -> Mismatch | None:
-    """The mismatch between the ranks' calls at one position; None if the script calls from different branches.
-
-    `known` are the lines from which all ranks have called at the same position.
-    """
+    """The mismatch at one position; None if the script calls from different branches. `known`: lines of all ranks."""
     ranks = sorted(windows)  # all ranks of the world
     mismatch = compare_orders([windows[rank] for rank in ranks], frozenset(), known)
     if isinstance(mismatch, Mismatch):

@@ -200,10 +200,7 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u
 
 
 class Screen:
-    """stdout and stderr of this process, written by a thread.
-
-    A stopped terminal (Ctrl-S) or a pager can block a write forever. Heartbeats and signals must not wait for it.
-    """
+    """stdout and stderr, written by a thread: a stopped terminal (Ctrl-S) or a pager can block a write forever."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[int, bytes] | None] = SimpleQueue()

@@ -143,10 +143,7 @@ Message = Hello | Rendezvous | Goodbye
 
 
 def agent_address(env: Mapping[str, str], job: str) -> bytes:
-    """The name of the agent's socket: equal for all ranks of a job on this node, and different for every other job.
-
-    `env` has torchrun's variables, `job` is a name that all ranks of the job have in common.
-    """
+    """The name of the agent's socket: equal for all ranks of a job on this node, different for every other `job`."""
     import hashlib  # takes milliseconds, and every command imports this module
 
     names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "GROUP_RANK", "SLURM_NODEID")

@@ -198,10 +198,7 @@ class NodeRanks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
 
 class NodePlan(JobSpec, frozen=True):
-    """The job with the data of one node, for its agent.
-
-    It is never on a command line, so that no list of processes shows the secret.
-    """
+    """The job with the data of one node, for its agent. It is never on a command line, which would show the secret."""
 
     node: int = 0  # -1: from the environment (SLURM_NODEID) or the command line
     ranks: NodeRanks = NodeRanks()  # on several nodes, node 0's agent assigns them when all nodes have joined

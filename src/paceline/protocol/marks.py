@@ -92,7 +92,7 @@ def read_call_tables(descriptor: int) -> bytes:
 
 
 def _is_whole(before: bytes, after: bytes) -> bool:
-    """Whether a table that was read between these two headers is valid, except for its UNSURE oldest calls.
+    """Whether a table that was read between these two headers is valid, except for its NUM_UNSTABLE_CALLS oldest calls.
 
     A worker may make many calls while the agent waits for a core.
     """
@@ -213,8 +213,8 @@ def compare_orders(
 ) -> Mismatch | frozenset[str]:
     """The mismatch between the ranks' calls (the oldest first), or all lines that only some ranks use.
 
-    `local` are known lines that only some ranks use; the comparison ignores these lines. `known` are lines from which
-    all ranks have called in earlier steps.
+    The comparison ignores `rank_local_lines`, which only some ranks use. From `common_lines`, all ranks have called in
+    earlier steps.
     """
     counts = [Counter(op.site for op in history) for history in histories]
     sites = {site for count in counts for site in count}

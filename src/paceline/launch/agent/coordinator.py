@@ -61,10 +61,7 @@ class FailedGeneration:
         cls, diagnosis: Diagnosis, ranks: Sequence[WorkerSample], exit_code: int, *, step: int, nproc: int,
         regroups: bool = False,
     ) -> Self:  # fmt: skip
-        """Create the record of a generation that ended with this diagnosis.
-
-        With `regroups`, its ranks end for the next generation: one that has saved does not mean a requested stop.
-        """
+        """With `regroups`, ranks end for the next generation: one that has saved does not mean a requested stop."""
         first = next((sample for sample in ranks if sample.rank == diagnosis.failed), None)
         if first is None:
             rank = diagnosis.causes[0] if diagnosis.causes else -1

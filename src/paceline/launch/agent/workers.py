@@ -116,10 +116,7 @@ def _bound(plan: NodePlan) -> socket.socket | None:
 
 @dataclass(frozen=True)
 class InheritedResources:
-    """Resources that last as long as the agent. The workers of every generation inherit the descriptors.
-
-    A descriptor has the same number in all workers.
-    """
+    """They last as long as the agent. Workers of every generation inherit the descriptors, with the same numbers."""
 
     snapshot_fds: tuple[tuple[int, int], ...] = ()  # two memory files for each local rank, which writes and reads them
     keep_open: tuple[int, ...] = ()  # e.g. a lock that must last until the last worker has ended
@@ -329,10 +326,7 @@ LAST_OUTPUT_SECONDS = 0.2
 
 
 class Workers:
-    """The workers of an agent in one generation. Its methods do not wait for the workers: its owner does.
-
-    `plan` is that of the agent, with the ranks of this generation. `port` is the port of the store.
-    """
+    """The workers of an agent in one generation. Its methods do not wait for the workers: its owner does."""
 
     def __init__(self, plan: NodePlan, number: int, port: int) -> None:
         self.plan, self.number, self.port = plan, number, port
@@ -481,10 +475,7 @@ class Workers:
                 release_from_collective(worker.status_page_fd, word)
 
     def ask_to_save(self) -> None:
-        """Have the first worker vote for a checkpoint after its next step. A script does not react.
-
-        Only the first worker gets the request: two workers that vote at different steps would save twice.
-        """
+        """Have the first worker vote for a checkpoint after its next step: two votes at different steps save twice."""
         self._saves_asked += 1
         set_counter(self._workers[0].status_page_fd, "saves_asked", self._saves_asked)
 

@@ -119,10 +119,7 @@ def writes_to(job_id: str, folder: Path) -> bool:
 
 
 def parse_job(text: str) -> JobState:
-    """Parse the output of `scontrol show job -o`.
-
-    The output begins with the name of the job, which paceline sets, so a user's text cannot be read as a field.
-    """
+    """Parse `scontrol show job -o`. It begins with the job's name, which paceline sets: a user's text is no field."""
 
     def value(name: str) -> str:
         match = re.search(rf"(?:^| ){name}=(\S*)", text)

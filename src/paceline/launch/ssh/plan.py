@@ -73,10 +73,7 @@ def destination(host: Host) -> str:
 
 
 def rsync_commands(job: JobSpec) -> list[Command]:
-    """One rsync command for each host. It copies the working folder to the same path on the host.
-
-    There is no --delete, so other files on the hosts stay.
-    """
+    """One rsync command for each host, to the same path. There is no --delete, so other files on the hosts stay."""
     if not job.cwd.startswith("/"):
         raise UsageError(code="sync-relative-folder", value=job.cwd)
     folder = job.cwd.rstrip("/") + "/"

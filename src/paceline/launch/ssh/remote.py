@@ -222,10 +222,7 @@ class _LostHost:
 
 
 class Reconnector:
-    """Reconnects to the lost hosts of a run, with growing pauses. A host that answers gets a new agent, which joins.
-
-    `send_plan` sends an agent its plan; `say` prints a message.
-    """
+    """Reconnects to the lost hosts of a run, with growing pauses. A host that answers gets a new agent, which joins."""
 
     def __init__(
         self, sessions: Sessions, send_plan: Callable[[HostSession], object], say: Callable[[str], object]
