@@ -35,9 +35,9 @@ from paceline.stepping.totals import ControlFlags
 from paceline.stepping.trained_model import ModelInTraining
 from paceline.train.checkpointing import CheckpointedModels, CheckpointManager, CheckpointPolicy
 from paceline.train.costs import DataWait, max_costs_over_ranks
-from paceline.train.fit import StepRecord
 from paceline.train.preemption import StopRequest
 from paceline.train.records import RunRecorder, StepTraces
+from paceline.train.step_record import StepRecord
 from paceline.train.streaming import Stream
 from paceline.train.weights import rescue, rescue_alone, save
 

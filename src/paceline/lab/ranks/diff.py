@@ -21,7 +21,7 @@ from paceline.lab.replay import Request as ReplayRequest
 from paceline.nested import tensors
 from paceline.strategies.base import Strategy
 from paceline.train.determinism import hardware_facts
-from paceline.train.fit import StepRecord
+from paceline.train.step_record import StepRecord
 
 DIGEST_LENGTH = 32  # characters, which is 128 bits
 
