@@ -186,7 +186,7 @@ def prepare(config: TrainConfig, world: World) -> TrainingComponents:
     task_settings |= all_settings(str(config.task), task_options(config))
     check_equal("the task's settings, optimizer and schedule", task_settings, world)
     train_set = sets.pop("train")
-    average = replica.average = None if o.ema is None else WeightAverage(replica, o.ema)
+    average = replica.average = None if o.ema is None else WeightAverage(replica.state(), o.ema)
     return TrainingComponents(
         config, task, train_set, sets, replica, plan, share, schedule, loading, total_steps, data, compute,
         task_settings, average, stream, count,
