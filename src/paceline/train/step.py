@@ -55,14 +55,10 @@ class TaskSteps:
         self, replica: Strategy, loss: Loss, *, scale: LossScale | None = None, one_each: bool = False,
         **options: Unpack[StepOptions],
     ) -> None:  # fmt: skip
-        """Prepare the steps.
+        """`loss` returns one value per sample, or (values, weights). `scale`: the loss scale for fp16, which skips
+        overflows.
 
-        Args:
-            replica: the model with its strategy.
-            loss: returns one value per sample, or (values, weights).
-            scale: the loss scale for fp16. A step whose gradients overflow is then always skipped.
-            one_each: each rank computes each step in one micro-batch, so the weights are known before backward.
-            options: see StepOptions.
+        `one_each`: each rank computes each step in one micro-batch, so the weights are known before backward.
         """
 
         def weighted_sum(inputs: Any, targets: Any) -> Tensor:
