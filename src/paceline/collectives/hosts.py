@@ -64,11 +64,7 @@ class NodeTopology:
         return self.node_index * self.memory.size + self.memory.rank
 
     def inter_node_group(self) -> dist.ProcessGroup:
-        """The process group of the ranks with the same number on each host, in the order of hosts.
-
-        Raises:
-            RuntimeError: torch's process groups are destroyed.
-        """
+        """The process group of the ranks with the same number on each host, in the order of hosts."""
         group = self._across()
         if group is None:
             raise RuntimeError("the process groups are destroyed: this rank is no longer connected to other hosts")

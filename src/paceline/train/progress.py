@@ -36,9 +36,9 @@ from paceline.stepping.totals import ControlFlags
 from paceline.stepping.trained_model import ModelInTraining
 from paceline.train.checkpointing import CheckpointedModels, CheckpointManager, CheckpointPolicy
 from paceline.train.costs import max_costs_over_ranks
-from paceline.train.fit import StepRecord
 from paceline.train.preemption import StopRequest
 from paceline.train.records import RunRecorder, StepTraces
+from paceline.train.step_record import StepRecord
 from paceline.train.streaming import Stream
 from paceline.train.weights import rescue, rescue_alone, save
 
@@ -142,11 +142,7 @@ class TrainingProgress(RunRecorder):
                 self.write_optional([events.FlopsCounted(flops, self.use.devices, self.use.peak_tflops())])
 
     def rollback_point(self, record: StepRecord) -> ResumePoint | None:
-        """The older state to restore if the step was skipped and the policy is `rollback` (then collective).
-
-        Raises:
-            TrainingError: if too many steps were skipped.
-        """
+        """The older state to restore if the step was skipped and the policy is `rollback` (then collective)."""
         skipped = record.result.skip_cause
         if skipped is None or not self._skipped.record_skip(self.step, skipped) or record.result.votes.stop:
             return None
@@ -183,11 +179,9 @@ class TrainingProgress(RunRecorder):
     ) -> PacelineError | None:
         """Save the state after the last step when `error` ends the run, without any collective.
 
-        Nothing is saved unless the state is `is_state_consistent`, i.e. not in the middle of an update.
-
-        Returns:
-            The error to raise instead, or None: the guard's error, if it aborted a collective; or an error that names
-            the file of the rescued weights, if another file could not be written.
+        Nothing is saved in the middle of an update. Returns the error to raise instead, if there is one: the guard's
+        error, if it aborted a collective; or an error that names the file of the rescued weights, if another file could
+        not be written.
         """
         phase, has_steps = self._guard.page.get("phase"), self.step > self.start
         stall_error = None if isinstance(error, PacelineError) else self._guard.stall_error(error)
@@ -206,9 +200,6 @@ class TrainingProgress(RunRecorder):
         """Save the weights, write the summary and print the result, `lines` (collective).
 
         With `stopped` (on request), the weights are not saved. `saved` is called after the weights are saved.
-
-        Raises:
-            TrainingError: the last checkpoint could not be written, or the weights differ between ranks.
         """
         assert self._checkpoints is not None
         assert self.place is not None
