@@ -39,6 +39,11 @@ class TensorShard:
     def full_shape(self) -> torch.Size:
         return self.tensor.shape if self.unsharded_shape is None else self.unsharded_shape
 
+    @property
+    def is_unique(self) -> bool:
+        """Whether only this rank saves it."""
+        return not (self.replicated or self.is_saved_elsewhere)
+
     def view_in(self, flat: Tensor) -> Tensor:
         """A view, (count, elements of each), of these elements in the full tensor `flat`."""
         return view_ranges(flat, self.start, self.tensor.numel() // self.count, self.count, self.range_stride)
