@@ -163,7 +163,6 @@ usage: paceline COMMAND [OPTIONS]
 
 
 def command_line(name: str) -> CommandLine:
-    """The options and arguments of `paceline NAME`."""
     from paceline.cli.options import CommandLine
 
     command = COMMANDS[name]
@@ -178,7 +177,6 @@ def command_line(name: str) -> CommandLine:
 
 
 def command_main(name: str) -> Callable[[Sequence[str]], int]:
-    """The function that runs `paceline NAME ARGUMENTS`, and returns its exit code."""
     command = COMMANDS[name]
     return getattr(import_module(f"paceline.cli.{command.settings.partition('.')[0]}"), command.main)
 
@@ -223,7 +221,6 @@ def _train_as_rank(settings: Path) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `paceline ARGUMENTS` and return its exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     hold_standard_descriptors()
     spec = WorkerSpec.from_environment()

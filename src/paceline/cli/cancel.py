@@ -9,21 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.checkpoint.manager import Checkpoints
-from paceline.cli import command_line
+from paceline.cli import command_line, run_state
 from paceline.cli.options import check_positive
-from paceline.cli.run_state import (
-    Access,
-    RunFlags,
-    agent_run_folder,
-    attempts,
-    coordinator_roster,
-    is_agent_alive,
-    is_locked,
-    read_run_status,
-    resolve_run_access,
-    resume_command,
-    signal_agent,
-)
 from paceline.errors import ExitCode, TrainingError, UsageError
 from paceline.launch.plan import SubmitRecord, last_submission
 from paceline.launch.slurm import queue
@@ -40,7 +27,7 @@ MAX_INVITATION_BYTES = 1 << 20  # of an invitation
 
 
 @dataclass(frozen=True)
-class CancelConfig(RunFlags):
+class CancelConfig(run_state.RunFlags):
     """Stop a run after it has saved its state. The run does not requeue itself."""
 
     now: bool = False
@@ -48,7 +35,7 @@ class CancelConfig(RunFlags):
 
 
 @dataclass(frozen=True)
-class JoinConfig(RunFlags):
+class JoinConfig(run_state.RunFlags):
     """Add this host to a running job that was started with --nodes MIN:MAX and has fewer than MAX nodes.
 
     Run the command on the new host, in a folder from which RUN is the same folder as on the other hosts. The run
@@ -61,10 +48,9 @@ class JoinConfig(RunFlags):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `paceline cancel ARGUMENTS`."""
     config: CancelConfig = command_line("cancel").parse(arguments)
-    run_dir, access = resolve_run_access(config, act=True)
-    state, details, *_ = read_run_status(run_dir, access)
+    run_dir, access = run_state.resolve_run_access(config, act=True)
+    state, details, *_ = run_state.read_run_status(run_dir, access)
     if state not in LIVE_STATES:
         details = f" ({details})" if details else ""
         print(remove_controls(f"there is nothing to cancel: the run is {state}{details}"), file=sys.stderr)
@@ -73,14 +59,9 @@ def main(arguments: Sequence[str]) -> int:
     return _wait(run_dir, access)
 
 
-def ask_to_stop(run_dir: Path, access: Access, *, now: bool = False) -> None:
-    """Ask Slurm or the agent to end the run after it has saved, or `now` without saving. Do not wait for the end.
-
-    Raises:
-        UsageError: the recorded job or agent does not belong to this run.
-        TrainingError: the agent cannot be reached from this machine.
-    """
-    folder, submission = last_submission(agent_run_folder(run_dir))
+def ask_to_stop(run_dir: Path, access: run_state.Access, *, now: bool = False) -> None:
+    """Ask Slurm or the agent to end the run after it has saved, or `now` without saving. Do not wait for the end."""
+    folder, submission = last_submission(run_state.agent_run_folder(run_dir))
     slurm_job = submission.slurm_job if submission is not None else ""
     if slurm_job and (job := queue.query_job_state(slurm_job)) is not None and job.lives:
         if not queue.writes_to(slurm_job, folder):
@@ -90,27 +71,27 @@ def ask_to_stop(run_dir: Path, access: Access, *, now: bool = False) -> None:
         _stop_agent(run_dir, submission, access, now=now)
 
 
-def _stop_agent(run_dir: Path, submission: SubmitRecord | None, access: Access, *, now: bool) -> None:
-    roster = coordinator_roster(run_dir)
-    if roster is None or not is_agent_alive(run_dir, roster, submission, access.ssh):
+def _stop_agent(run_dir: Path, submission: SubmitRecord | None, access: run_state.Access, *, now: bool) -> None:
+    roster = run_state.coordinator_roster(run_dir)
+    if roster is None or not run_state.is_agent_alive(run_dir, roster, submission, access.ssh):
         try:
             holder = read(run_dir / LOCK, limit_bytes=1000).decode(errors="replace").strip()
         except OSError:
             holder = "no process"
         agent = f"its agent is on {roster.host}, pid {roster.agent_pid}" if roster else ""
         raise TrainingError(code="cannot-stop-from-here", who=agent or f"it has no agent, and {holder} holds its lock")
-    is_sent = signal_agent(run_dir, roster, submission, access.ssh)
+    is_sent = run_state.signal_agent(run_dir, roster, submission, access.ssh)
     if now:  # a second signal makes the agent kill the workers immediately
         time.sleep(queue.SECOND_SIGNAL_SECONDS)
-        is_sent = signal_agent(run_dir, roster, submission, access.ssh)
+        is_sent = run_state.signal_agent(run_dir, roster, submission, access.ssh)
     if not is_sent:
         raise TrainingError(code="agent-unreachable", host=roster.host)
 
 
-def _wait(run_dir: Path, access: Access) -> int:
+def _wait(run_dir: Path, access: run_state.Access) -> int:
     print("stop requested; waiting for the run to end ...", file=sys.stderr, flush=True)
     deadline = time.monotonic() + END_TIMEOUT_SECONDS
-    while (end := read_run_status(run_dir, access)).state in LIVE_STATES or is_locked(run_dir):
+    while (end := run_state.read_run_status(run_dir, access)).state in LIVE_STATES or run_state.is_locked(run_dir):
         if time.monotonic() > deadline:
             print(
                 f"the run has not ended after {END_TIMEOUT_SECONDS:g} s: see paceline status {run_dir}", file=sys.stderr
@@ -122,23 +103,22 @@ def _wait(run_dir: Path, access: Access) -> int:
     if not saved:
         print("no checkpoint was saved")
     elif end.state != "done":
-        again = resume_command(run_dir)
+        again = run_state.resume_command(run_dir)
         print(f"saved at step {saved[0].step}" + (f"; to resume: {again}" if again else ""))
     return ExitCode.DONE
 
 
 def join(arguments: Sequence[str]) -> int:
-    """Run `paceline join ARGUMENTS`."""
     config: JoinConfig = command_line("join").parse(arguments)
     check_positive(config, "nproc")
     # its plan is executed here: no other user may have written it
-    run_dir, access = resolve_run_access(config, act=True)
+    run_dir, access = run_state.resolve_run_access(config, act=True)
     run = shlex.quote(str(run_dir))
-    file = next((attempt / JOIN_FILE for attempt in reversed(attempts(run_dir))), run_dir / JOIN_FILE)
+    file = next((attempt / JOIN_FILE for attempt in reversed(run_state.attempts(run_dir))), run_dir / JOIN_FILE)
     try:
         decode(file, NodePlan, limit_bytes=MAX_INVITATION_BYTES, ours=True)
     except FileNotFoundError:
-        state = read_run_status(run_dir, access).state
+        state = run_state.read_run_status(run_dir, access).state
         if state in LIVE_STATES:
             why = "was not started with --nodes MIN:MAX, or is still starting"
         else:

@@ -7,15 +7,7 @@ from functools import partial
 import msgspec
 import psutil
 
-from paceline.cli import command_line
-from paceline.cli.measurement import (
-    MeasurementConfig,
-    check_measurement,
-    core_sharing_text,
-    measure_groups,
-    publish,
-    train_config,
-)
+from paceline.cli import command_line, measurement
 from paceline.cli.options import check_gpus, check_positive, nproc_auto, parse_names, parse_whole_numbers, usable_gpus
 from paceline.config.choices import torch_unsupported_reason
 from paceline.config.mesh import Mesh, mesh_of, meshes_of
@@ -45,7 +37,7 @@ class CompareConfig:
     """worker processes (default: one per GPU, or per core)"""
     batch_sizes: str | None = None
     """samples of each rank and step, separated by commas; all strategies run at each size (default: 64)"""
-    how: MeasurementConfig = field(default_factory=MeasurementConfig)
+    how: measurement.MeasurementConfig = field(default_factory=measurement.MeasurementConfig)
 
 
 class Comparison(msgspec.Struct, frozen=True):
@@ -59,16 +51,15 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `paceline compare ARGUMENTS`."""
     config: CompareConfig = command_line("compare").parse(arguments)
     how = config.how
     check_positive(config, "nproc")
-    check_measurement(how)
+    measurement.check_measurement(how)
     strategies = parse_names("strategy", config.strategies, ["all", *STRATEGY_INFO])
     if "all" in strategies:
         strategies = [name for name in STRATEGY_INFO if name != SINGLE_PROCESS_STRATEGY]
     batches = parse_whole_numbers("--batch-sizes", config.batch_sizes or str(DEFAULT_BATCH_SIZE))
-    settings = train_config(config.task, how)
+    settings = measurement.train_config(config.task, how)
     gpus = usable_gpus(settings.launch.device)
     cores = usable_cores()
     nproc = config.nproc or nproc_auto(settings.launch.device)
@@ -81,14 +72,16 @@ def main(arguments: Sequence[str]) -> int:
     meshes = _meshes(config, nproc, settings)
     sequence = config.sequence_parallel or settings.launch.sequence_parallel
     groups = _make_candidate_groups(strategies, meshes, nproc, batches, threads, asked_threads or 1, sequence=sequence)
-    with measure_groups(groups, settings, how, memory=True) as (rounds, _):
+    with measurement.measure_groups(groups, settings, how, memory=True) as (rounds, _):
         pass
     if rounds.code != ExitCode.DONE:
         return rounds.code
     # Only torch can report the memory of GPUs
     memory = None if gpus else psutil.virtual_memory().total // nproc
     compared = _compare(config, rounds, refused, batches[0], memory, cores, threads)
-    publish(compared, how, partial(print_compared, compared.rows, compared.failures, compared.advice, compared.notes))
+    measurement.publish(
+        compared, how, partial(print_compared, compared.rows, compared.failures, compared.advice, compared.notes)
+    )
     ran = [row for row in compared.rows if row.world_size == nproc and (row.strategy in strategies or row.mesh)]
     return ExitCode.DONE if ran or not (strategies or meshes) else ExitCode.FAILED
 
@@ -165,7 +158,6 @@ def _compare(
 
 
 def comparison_notes(rows: Sequence[Row], cores: int, threads: int) -> list[str]:
-    """Notes on the machine, and on the time that the rows do not include."""
     notes: list[str] = []
     ranks = max((row.world_size for row in rows), default=1)
     if launches := [row.launch_seconds for row in rows if row.world_size == ranks]:
@@ -173,6 +165,6 @@ def comparison_notes(rows: Sequence[Row], cores: int, threads: int) -> list[str]
             f"{ranks} processes were ready after {launches[-1]:.1f} s; the first step includes applying the strategy "
             "to the model"
         )
-    if shared := core_sharing_text(ranks, threads, cores):
+    if shared := measurement.core_sharing_text(ranks, threads, cores):
         notes.append(f"{shared}: more than can run at once")
     return notes

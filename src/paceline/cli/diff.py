@@ -16,7 +16,7 @@ import msgspec
 import paceline
 from paceline.cli import command_line
 from paceline.cli.options import check_out_file, check_positive, write_json
-from paceline.cli.replay import Device, RunToRepeat, check_code, open_run
+from paceline.cli.replay import Device, check_code, open_run
 from paceline.cli.run_state import find_run
 from paceline.config.definition import settings
 from paceline.config.strategies import EXACT_STRATEGIES
@@ -32,6 +32,7 @@ from paceline.lab.diff import (
     probable_cause,
     read_steps,
 )
+from paceline.lab.replay import Source
 from paceline.runs.events import Step
 from paceline.runs.summary import read_summary
 
@@ -70,18 +71,14 @@ class DiffConfig:
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two runs, and how to repeat its steps."""
-
     label: str
-    run: RunToRepeat
+    run: Source
     request: Request
     log: Mapping[int, Step]
-    python: str = ""
-    """the other Python; empty: this one"""
+    python: str = ""  # the other Python; empty: this one
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `paceline diff ARGUMENTS`."""
     ours, *of_scripts = _split(arguments)
     config: DiffConfig = command_line("diff").parse(ours)
     check_positive(config, "step", "steps")
@@ -95,9 +92,7 @@ def main(arguments: Sequence[str]) -> int:
     from paceline.rank.imports import TRAINING_MODULES, import_without_gc
 
     import_without_gc(TRAINING_MODULES)  # the first import of torch; the children are forks
-    from paceline.lab.ranks.replay import Source
-
-    tables = [{**settings(side.run.config), **Source(*side.run).definition()} for side in sides]
+    tables = [{**settings(side.run.config), **side.run.definition()} for side in sides]
     result = Difference(differing(*tables), step)
     if step is not None:
         _compare(result, sides)
@@ -209,11 +204,7 @@ def _measure(
 
 
 def _record(side: Side, folder: Path, *, fetch: int | None = None) -> Recording:
-    """Repeat the steps of a side in a child process.
-
-    Raises:
-        UsageError: they cannot be repeated.
-    """
+    """Repeat the steps of a side in a child process."""
     request = msgspec.structs.replace(side.request, fetch=fetch)
     (folder / RECORDING).unlink(missing_ok=True)
     if side.python:
@@ -242,11 +233,10 @@ def record_here(folder: Path | None = None, request: Request | None = None) -> N
     sys.stdout.flush()
     os.dup2(2, 1)  # what a script prints is no result
     from paceline.lab.ranks.diff import record
-    from paceline.lab.ranks.replay import Source
 
     try:
         run = open_run(request.run, request.first, device=request.device, eager=True, trust=request.trust)
-        recording = record(Source(*run), request, folder)
+        recording = record(run, request, folder)
     except PacelineError as error:
         recording = Recording(error=str(error))
     (folder / RECORDING).write_bytes(msgspec.json.encode(recording))

@@ -51,7 +51,6 @@ class HangReport(msgspec.Struct, frozen=True):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `paceline hang ARGUMENTS`."""
     config: HangConfig = command_line("hang").parse(arguments)
     report = _report(*resolve_run_access(config))
     if config.json:

@@ -53,7 +53,6 @@ class MeasurementConfig:
 
 
 def check_measurement(how: MeasurementConfig) -> None:
-    """Check the options, before a measurement that may take hours."""
     check_positive(how, "steps", "rounds", "threads_per_rank")
     if how.warmup < INSPECTED_STEPS:
         raise UsageError(code="warmup-too-short", least=INSPECTED_STEPS, value=how.warmup)
@@ -81,11 +80,7 @@ def train_config(task: str, how: MeasurementConfig, *, num_workers: int | None =
 def measure_groups(
     groups: Sequence[CandidateGroup], settings: TrainConfig, how: MeasurementConfig, *, memory: bool
 ) -> Generator[tuple[MeasuredRounds, Path]]:
-    """Measure all groups in rounds.
-
-    Yields:
-        The measurements, and the folder of the event files. The folder is deleted at the end of the context.
-    """
+    """Yields the measurements, and the folder of the event files, which is deleted at the end of the context."""
     with tempfile.TemporaryDirectory(prefix="paceline-bench-", ignore_cleanup_errors=True) as folder:
         root = Path(folder).resolve()
         rounds = measure_rounds(
@@ -102,7 +97,6 @@ def core_sharing_text(ranks: int, threads: int, cores: int) -> str:
 
 
 def publish(results: msgspec.Struct, how: MeasurementConfig, print_tables: Callable[[], None]) -> None:
-    """Write the results to --out, and print them as JSON (--json) or by `print_tables`."""
     if how.out:
         write_json(how.out, results)
     if how.json:

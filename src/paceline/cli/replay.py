@@ -7,21 +7,13 @@ from bdb import BdbQuit
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from paceline.cli import command_line
 from paceline.cli.options import check_out_file, check_positive, write_json
-from paceline.config.settings import (
-    LaunchConfig,
-    NetworkConfig,
-    TrainConfig,
-    check_values,
-    config_to_record,
-    load,
-    task_options,
-)
+from paceline.config import settings as configuration
 from paceline.errors import ExitCode, UsageError
-from paceline.lab.replay import Logged, Request, print_replay, read_log
+from paceline.lab.replay import Request, Source, print_replay, read_log
 from paceline.rank.environment import rank_counts
 from paceline.runs.folder import CONFIG
 from paceline.runs.owners import check_owned_by_us
@@ -65,8 +57,6 @@ class ReplayConfig:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `paceline replay ARGUMENTS`."""
-
     separator = [*arguments, "--"].index("--")
     config: ReplayConfig = command_line("replay").parse(arguments[:separator])
     check_positive(config, "step", "top")
@@ -83,14 +73,13 @@ def main(arguments: Sequence[str]) -> int:
     from paceline.rank.imports import TRAINING_MODULES, import_without_gc
 
     import_without_gc(TRAINING_MODULES)  # the first import of torch
-    from paceline.lab.ranks.replay import Source, replay_script, replay_task
+    from paceline.lab.ranks.replay import replay_script, replay_task
 
-    source = Source(*run)
     try:
         if config.script is None:
-            result = replay_task(source, request)
+            result = replay_task(run, request)
         else:
-            result = replay_script(source, request, config.script, arguments[separator + 1 :])
+            result = replay_script(run, request, config.script, arguments[separator + 1 :])
     except BdbQuit:  # the user has ended the debugger
         return ExitCode.DONE
     if config.json:
@@ -106,22 +95,8 @@ def _indices(texts: Sequence[str]) -> frozenset[int]:
     return frozenset(map(int, parts))
 
 
-class RunToRepeat(NamedTuple):
-    """The fields of `lab.ranks.replay.Source`, which imports torch."""
-
-    run_dir: Path
-    config: TrainConfig
-    logged: Logged
-    environment: dict[str, Any]
-    trust: bool
-
-
-def open_run(run: str, step: int, *, device: Device | None, eager: bool, trust: bool) -> RunToRepeat:
-    """Find a run, with its settings for one process and its log of a step. `eager`: without compiled code.
-
-    Raises:
-        UsageError: it does not exist, has no such step, or needs several processes to repeat its steps.
-    """
+def open_run(run: str, step: int, *, device: Device | None, eager: bool, trust: bool) -> Source:
+    """Find a run, with its settings for one process and its log of a step. `eager`: without compiled code."""
     from paceline.cli.run_state import find_run
 
     run_dir = find_run(run)
@@ -132,26 +107,25 @@ def open_run(run: str, step: int, *, device: Device | None, eager: bool, trust: 
     environment: dict[str, Any] = decode_if_readable(run_dir / "environment.json", dict[str, Any]) or {}
     paths = (run_dir / f"attempt-{logged.attempt}" / CONFIG, run_dir / CONFIG)
     path = next((path for path in paths if is_file(path)), paths[-1])
-    trained = config_to_record(load(path, must_own=not trust))
-    if trained.network != NetworkConfig():
+    trained = configuration.config_to_record(configuration.load(path, must_own=not trust))
+    if trained.network != configuration.NetworkConfig():
         raise UsageError(code="replay-slow-network")
     launch, compute = trained.launch, trained.compute
     threads = launch.threads_per_rank or environment.get("threads_per_rank")
-    launch = LaunchConfig(device=device or launch.device, threads_per_rank=threads, mesh=launch.mesh)
+    launch = configuration.LaunchConfig(device=device or launch.device, threads_per_rank=threads, mesh=launch.mesh)
     if eager:  # hooks of modules do not run in compiled code
         compute = replace(compute, compile=False, cuda_graphs=False)
     trained = replace(trained, launch=launch, compute=replace(compute, peak_tflops=0.0))
-    check_values(replace(trained, launch=replace(launch, mesh=None)))
-    return RunToRepeat(run_dir, trained, logged, environment, trust)
+    configuration.check_values(replace(trained, launch=replace(launch, mesh=None)))
+    return Source(run_dir, trained, logged, environment, trust)
 
 
-def check_code(run: RunToRepeat, script: Path | None, arguments: Sequence[str]) -> None:
-    """Raise UsageError if the code of the run does not exist, or `script` is different code."""
+def check_code(run: Source, script: Path | None, arguments: Sequence[str]) -> None:
     task = str(run.config.task)
     if not is_session_script(task):
         if script is not None or arguments:
             raise UsageError(code="replay-script-of-task", task=task)
-        check_task(task, task_options(run.config))
+        check_task(task, configuration.task_options(run.config))
         check_optimizer(run.config.optimizer.optimizer)
         return
     if script is None:

@@ -9,15 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
-from paceline.cli import command_line
-from paceline.cli.measurement import (
-    MeasurementConfig,
-    check_measurement,
-    core_sharing_text,
-    measure_groups,
-    publish,
-    train_config,
-)
+from paceline.cli import command_line, measurement
 from paceline.cli.options import check_gpus, check_positive, parse_whole_numbers, usable_gpus
 from paceline.config.mesh import BATCH_DIMENSIONS, Mesh, format_strategy
 from paceline.config.settings import DEFAULT_BATCH_SIZE, check_values
@@ -30,25 +22,10 @@ from paceline.config.strategies import (
 )
 from paceline.errors import ExitCode, UsageError, plural, unknown_name_error
 from paceline.host.cgroup import threads_per_rank, usable_cores
+from paceline.lab import scale
 from paceline.lab.measurement import NO_EXCHANGE, Candidate
 from paceline.lab.rounds import CandidateGroup, MeasuredRounds, candidate_dir
-from paceline.lab.scale import (
-    Network,
-    Runs,
-    ScalePoint,
-    ScalingReport,
-    TrainingProperties,
-    comparable_batches,
-    compute_scaling_losses,
-    estimate_exchanged_bytes,
-    estimates_of,
-    parse_network,
-    print_scaled,
-    ran_over_network,
-    read_run,
-    read_runs,
-    split_steps_by_point,
-)
+from paceline.lab.scale import Network, Runs, ScalePoint, TrainingProperties
 from paceline.report.step_parts import RecordedSteps
 
 MIN_STEPS = 5
@@ -77,13 +54,12 @@ class ScaleConfig:
     """estimate a step on more machines, over links such as 100Gbit,5us"""
     num_workers: int | None = None
     """loader processes per rank"""
-    how: MeasurementConfig = field(default_factory=MeasurementConfig)
+    how: measurement.MeasurementConfig = field(default_factory=measurement.MeasurementConfig)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `paceline scale ARGUMENTS`."""
     config: ScaleConfig = command_line("scale").parse(arguments)
-    network = None if config.network is None else parse_network(config.network)
+    network = None if config.network is None else scale.parse_network(config.network)
     _check(config)
     return _read(config, config.runs, network) if config.runs else _measure(config, network)
 
@@ -96,7 +72,7 @@ def _check(config: ScaleConfig) -> None:
         raise UsageError(code="mesh-with-runs")
     copies = _copy_counts(config, copy)
     check_positive(config, "batch_size")
-    check_measurement(how)
+    measurement.check_measurement(how)
     if how.steps < MIN_STEPS:
         raise UsageError(code="too-few-steps", least=MIN_STEPS, value=how.steps)
     if copies[-1] == 1:
@@ -113,12 +89,12 @@ def _check(config: ScaleConfig) -> None:
 
 def _read(config: ScaleConfig, folders: str, network: Network | None) -> int:
     paths = [Path(folder.strip()) for folder in folders.split(",")]
-    runs = read_runs(paths, skip=config.how.warmup)
-    weak, strong = comparable_batches(runs)
-    size = estimate_exchanged_bytes(paths)
+    runs = scale.read_runs(paths, skip=config.how.warmup)
+    weak, strong = scale.comparable_batches(runs)
+    size = scale.estimate_exchanged_bytes(paths)
     # The number of cores is unknown: assume one for each rank
     cores, on_cpus = sum(at.ranks for at in runs), any(run.on_cpus for points in runs.values() for run in points)
-    machine = TrainingProperties(cores, 1, size, exchanges_over_network=ran_over_network(runs), uses_gloo=on_cpus)
+    machine = TrainingProperties(cores, 1, size, exchanges_over_network=scale.ran_over_network(runs), uses_gloo=on_cpus)
     batches = (weak if config.mode != "strong" else None, strong if config.mode != "weak" else None)
     title = f"{len(paths)} runs, {size / 1e6:.1f} MB of weights; backward without communication is that of one rank"
     return _publish(config, network, title, runs, {}, machine, batches, [])
@@ -128,7 +104,7 @@ def _measure(config: ScaleConfig, network: Network | None) -> int:
     """Measure each number of ranks, with and without exchange between them."""
     copy = _model_copy_mesh(config)
     copies = _copy_counts(config, copy)
-    settings, how = train_config(str(config.task), config.how, num_workers=config.num_workers), config.how
+    settings, how = measurement.train_config(str(config.task), config.how, num_workers=config.num_workers), config.how
     if copy.size > 1:
         launch = replace(settings.launch, mesh=_mesh(config, copy, copies[-1]))
         check_values(replace(settings, launch=launch, strategy=config.strategy))
@@ -145,7 +121,7 @@ def _measure(config: ScaleConfig, network: Network | None) -> int:
     groups = [
         _candidate_group(config, copy, size, [at for at in points if at.ranks == size], threads) for size in copies
     ]
-    with measure_groups(groups, settings, how, memory=False) as (rounds, folder):
+    with measurement.measure_groups(groups, settings, how, memory=False) as (rounds, folder):
         if rounds.code != ExitCode.DONE:
             return rounds.code
         if rounds.failures:
@@ -179,14 +155,14 @@ def _publish(
     `alone` are the runs without communication; empty if that was not measured. `batches` are the samples of each rank
     (weak scaling), and of all ranks together (strong scaling).
     """
-    parts = split_steps_by_point(runs, alone)
+    parts = scale.split_steps_by_point(runs, alone)
     modes = [(mode, batch) for mode, batch in zip(("weak", "strong"), batches, strict=True) if batch]
-    lost = [row for mode, batch in modes for row in compute_scaling_losses(runs, parts, machine, mode, batch)]
-    estimates = estimates_of(parts, machine, *batches, network) if network else []
+    lost = [row for mode, batch in modes for row in scale.compute_scaling_losses(runs, parts, machine, mode, batch)]
+    estimates = scale.estimates_of(parts, machine, *batches, network) if network else []
     if network is None:
         notes = [*notes, "to estimate a step on more machines, specify their network: --network 100Gbit,5us"]
-    scaled = ScalingReport(title, lost, estimates, notes)
-    publish(scaled, config.how, partial(print_scaled, scaled))
+    scaled = scale.ScalingReport(title, lost, estimates, notes)
+    measurement.publish(scaled, config.how, partial(scale.print_scaled, scaled))
     return ExitCode.DONE
 
 
@@ -234,14 +210,13 @@ def _name(strategy: str, at: ScalePoint) -> str:
 def _runs(folder: Path, points: Sequence[ScalePoint], config: ScaleConfig, strategy: str, copy: Mesh) -> Runs:
     def read(at: ScalePoint, number: int) -> RecordedSteps:
         run_folder = candidate_dir(folder, number, at.ranks * copy.size, _name(strategy, at))
-        return read_run(run_folder, skip=config.how.warmup)
+        return scale.read_run(run_folder, skip=config.how.warmup)
 
     return {at: [read(at, number) for number in range(config.how.rounds)] for at in points}
 
 
 def scaling_notes(ranks: Sequence[int], rounds: MeasuredRounds, cores: int, threads: int) -> list[str]:
-    """Notes on the machine and its GPUs, and on the time that the steps do not include."""
-    shared = [text for size in ranks if (text := core_sharing_text(size, threads, cores))]
+    shared = [text for size in ranks if (text := measurement.core_sharing_text(size, threads, cores))]
     notes = [f"{text}: the threads compete for cores, so compute is slower" for text in shared]
     launch = {
         size: median(c.launch_seconds for chunks in rounds.rounds for c in chunks if c.world_size == size)

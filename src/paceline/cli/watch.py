@@ -8,18 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.cli import command_line
+from paceline.cli import command_line, run_state
 from paceline.cli.cancel import ask_to_stop
 from paceline.cli.hang import request_diagnosis
-from paceline.cli.run_state import (
-    NO_ACCESS,
-    Access,
-    NewestRunFlags,
-    attempts,
-    read_run_status,
-    resolve_run_access,
-    run_state,
-)
 from paceline.errors import ExitCode, UsageError
 from paceline.guard.report import describe_rank
 from paceline.launch.output import find_last_lines, read_lines
@@ -37,7 +28,7 @@ LOG_LINES, MOST_CHARS = 40, 20_000
 
 
 @dataclass(frozen=True)
-class WatchConfig(NewestRunFlags):
+class WatchConfig(run_state.NewestRunFlags):
     """Watch a run live, rank by rank, until it ends.
 
     Keys show stacks and logs, save a checkpoint and stop the run. q leaves the view; the run continues.
@@ -45,9 +36,8 @@ class WatchConfig(NewestRunFlags):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `paceline watch ARGUMENTS`."""
     config: WatchConfig = command_line("watch").parse(arguments)
-    run_dir, access = resolve_run_access(config)
+    run_dir, access = run_state.resolve_run_access(config)
     run = _Run(run_dir, access)
     try:
         if run.standing.state in LIVE_STATES:
@@ -66,10 +56,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 class _Run:
-    """The watched run. It accepts requests to save and to stop."""
-
-    def __init__(self, run_dir: Path, access: Access) -> None:
-        self.run_dir, self.access, self.may_act = run_dir, access, access != NO_ACCESS
+    def __init__(self, run_dir: Path, access: run_state.Access) -> None:
+        self.run_dir, self.access, self.may_act = run_dir, access, access != run_state.NO_ACCESS
         self._reader = LiveReader(run_dir, may_ask=self.may_act)
         self.standing = self._standing()
 
@@ -84,15 +72,14 @@ class _Run:
 
     def _ended(self, now: float) -> bool:
         self._ended_seconds = now
-        return read_run_status(self.run_dir, self.access).state not in LIVE_STATES
+        return run_state.read_run_status(self.run_dir, self.access).state not in LIVE_STATES
 
     def _standing(self) -> RunState:
-        self._attempt = next(reversed(attempts(self.run_dir)), None)
+        self._attempt = next(reversed(run_state.attempts(self.run_dir)), None)
         self._stood_seconds = self._ended_seconds = time.monotonic()
-        return run_state(self.run_dir, self.access)
+        return run_state.run_state(self.run_dir, self.access)
 
     def stack(self, rank: int) -> str:
-        """The stack of a rank at this moment."""
         diagnosis = request_diagnosis(self._newest())
         if diagnosis is None:
             raise UsageError(
@@ -104,7 +91,6 @@ class _Run:
         return describe_rank(evidence, most_ops=5, most_stacks=1)[:MOST_CHARS]
 
     def log(self, rank: int) -> str:
-        """The last lines of a rank's output."""
         if self._attempt is None:
             return "nothing yet"
         path = self._attempt / f"rank-{rank}.log"
@@ -112,7 +98,6 @@ class _Run:
         return "\n".join(line.text for line in read_lines(path, start, end))[-MOST_CHARS:] or "nothing yet"
 
     def save(self) -> str:
-        """Request a checkpoint."""
         if self._reader.read(self._attempt).step is None:
             raise UsageError("cannot request a checkpoint: the run has no step yet, or its script saves by itself")
         try:
@@ -122,7 +107,6 @@ class _Run:
         return "checkpoint requested: the run saves after the next step"
 
     def stop(self) -> str:
-        """Ask the run to stop."""
         self._newest()
         ask_to_stop(self.run_dir, self.access)
         return "stop requested: the run saves its state first"

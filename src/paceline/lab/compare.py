@@ -59,7 +59,6 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def label(self) -> str:
-        """The strategy and its mesh."""
         return format_strategy(self.strategy, self.mesh)
 
     @property
@@ -69,13 +68,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def compared_rows(rounds: Sequence[Sequence[Measurement]], base: str, steps: int) -> list[Row]:
-    """One row for each measured candidate, in the order of the first round.
-
-    Args:
-        rounds: the measurements of each round.
-        base: the name of the baseline candidate.
-        steps: the number of measured steps.
-    """
+    """One row for each measured candidate, in the order of the first round. `base`: the name of the baseline."""
     by_name: dict[str, list[Measurement]] = {}
     ratios: dict[str, list[float]] = {}
     for chunks in rounds:
@@ -118,7 +111,6 @@ def _row(chunks: Sequence[Measurement], ratios: Sequence[float], reference: Mapp
 
 
 def describe_bit_equality(chunk: Measurement, digests: Sequence[str], reference: str | None) -> str:
-    """The world sizes with the same bits, guaranteed or only observed here."""
     if chunk.world_size == 1:
         return "-"
     if chunk.strategy in EXACT_STRATEGIES:
@@ -131,7 +123,6 @@ def describe_bit_equality(chunk: Measurement, digests: Sequence[str], reference:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """The quartiles of the values. A single value is its own quartiles."""
     if len(values) < 2:
         return Spread(values[0], values[0], values[0])
     low, middle, high = quantiles(values, n=4, method="inclusive")
@@ -139,12 +130,9 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def recommend_strategy(rows: Sequence[Row], alone: Row | None, room_bytes: int | None) -> str:
-    """Recommend a strategy in one sentence, with the numbers behind it.
+    """Recommend one of the rows, which have the same batch size and several processes, without NO_EXCHANGE.
 
-    Args:
-        rows: the strategies on several processes with the same batch size, without NO_EXCHANGE.
-        alone: the best row of one process. None if it could not be measured, for example if it does not fit.
-        room_bytes: the memory for one rank. None if unknown.
+    `alone`: the best row of one process; None if it could not be measured. `room_bytes`: the memory for one rank.
     """
     if not rows:
         if alone is None:
@@ -202,7 +190,6 @@ def _size(size: int | None) -> str:
 def print_compared(
     rows: Sequence[Row], failures: Sequence[FailedMeasurement], advice: str, notes: Sequence[str]
 ) -> None:
-    """Print the tables, the failures, the notes, and the advice last."""
     console = table_console(140)
     title = "speed: median over rounds (quartiles); batch: samples per step, all ranks together"
     speed = make_table(SPEED_COLUMNS, title)
@@ -226,7 +213,6 @@ def print_compared(
 
 
 def make_table(columns: Sequence[str], title: str) -> Table:
-    """An empty table with numbers aligned to the right."""
     table = Table(title=title)
     for column in columns:
         table.add_column(column, justify="left" if column in TEXT_COLUMNS else "right")

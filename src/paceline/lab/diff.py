@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-from rich.text import Text
 
 from paceline.errors import UsageError, first_few
-from paceline.runs.console import remove_controls, table_console
+from paceline.runs.console import print_text, table_console
 from paceline.runs.events import Step, event_files, read_events
 
 Kind = Literal[
@@ -54,14 +54,11 @@ class Recorded(msgspec.Struct, frozen=True):
     kind: Kind
     name: str
     digest: str
-    place: tuple[int, int, int] = (0, 0, 0)
-    """virtual rank, micro-batch, and number of the call within it"""
-    samples: tuple[int, ...] = ()
-    """for the kind "samples": their dataset indices"""
+    place: tuple[int, int, int] = (0, 0, 0)  # virtual rank, micro-batch, and number of the call within it
+    samples: tuple[int, ...] = ()  # for the kind "samples": their dataset indices
 
     @property
     def key(self) -> tuple[int, str, str, tuple[int, int, int]]:
-        """What identifies the tensor in both runs."""
         return self.step, self.kind, self.name, self.place
 
     def __str__(self) -> str:
@@ -72,8 +69,6 @@ class Recorded(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True):
-    """The steps of a run to repeat and to record, for a child process."""
-
     run: str
     first: int
     last: int
@@ -81,52 +76,32 @@ class Request(msgspec.Struct, frozen=True):
     arguments: tuple[str, ...] = ()
     device: Literal["auto", "cpu", "cuda", "xpu"] | None = None
     trust: bool = False
-    fetch: int | None = None
-    """the position of a record whose tensor is wanted"""
+    fetch: int | None = None  # the position of a record whose tensor is wanted
 
 
 class Recording(msgspec.Struct):
-    """What a child process has recorded."""
-
     records: list[Recorded] = []
-    losses: dict[int, float | None] = {}
-    """by step; null in JSON for a loss that is not finite"""
+    losses: dict[int, float | None] = {}  # by step; null in JSON for a loss that is not finite
     hardware: dict[str, Any] = {}
-    error: str = ""
-    """why the steps could not be repeated"""
+    error: str = ""  # why the steps could not be repeated
 
 
 class Difference(msgspec.Struct):
-    """The first difference of two runs."""
-
     settings: Settings
-    loss_step: int | None = None
-    """the first step with another loss; None: there is none"""
+    loss_step: int | None = None  # the first step with another loss; None: there is none
     losses: tuple[float | None, float | None] = (None, None)
-    first: Recorded | None = None
-    """the first tensor that differs"""
-    only_in: str = ""
-    """A or B, if the other run has no such tensor"""
-    largest: float | None = None
-    """the largest absolute difference of its elements"""
-    elements: int = 0
-    """how many of them differ"""
-    samples: list[int] = []
-    """the dataset indices of the rows that differ"""
-    not_reproduced: list[str] = []
-    """the runs whose logged loss the replay does not repeat"""
-    only_weights: bool = False
-    """whether no step differs in the log, but the final weights do"""
-    cause: str = ""
-    """a setting that differs, or a key of EXPLANATIONS"""
+    first: Recorded | None = None  # the first tensor that differs
+    only_in: str = ""  # "A" or "B", if the other run has no such tensor
+    largest: float | None = None  # the largest absolute difference of its elements
+    elements: int = 0  # how many of them differ
+    samples: list[int] = []  # the dataset indices of the rows that differ
+    not_reproduced: list[str] = []  # the runs whose logged loss the replay does not repeat
+    only_weights: bool = False  # whether no step differs in the log, but the final weights do
+    cause: str = ""  # a setting that differs, or a key of EXPLANATIONS
 
 
 def read_steps(run_dir: Path) -> dict[int, Step]:
-    """The steps that the first rank has logged, by number. Of repeated steps the last one counts.
-
-    Raises:
-        UsageError: the run has logged no step.
-    """
+    """The steps that the first rank has logged, by number. Of repeated steps the last one counts."""
     for path in event_files(run_dir).values():
         if steps := {event.step: event for event in read_events(path) if isinstance(event, Step)}:
             return steps
@@ -134,11 +109,7 @@ def read_steps(run_dir: Path) -> dict[int, Step]:
 
 
 def first_different_step(ours: Mapping[int, Step], theirs: Mapping[int, Step]) -> int | None:
-    """The first step in both logs with another loss, gradient norm or learning rate; None if there is none.
-
-    Raises:
-        UsageError: the logs have no step in common, or the step is merged with others.
-    """
+    """The first step in both logs with another loss, gradient norm or learning rate; None if there is none."""
     common = sorted({*ours} & {*theirs})
     if not common:
         raise UsageError(code="diff-no-common-step", last_a=max(ours), last_b=max(theirs))
@@ -184,12 +155,7 @@ def probable_cause(first: Recorded | None, settings: Settings, not_reproduced: S
 
 
 def print_difference(result: Difference, names: tuple[str, str]) -> None:
-    """Print where the runs diverge."""
-    console = table_console()
-
-    def say(text: str, style: str = "") -> None:
-        console.print(Text(remove_controls(text)), style=style, soft_wrap=True)
-
+    say = partial(print_text, table_console())
     say(f"A: {names[0]}\nB: {names[1]}")
     for name, (a, b) in result.settings.items():
         say(f"{'environment' if name in ENVIRONMENT else 'setting'} {name}: {_short(a)} in A, {_short(b)} in B")

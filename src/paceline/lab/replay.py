@@ -1,16 +1,27 @@
-"""The request, the log and the report of `paceline replay` (no torch here)."""
+"""The run, the request and the report of `paceline replay` (no torch here)."""
 
 import math
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from rich.table import Table
 from rich.text import Text
 
+from paceline.checkpoint.format import DamagedCheckpoint, read_manifest
+from paceline.checkpoint.manager import Checkpoints
 from paceline.errors import UsageError, first_few, plural
-from paceline.runs.console import remove_controls, table_console
+from paceline.runs.console import print_text, remove_controls, table_console
 from paceline.runs.events import Started, Step, event_files, read_events
+from paceline.runs.folder import CHECKPOINTS
+
+if TYPE_CHECKING:
+    from paceline.config.settings import TrainConfig
 
 EXPECTED = {"fp32": 1e-5, "tf32": 1e-3, "fp16": 2e-2, "bf16": 1e-1}
 """The largest relative difference of a loss that rounding explains, by precision."""
@@ -18,30 +29,44 @@ MAX_NAMED = 5
 
 
 class Request(msgspec.Struct, frozen=True):
-    """What to repeat, and what to observe."""
-
     step: int
-    without: frozenset[int] = frozenset()
-    """dataset indices of samples to leave out"""
+    without: frozenset[int] = frozenset()  # dataset indices of samples to leave out
     find_nonfinite: bool = False
     pdb: bool = False
-    check: bool = False
-    """also repeat the steps up to the next checkpoint, and compare every tensor"""
+    check: bool = False  # also repeat the steps up to the next checkpoint, and compare every tensor
 
 
 class Logged(msgspec.Struct, frozen=True):
-    """What a run has logged of one of its steps."""
-
     attempt: int
     world_size: int
-    loss: float | None = None
-    """None: the step failed, or is merged with other steps"""
-    fingerprint: int | None = None
-    """of the samples on all ranks; None: not known"""
-    why_not: str = ""
-    """why `loss` is not known"""
-    skipped: bool = False
-    """whether the step changed no parameters"""
+    loss: float | None = None  # None: the step failed, or is merged with other steps
+    fingerprint: int | None = None  # of the samples on all ranks; None: not known
+    why_not: str = ""  # why `loss` is not known
+    skipped: bool = False  # whether the step changed no parameters
+
+
+@dataclass(frozen=True)
+class Source:
+    """The run to repeat, with its settings for one process, and its log of the step."""
+
+    run_dir: Path
+    config: "TrainConfig"
+    logged: Logged
+    environment: Mapping[str, Any]  # the content of environment.json; empty for a session
+    trust: bool
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        return Checkpoints(self.run_dir / CHECKPOINTS, trust=self.trust)
+
+    def definition(self) -> Mapping[str, Any]:
+        """The definition of the attempt in its first checkpoint. Without one, it has only the hardware."""
+        for _, path in reversed(self.checkpoints.entries()):
+            with suppress(DamagedCheckpoint):
+                manifest = read_manifest(path, trust=self.trust)
+                if manifest.attempt == self.logged.attempt:
+                    return manifest.definition
+        return {"hardware": self.environment.get("bits_hold_for")}
 
 
 class SampleLoss(msgspec.Struct, frozen=True):
@@ -56,16 +81,12 @@ class SampleLoss(msgspec.Struct, frozen=True):
 class NonFinite(msgspec.Struct, frozen=True):
     """The first value that is not finite."""
 
-    module: str
-    """the module that has computed it; "loss" for the loss function"""
-    kind: str
-    """the class of the module"""
-    gradient_of: str = ""
-    """the module whose output has this gradient; empty if the value is an output"""
+    module: str  # the module that has computed it; "loss" for the loss function
+    kind: str  # the class of the module
+    gradient_of: str = ""  # the module whose output has this gradient; empty if the value is an output
     virtual_rank: int = 0
     samples: tuple[int, ...] = ()
-    cause: str = ""
-    """"input", or the name of a parameter of the module, that is not finite either; else empty"""
+    cause: str = ""  # "input", or the name of a parameter of the module, that is not finite either; else empty
 
     def __str__(self) -> str:
         where = f"virtual rank {self.virtual_rank}, samples {first_few([*map(str, self.samples)], MAX_NAMED)}"
@@ -81,34 +102,22 @@ class Replayed(msgspec.Struct):
     """The result of a replay. JSON has null for a number that is not finite."""
 
     step: int
-    start: int
-    """the step of the checkpoint from which the steps were repeated; 0: from the start"""
+    start: int  # the step of the checkpoint from which the steps were repeated; 0: from the start
     logged: float | None
     loss: float | None = None
-    grad_norm: float | None = None
-    """of all gradients, before clipping"""
-    expected: float = 0.0
-    """the largest relative difference of the losses that is expected; 0: they have the same bits"""
-    reasons: list[str] = []
-    """why the bits are not guaranteed"""
-    samples: list[SampleLoss] = []
-    """the worst first"""
-    unknown_losses: str = ""
-    """why the losses of samples are not known"""
-    layers: dict[str, float] = {}
-    """the gradient norm of each layer, before clipping"""
+    grad_norm: float | None = None  # of all gradients, before clipping
+    expected: float = 0.0  # the largest relative difference of the losses that is expected; 0: they have the same bits
+    reasons: list[str] = []  # why the bits are not guaranteed
+    samples: list[SampleLoss] = []  # the worst first
+    unknown_losses: str = ""  # why the losses of samples are not known
+    layers: dict[str, float] = {}  # the gradient norm of each layer, before clipping
     nonfinite: NonFinite | None = None
-    failure: str = ""
-    """why the step changed no parameters"""
+    failure: str = ""  # why the step changed no parameters
     without: list[int] = []
-    contradiction: str = ""
-    """a difference from the log other than that of the loss"""
-    checkpoint: int | None = None
-    """the step of the checkpoint with which the state was compared"""
-    digest: str = ""
-    """of the state after that step, if it equals the checkpoint"""
-    differing: list[str] = []
-    """tensors that differ from that checkpoint"""
+    contradiction: str = ""  # a difference from the log other than that of the loss
+    checkpoint: int | None = None  # the step of the checkpoint with which the state was compared
+    digest: str = ""  # of the state after that step, if it equals the checkpoint
+    differing: list[str] = []  # tensors that differ from that checkpoint
 
     @property
     def agrees(self) -> bool:
@@ -123,11 +132,7 @@ class Replayed(msgspec.Struct):
 
 
 def read_log(run_dir: Path, step: int, *, ended: bool) -> Logged:
-    """What the ranks of the run have logged of `step`. `ended`: the run has ended without an error.
-
-    Raises:
-        UsageError: the run has no such step, or no events.
-    """
+    """What the ranks of the run have logged of `step`. `ended`: the run has ended without an error."""
     found: dict[tuple[int, int], dict[int, tuple[Started, Step]]] = {}
     latest, last = None, 0
     for path in event_files(run_dir).values():
@@ -157,12 +162,8 @@ def read_log(run_dir: Path, step: int, *, ended: bool) -> Logged:
 
 
 def print_replay(result: Replayed, top: int, *, find_nonfinite: bool) -> None:
-    """Print the report of a replay, with the `top` worst samples."""
     console = table_console()
-
-    def say(text: str, style: str = "") -> None:
-        console.print(Text(remove_controls(text)), style=style, soft_wrap=True)
-
+    say = partial(print_text, console)
     begin = f"the checkpoint of step {result.start}" if result.start else "the start"
     say(f"step {result.step}, repeated on one process from {begin}")
     if result.samples:

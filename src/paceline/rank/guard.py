@@ -260,7 +260,6 @@ class StatusThread:
             groups={group.name: group.members for group in groups.values()} | flight_recorder.group_members(),
             titles=flight_recorder.group_titles(),
             stacks=stacks,
-            enqueued=self._last[0],
         )
         self._page.answer(question, msgspec.json.encode(answer))
 

@@ -39,8 +39,6 @@ UPDATE_DESCRIPTIONS = {"zero": "updates and sends its shard", "fsdp": "updates i
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of the page."""
-
     name: str  # an identifier
     title: str
     caption: str  # also describes the figure for screen readers
@@ -117,7 +115,6 @@ CURVES: tuple[tuple[str, str, str, str, Callable[[RankLog], list[float]], bool],
 
 
 def training_curve_figures(runs: Sequence[RunData]) -> Iterable[Figure]:
-    """Loss, metrics, throughput, gradient norm and learning rate, with a line for each run."""
     for name, title, caption, y, values, log in CURVES:
         traces = [
             make_line_trace(run.name if len(runs) > 1 else y, _x_axis_values(first), ys, number)
@@ -215,7 +212,6 @@ DEVICE_FIGURE_SPECS: tuple[tuple[str, str, str, Callable[[MachineUse], Mapping[s
 
 
 def device_figures(run: RunData) -> Iterable[Figure]:
-    """The use of the machines, with a line for each host, rank or GPU."""
     began = (run.first_rank_log.start_events[0].unix_time if run.first_rank_log and run.first_rank_log.start_events
         else min((records[0].unix_time for records in run.machines.values() if records), default=0.0))  # fmt: skip
     for name, title, y, values in DEVICE_FIGURE_SPECS:
@@ -236,15 +232,12 @@ def device_figures(run: RunData) -> Iterable[Figure]:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A diagram with its title and caption."""
-
     title: str
     caption: str
     svg: Markup
 
 
 def make_drawings(run: RunData) -> list[Drawing]:
-    """The diagrams for which the run has events."""
     drawings = [*_samples_drawing(run)]
     if steps := _typical_step(run):
         drawings = [*_stages_drawing(run, steps), *_step_timeline_drawing(run, steps), *drawings]

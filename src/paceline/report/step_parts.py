@@ -51,7 +51,6 @@ class RecordedSteps:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
         return len(self.hosts)
 
     @property
@@ -63,8 +62,6 @@ class RecordedSteps:
 
 @dataclass(frozen=True)
 class StepParts:
-    """The parts of the mean step of a run, in seconds."""
-
     step: float
     data: float
     compute: float
@@ -86,7 +83,6 @@ def common_rows(logs: Sequence[RankLog], after: int) -> dict[int, list[int]]:
 
 
 def phase_seconds_by_rank(logs: Sequence[RankLog], rows: Sequence[int]) -> dict[int, PhaseSeconds]:
-    """The seconds of a step, from its row in each log."""
     return {log.rank: _phase_seconds(log, row) for log, row in zip(logs, rows, strict=True)}
 
 

@@ -37,12 +37,10 @@ def print_to_stderr(text: str) -> None:
 
 
 def escape_controls(json: str) -> str:
-    """JSON with control characters as JSON escapes."""
     return re.sub("[\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]", lambda m: f"\\u{ord(m[0]):04x}", json)
 
 
 def remove_controls(text: str) -> str:
-    """`text` without control sequences."""
     return CONTROL.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
 
 
@@ -91,6 +89,11 @@ def table_console(width: int = 132) -> Console:
     from rich.console import Console
 
     return Console(width=None if Console().is_terminal else width, highlight=False, emoji=False)
+
+
+def print_text(console: Console, text: str, style: str = "") -> None:
+    """Print text that may have any content: without control sequences and markup, in lines of any length."""
+    console.print(remove_controls(text), style=style, markup=False, soft_wrap=True)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

@@ -57,7 +57,6 @@ class ProgressDisplay:
             self._bar.stop()
 
     def say(self, text: str) -> None:
-        """Print one line."""
         self._console.print(text, markup=False)
 
     def show_step(
@@ -83,7 +82,6 @@ class Throughput:
         self._first: tuple[float, int] | None = None
 
     def count_step(self, samples: int) -> None:
-        """Count a step that has just ended, on `samples` samples over all ranks."""
         self._steps += 1
         self._samples += samples
         if self._steps >= WARMUP_STEPS:
@@ -92,7 +90,6 @@ class Throughput:
             self._marks.append(mark)
 
     def exclude_pause(self, seconds: float) -> None:
-        """Exclude `seconds` since the last step, for example of an evaluation."""
         self._paused += seconds
 
     def recent_rate(self) -> float | None:
@@ -135,8 +132,6 @@ def format_rate(rate: float | None, samples_left: int | None) -> str:
 
 
 class ProgressWriter:
-    """Writes the progress to a file, a few times a second and at the end of each epoch."""
-
     of_process: ClassVar[ProgressWriter | None] = None  # of this process; None if no caller shows the progress
 
     def __init__(self, path: Path) -> None:
@@ -160,7 +155,6 @@ class ProgressLine:
         self._is_line_start, self._is_shown, self._due_seconds = True, True, -math.inf
 
     def show(self, text: str) -> None:
-        """Print output of the ranks above the line."""
         if not text:
             return
         self._stream.write(f"{self._erase_sequence()}{text}")
@@ -168,7 +162,6 @@ class ProgressLine:
         self._draw()
 
     def refresh(self) -> None:
-        """Show the progress if it has changed."""
         with suppress(OSError):  # the file does not exist yet
             line = str(decode(self._path, ProgressRecord))
             self._line, self._is_shown = line, self._is_shown and line == self._line
@@ -176,7 +169,6 @@ class ProgressLine:
             self._draw()
 
     def end(self) -> None:
-        """Print the last state."""
         self.refresh()
         if self._drawn:
             self._stream.write("\n")

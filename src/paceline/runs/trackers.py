@@ -76,7 +76,6 @@ TRACKERS: dict[str, tuple[str, Callable[[Path, Mapping[str, Any]], Tracker]]] = 
 
 
 def tracker_names(report_to: str | None) -> list[str]:
-    """The trackers in `report_to`, separated by commas."""
     names = [name.strip() for name in (report_to or "").split(",") if name.strip()]
     for name in names:
         if name not in TRACKERS:
@@ -87,8 +86,6 @@ def tracker_names(report_to: str | None) -> list[str]:
 
 
 class TrackerQueue:
-    """All trackers of a run (rank 0 only)."""
-
     def __init__(self, names: list[str], folder: Path, settings: Mapping[str, Any], say: Callable[[str], None]) -> None:
         self._say = say
         self._queue: Queue[tuple[int, dict[str, float]] | None] = Queue(MAX_QUEUED)

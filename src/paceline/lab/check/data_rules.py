@@ -218,7 +218,6 @@ def padding_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
 
 
 def evaluation_findings(ranks: Sequence[ScriptFacts], loaders: Loaders) -> Iterator[Finding]:
-    """The findings about one loader that no rank trains on."""
     loader = next(iter(loaders.values()))
     passes_by_rank = {rank: loader.passes[:RECORDED_EPOCHS] for rank, loader in loaders.items() if loader.passes}
     if len(passes_by_rank) == 1 and len(ranks) > 1:

@@ -98,5 +98,4 @@ def is_same_dataset(loaders: Loaders) -> bool:
 
 
 def differs(values: Iterable[object]) -> bool:
-    """Whether at least two values differ."""
     return len({*values}) > 1

@@ -32,8 +32,6 @@ Pair = tuple[str, str]  # (from, to)
 
 @dataclass(frozen=True)
 class PlannedUse:
-    """The planned use of the hosts."""
-
     hosts: tuple[str, ...]
     workers: tuple[int, ...]  # on each
     run_dir: str

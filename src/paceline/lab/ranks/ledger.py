@@ -32,8 +32,6 @@ MAX_NAMED = 10  # steps in a note
 
 @dataclass
 class RankLog:
-    """The events of one rank in one start."""
-
     started: Started
     steps: dict[int, list[Step]] = field(default_factory=dict[int, list[Step]])  # by last step, see Step.steps
     samples: dict[int, list[int]] = field(default_factory=dict[int, list[int]])  # step -> indices, if recorded
@@ -71,12 +69,10 @@ class GenerationLogs:
 
     @property
     def label(self) -> str:
-        """The name of the start in messages."""
         generation = f", generation {self.start_event.generation}" if self.start_event.generation else ""
         return f"attempt {self.start_event.attempt}{generation}"
 
     def records(self) -> Iterator[Step]:
-        """The step records of all ranks."""
         return (record for log in self.logs for records in log.steps.values() for record in records)
 
     def steps(self) -> list[int]:
@@ -154,15 +150,7 @@ class _CheckedStep:
 
 
 def audit(run_dir: Path, make_plan: Callable[[int], BatchPlan]) -> Audit:
-    """Check the run in `run_dir` from its events. The run may have ended, been killed, or still be running.
-
-    Args:
-        run_dir: the run folder.
-        make_plan: returns the batch plan of the run's settings for a number of samples.
-
-    Raises:
-        UsageError: if no rank has started there, or the settings define no plan for this number of samples.
-    """
+    """Check a run, which may have been killed or be running. `make_plan`: from a number of samples."""
     starts = _read_starts(run_dir)
     if not starts:
         raise UsageError(code="ledger-no-events", run_dir=run_dir)
@@ -357,7 +345,6 @@ def _check_step(span: range, start: GenerationLogs, plan: BatchPlan) -> _Checked
 
 
 def covered_steps(record: Step) -> range:
-    """The steps that a record covers."""
     return range(record.step - record.steps + 1, record.step + 1)
 
 

@@ -63,8 +63,6 @@ class LoopStep(StepValues):
 
 @dataclass
 class LoopRun:
-    """The record of a run of a loop on one rank."""
-
     strategy: str
     optimizer: str = "-"
     steps: list[LoopStep] = field(default_factory=list[LoopStep])
@@ -260,7 +258,6 @@ class _Recorder(Observer):
             step.scalars |= {f"{name}, {n}": value for n, (name, value) in enumerate(named.items(), len(step.scalars))}
 
     def on_print(self, words: Sequence[Any]) -> None:
-        """Keep the session's notes about the loop."""
         if str(words[0] if words else "").startswith("NOTE: "):
             self.run.notes.append(str(words[0]).removeprefix("NOTE: "))
 

@@ -62,8 +62,6 @@ MAX_STREAM_SAMPLES = 4096  # read from a stream, and then repeated
 
 @dataclass(frozen=True)
 class Workload:
-    """The training of all candidates, on one rank."""
-
     config: TrainConfig
     task: Task
     dataset: Dataset[Any]
@@ -73,7 +71,6 @@ class Workload:
 
 
 def load_workload(config: TrainConfig, candidates: Iterable[Candidate], world: World) -> Workload:
-    """Load the task and its data."""
     check_precision(config.compute.precision, world.device)
     task = load_task(str(config.task), task_options(config))
     data, notes = task.make_dataset("train"), ()
@@ -102,8 +99,6 @@ def load_workload(config: TrainConfig, candidates: Iterable[Candidate], world: W
 
 
 class CandidateTraining:
-    """The training of a candidate, in chunks of steps."""
-
     def __init__(
         self, workload: Workload, candidate: Candidate, folder: Path, steps: int, on_phase: Callable[[Phase], object]
     ) -> None:
@@ -211,7 +206,6 @@ def measure_candidates(order: MeasurementRequest, workload: Workload) -> None:
 
 
 def _measure(order: MeasurementRequest, workload: Workload, candidate: Candidate, launch_seconds: float) -> Measurement:
-    """Apply one candidate to a new model, and take the inspected, the warm-up and the measured steps."""
     world, status_page = workload.world, HangGuard.of_process().page
     folder, last = Path(order.folder) / candidate.name, order.warmup + order.steps
     with inspect_memory(world.device) if order.memory else nullcontext() as inspection:
@@ -294,7 +288,6 @@ def _most(values: Iterable[Any]) -> Any:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Carry out the order in folder `arguments[0]`."""
     folder = Path(arguments[0])
     order = msgspec.json.decode((folder / m.ORDER).read_bytes(), type=MeasurementRequest)
     config = configuration.load(folder.resolve() / m.CONFIG, must_own=True)

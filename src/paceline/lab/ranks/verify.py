@@ -167,7 +167,6 @@ def _bits_of(setting: VerificationSetup, strategy: str, optimizer: str) -> Strat
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the spec in file `arguments[0]`. Rank 0 writes the report to file `arguments[1]`."""
     spec = msgspec.json.decode(Path(arguments[0]).read_bytes(), type=VerifySpec | LoopSpec)
     world, report = trials.make_world(spec.device), Path(arguments[1])
     if isinstance(spec, LoopSpec):
