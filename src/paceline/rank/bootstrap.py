@@ -312,8 +312,6 @@ def attach_to_agent(plan: NodePlan, env: Mapping[str, str]) -> None:
 
     Local rank 0 starts the agent first, with `plan`. The agent is not its child: the script must not see a child that
     it has not started, and the agent outlives a rank that ends. Rank 0 reports a failure, and the script continues.
-
-    `env` has torchrun's variables.
     """
     # torch reads this at its import; the default of 2000 operations would take 20 ms per read
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "256")

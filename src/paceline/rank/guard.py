@@ -1,10 +1,5 @@
 """The part of the hang guard in a rank: it reports the state of the rank to the agent, and unblocks the rank.
 
-    guard = Guard.of_process()
-    with guard.phase(Phase.EVALUATE): ...        # the phase on the status page
-    guard.ledger.take_order()                    # a hash of the collectives so far, which ranks compare
-    guard.stall_error(error)                     # the reason, if the guard caused `error`
-
 Each process has one guard, which the first call makes. A process has one agent and one status page, and torch's
 functions can be wrapped only once. With `--hang-timeout off` the guard only counts steps.
 """

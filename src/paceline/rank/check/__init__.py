@@ -1,8 +1,7 @@
 """`launch --check`: runs a script with shorter epochs, and writes the facts of the run to a file.
 
-`lab.check` evaluates the facts. This module writes the file, and observes everything except loaders (loaders.py),
-replicas and optimizers (steps.py), and checkpoints of frameworks (saved.py): other files, seeds, threads, losses that
-ignore padding, output.
+`lab.check` evaluates the facts. This module writes the file, and observes files, seeds, threads, losses that ignore
+padding, and output.
 """
 
 from __future__ import annotations

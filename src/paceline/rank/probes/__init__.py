@@ -1,12 +1,6 @@
 """Probes observe an unmodified script: hooks in torch, and helpers that read tensors.
 
-`Hooks` reports when an unmodified script loads data, runs forward and backward, and steps an optimizer:
-
-    class Steps(ScriptListener):
-        def on_step_end(self, optimizer): ...
-
-    Hooks(warn_once).listen(Steps()).install()
-
+`Hooks` reports to listeners when an unmodified script loads data, runs forward and backward, and steps an optimizer.
 Two packages listen: probes/ for silent faults, in every run, and check/ for the facts of `--check`. Events without a
 listener cost nothing. The hooks are in torch itself: `DataLoader`'s iterators, `DistributedDataParallel`,
 `torch.autograd.backward` and optimizers. `wrap_function` adds other hooks, which only one listener needs. Hooks change

@@ -130,8 +130,10 @@ class JointOptimizerDetector(ScriptListener):
         history = self._turns.setdefault(optimizer, OptimizerHistory())
         self._find_replica(history, optimizer)
         now, before = self._current_counts(history), history.counts_at_last_step or StepCounts()
+        # backwards until the last step of an optimizer of another model belong to that optimizer
+        of_others = max((count for model, count in self._taken_by.items() if model != history.model_id), default=0)
         history.counts_since_step = new = StepCounts(
-            now.backwards - max(before.backwards, self._backwards_of_other_models(history)),
+            now.backwards - max(before.backwards, of_others),
             max(0, now.forwards - before.forwards),  # a deleted replica has no count
             max(0, now.synced_forwards - before.synced_forwards),
         )
@@ -156,10 +158,6 @@ class JointOptimizerDetector(ScriptListener):
         if replica is not None:
             self._stepped[replica] = now
         self._own = self._own or history.has_shared_parameters
-
-    def _backwards_of_other_models(self, history: OptimizerHistory) -> int:
-        """Backwards until the last step of an optimizer of another model, which belong to that optimizer."""
-        return max((count for model, count in self._taken_by.items() if model != history.model_id), default=0)
 
     def _current_counts(self, history: OptimizerHistory) -> StepCounts:
         replica = history.replica and history.replica()
