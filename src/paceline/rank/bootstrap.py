@@ -272,8 +272,7 @@ def serialize_terminal_input(folder: str) -> None:
                 return builtin_input()
             return builtin_input(prompt)
 
-    def wrap_pdb(*, late: bool) -> None:
-        del late
+    def wrap_pdb() -> None:
         pdb_class: Any = sys.modules["pdb"].Pdb
         interact = pdb_class.interaction
 

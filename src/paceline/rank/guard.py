@@ -103,7 +103,10 @@ class HangGuard:
     def watch_torch(self) -> Self:
         """Record torch.distributed's calls from now on, or from its import. Never raises."""
         try:
-            when_imported(C10D_MODULE, self._wrap_torch)
+            if C10D_MODULE in sys.modules:
+                self._wrap_torch(late=True)
+            else:
+                when_imported(C10D_MODULE, self._wrap_torch)
         except Exception as error:
             self.warn_once(error)
         return self
@@ -165,7 +168,7 @@ class HangGuard:
             reason, code = _ReleaseReason(), ExitCode.STALLED
         return StallError(reason.page or "another rank made no progress: the hang guard has ended this wait", code)
 
-    def _wrap_torch(self, *, late: bool) -> None:
+    def _wrap_torch(self, *, late: bool = False) -> None:
         module = sys.modules[C10D_MODULE]
         others = [sys.modules["torch.distributed"]] if late else []
         if self.on:

@@ -80,8 +80,7 @@ class StepStops:
         for module, hook in FRAMEWORKS.items():
             when_imported(module, partial(self._install, module, hook))
 
-    def _install(self, module: str, hook: str, *, late: bool) -> None:
-        del late
+    def _install(self, module: str, hook: str) -> None:
         try:
             getattr(importlib.import_module(HOOKS), hook)(self, module)
         except Exception as error:  # a version with different names

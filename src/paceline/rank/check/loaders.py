@@ -346,7 +346,7 @@ def wrap_generator_setters() -> None:
         when_imported(module, partial(_wrap_setters_of_module, module))
 
 
-def _wrap_setters_of_module(module: str, *, late: bool) -> None:
+def _wrap_setters_of_module(module: str) -> None:
     generator, names = GENERATOR_STATE_SETTERS[module]
     for name in names:
         wrap_function(sys.modules[module], name, after=partial(_on_generator_set, generator))

@@ -388,7 +388,7 @@ class ModelParallelDetector:
     def wrap_fully_shard(self) -> None:
         when_imported(FULLY_SHARD_MODULES[0], self._wrap_after_import)
 
-    def _wrap_after_import(self, *, late: bool) -> None:
+    def _wrap_after_import(self) -> None:
         first: Any = sys.modules[FULLY_SHARD_MODULES[0]]
         original = first.fully_shard
         wrap_function(first, "fully_shard", before=self._record_fsdp_ranks)

@@ -205,7 +205,7 @@ class Hooks:
             except Exception as error:
                 self._warn_once(error)
 
-    def _wrap_torch(self, *, late: bool) -> None:
+    def _wrap_torch(self) -> None:
         tell = self._tell
         try:
             self._wrap_loaders(sys.modules["torch.utils.data.dataloader"]._BaseDataLoaderIter)
