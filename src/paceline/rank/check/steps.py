@@ -26,7 +26,7 @@ from paceline.rank.guard import HangGuard
 from paceline.rank.imports import hide_from_warnings, when_imported
 from paceline.rank.probes import MAX_ELEMENTS, ScriptListener, digest_of, leaf_digests, short_hash, wrap_function
 from paceline.rank.probes.steps import JointOptimizerDetector, is_sharded
-from paceline.rank.sites import CodeOwner, call_site, code_owner, format_frame, frame_record, user_site
+from paceline.rank.sites import CodeOwner, call_site, code_owner, user_site
 
 MAX_UNJOINED_STEPS = 1000  # replaces MAX_STEPS while there is no evidence that the rank trains with others
 MAX_RECORDS, MAX_PRIVATE = 400, 100
@@ -164,8 +164,7 @@ class StepWatch(ScriptListener):
         outer = frame
         while outer is not None and id(outer.f_locals.get("self")) in self._parts:
             outer = call_site(outer.f_back).frame
-        frame = outer or frame
-        return format_frame(frame_record(frame)) if frame is not None else ""
+        return user_site(outer or frame)
 
     def on_forward_begin(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         self._inside += 1
