@@ -237,7 +237,7 @@ class StepWatch(ScriptListener):
     def on_backward_end(self) -> None:
         if self._facts.session:
             return
-        if self._called_ns and self._joint.has_called_collective:
+        if self._called_ns and self._joint.num_calls():
             calls = HangGuard.of_process().page.calls_since(self._called_ns)
             self._exchanged = sum(
                 op.kind.startswith(VARYING_SHAPE_OPS) or op.shape not in SCALAR_SHAPES for _, _, op in calls
