@@ -300,7 +300,12 @@ def watch(arguments: Sequence[str]) -> int:
     try:
         if run.standing.state in LIVE_STATES:
             if sys.stdout.isatty() and sys.stdin.isatty():
-                _on_terminal(run)
+                from paceline.report.watch_app import KeyActions, WatchApp  # textual takes a third of a second
+
+                app = WatchApp(KeyActions(run.read_view, run.stack, run.log, run.save, run.stop, run.may_act))
+                app.run()
+                if app.failure is not None:
+                    raise app.failure
             else:
                 _print_changes(run)
         now, state = run.read_view()
@@ -373,15 +378,6 @@ class _Run:
         if not self.may_act or self._attempt is None:
             raise UsageError("other users could have written this run folder, so paceline only displays the run")
         return self._attempt
-
-
-def _on_terminal(run: _Run) -> None:
-    from paceline.report.watch_app import KeyActions, WatchApp  # textual takes a third of a second
-
-    app = WatchApp(KeyActions(run.read_view, run.stack, run.log, run.save, run.stop, run.may_act))
-    app.run()
-    if app.failure is not None:
-        raise app.failure
 
 
 def _print_changes(run: _Run) -> None:
