@@ -72,12 +72,7 @@ class PublishFence:
         self._path = path
 
     def advance_to(self, claim: Claim) -> None:
-        """Make `claim` the newest one; may be repeated.
-
-        Raises:
-            TrainingError: if a newer claim exists, or another process does not release the fence.
-            OSError: if the file cannot be written, or the file system has no locks.
-        """
+        """Make `claim` the newest one; may be repeated. Raises TrainingError if a newer claim exists."""
         with self._locked(make=True) as descriptor:
             newest = _read_claim(descriptor, self._path)
             if newest is not None and claim < newest:
@@ -86,12 +81,7 @@ class PublishFence:
 
     @contextlib.contextmanager
     def hold_claim(self, claim: Claim) -> Generator[None]:
-        """No other process can take the fence during this context.
-
-        Raises:
-            Fenced: if another process has taken it.
-            TrainingError: if another process does not release the fence.
-        """
+        """No other process can take the fence during this context. Raises FencedError if one has taken it."""
         if not self._path.exists():
             raise FencedError(code="fence-missing", path=self._path)
         with self._locked() as descriptor:
@@ -181,11 +171,7 @@ class Checkpoints:
     def newest_valid(self, report: MessageCallback) -> tuple[Path, Manifest] | None:
         """The newest intact checkpoint, with all files hashed; None if there is none.
 
-        Args:
-            report: called for each newer, damaged checkpoint, with its name and the damage.
-
-        Raises:
-            TrainingError: if another process deletes checkpoints faster than this one can read them.
+        `report` is called for each newer, damaged checkpoint, with its name and the damage.
         """
         reported: set[Path] = set()
         for _ in range(MAX_LISTINGS):
@@ -205,11 +191,7 @@ class Checkpoints:
     # ---- publish
 
     def claim_publishing(self, attempt: int, generation: int, report: MessageCallback = lambda _: None) -> None:
-        """Create the folder, take the fence, and remove the partial checkpoints of older generations.
-
-        Raises:
-            TrainingError: if a newer generation has the fence, or the folder cannot be written.
-        """
+        """Create the folder, take the fence, and remove the partial checkpoints of older generations."""
         claim = Claim(attempt, generation)
         try:
             writing.make_folder(self.root, exist_ok=True)
@@ -233,11 +215,7 @@ class Checkpoints:
         return f"a checkpoint needs {size_bytes:,} bytes, and the file system of {self.root} has {free_bytes:,} free"
 
     def begin(self, step: int) -> Path:
-        """A new empty folder for the files of all ranks.
-
-        Raises:
-            OSError: if it cannot be created.
-        """
+        """A new empty folder for the files of all ranks."""
         attempt, generation = self._checked_claim()
         return self._create(f".tmp-{step}-{attempt}-{generation}")
 
@@ -257,15 +235,8 @@ class Checkpoints:
         """Publish `tmp` as the checkpoint of its step, then delete those older than the newest `keep` intact ones.
 
         If an intact checkpoint of this step exists, it stays, and the new one is removed. If an old one cannot be
-        deleted, `report` is called. If the commit fails, no published checkpoint has changed.
-
-        Returns:
-            The folder of the checkpoint.
-
-        Raises:
-            Fenced: a newer generation has taken the fence. Nothing is published.
-            Damaged: a file of the manifest is missing or has a different size. Nothing is published.
-            OSError: for example, the disk is full.
+        deleted, `report` is called. If the commit fails, no published checkpoint has changed. It fails if a newer
+        generation has taken the fence, or if a file of the manifest is missing or has a different size.
         """
         if keep < MIN_KEPT_CHECKPOINTS:
             raise UsageError(code="keep-too-few-checkpoints", least=MIN_KEPT_CHECKPOINTS, value=keep)

@@ -66,8 +66,6 @@ class SnapshotMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A complete state in memory."""
-
     meta: SnapshotMeta  # of one of its parts
     source: ShardFileSource
     memory_file_descriptors: tuple[int, ...]  # the descriptors of its memory files
@@ -90,8 +88,7 @@ class SnapshotWriter:
         self._part, self._parts, self._generation = part, parts, generation
         self._files = files[::-1] if spared == files[0] else files  # the next one first
         self._buffers: dict[int, Tensor] = {}
-        self._locked: set[int] = set()
-        """The addresses of page-locked buffers. A GPU copies into them without the host."""
+        self._locked: set[int] = set()  # the addresses of page-locked buffers. A GPU copies into them without the host
 
     def write(self, shards: Sequence[TensorShard], step: int, content: dict[str, Any]) -> int:
         """Copy this rank's part of the state, and return its number of bytes.
@@ -153,8 +150,7 @@ class InterNodeExchange:
         replicated = sum(shard.tensor.nbytes for shard in held if shard.replicated)
         by_rank = all_gather_object([[world.local_rank, local], unique_bytes, free_memory(), replicated], world)
         total = sum(unique_bytes for _, unique_bytes, _, _ in by_rank) + by_rank[0][3]
-        self.why_not = ""
-        """The reason why snapshots are impossible, the same on all ranks; empty if they are possible."""
+        self.why_not = ""  # the reason why snapshots are impossible, the same on all ranks; empty if they are possible
         if any(unique_bytes for _, unique_bytes, _, _ in by_rank):
             if any(at != [rank % local, local] for rank, (at, *_) in enumerate(by_rank)) or world.group is not None:
                 self.why_not = "hosts have parts of the state, and different numbers of ranks"

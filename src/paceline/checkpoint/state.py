@@ -37,7 +37,6 @@ class TensorShard:
 
     @property
     def full_shape(self) -> torch.Size:
-        """The shape of the full tensor."""
         return self.tensor.shape if self.unsharded_shape is None else self.unsharded_shape
 
     def view_in(self, flat: Tensor) -> Tensor:
@@ -51,7 +50,6 @@ def view_ranges(flat: Tensor, start: int, length: int, count: int, apart: int) -
 
 
 def unsharded_parameter_shards(named: Iterable[tuple[str, Tensor]]) -> list[TensorShard]:
-    """The parameters of a model, unsharded."""
     return [TensorShard(f"model/{name}", parameter.detach()) for name, parameter in named]
 
 
@@ -90,11 +88,7 @@ class PrefixedSource:
 
 
 def read_matching_tensor(source: Source, name: str, like: Tensor, *, any_type: bool = False) -> Tensor:
-    """The tensor `name`, with the shape of `like`, and its type unless `any_type`.
-
-    Raises:
-        UsageError: if it does not exist or does not fit: the state belongs to a different model.
-    """
+    """The tensor `name`, with the shape of `like`, and its type unless `any_type`."""
     tensor = source.tensor(name)
     if tensor is None or tensor.shape != like.shape or (tensor.dtype != like.dtype and not any_type):
         actual = "nothing" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
@@ -104,11 +98,7 @@ def read_matching_tensor(source: Source, name: str, like: Tensor, *, any_type: b
 
 @torch.no_grad()
 def load_into(source: Source, shard: TensorShard) -> None:
-    """Copy the saved tensor, or its range of elements, into `shard`.
-
-    Raises:
-        UsageError: see `read_matching_tensor`.
-    """
+    """Copy the saved tensor, or its range of elements, into `shard`."""
     if shard.unsharded_shape is None:
         shard.tensor.copy_(read_matching_tensor(source, shard.name, shard.tensor))
         return

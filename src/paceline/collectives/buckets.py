@@ -101,7 +101,6 @@ def _constant(device: torch.device, dtype: torch.dtype, value: int, size: int) -
 
 
 def packed_size(parameters: Sequence[nn.Parameter]) -> int:
-    """The number of elements of an unpadded `pack`."""
     return sum(p.numel() + _gap(p) for p in parameters) + len(parameters)
 
 
@@ -158,7 +157,6 @@ Layout = tuple[Sequence[int], Sequence[int]]  # the shape and strides of a tenso
 
 
 def numels_and_dtypes(parameters: Sequence[nn.Parameter]) -> tuple[list[int], list[torch.dtype]]:
-    """The number of elements of each parameter, and their types."""
     return [p.numel() for p in parameters], [p.dtype for p in parameters]
 
 
@@ -173,7 +171,6 @@ def agreed_layouts(parameters: Sequence[nn.Parameter], ranks: int) -> list[Layou
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill their memory without gaps or overlaps."""
     reach = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride != reach:
@@ -191,7 +188,6 @@ def convert_to_layouts(grads: Grads | None, dtypes: Sequence[torch.dtype], layou
 
 
 def assign_grads(parameters: Sequence[nn.Parameter], sums: Sequence[Tensor | None]) -> None:
-    """Set each .grad to its sum, or to None."""
     for parameter, grad in zip(parameters, sums, strict=True):
         # torch's fused optimizers read parameter and gradient in memory order: their strides must be equal.
         if grad is not None and grad.stride() != parameter.stride() and _is_dense(parameter):
@@ -200,7 +196,6 @@ def assign_grads(parameters: Sequence[nn.Parameter], sums: Sequence[Tensor | Non
 
 
 def check_dense(grads: Iterable[tuple[nn.Parameter, Tensor | None]], names: Mapping[nn.Parameter, str]) -> None:
-    """Raise UsageError if one of these gradients is sparse."""
     for parameter, grad in grads:
         if grad is not None and grad.layout is not torch.strided:
             name = names.get(parameter, f"a parameter of shape {tuple(parameter.shape)}")

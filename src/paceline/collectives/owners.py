@@ -29,7 +29,6 @@ class LocalShard:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is the whole parameter, in its shape."""
         return self.parameter.shape == self.full_shape
 
 
@@ -92,7 +91,6 @@ class ParameterOwners:
 
     @property
     def sent_bytes(self) -> int:
-        """The most bytes that a rank sends in a step."""
         sent = [0] * len(self._ranges)
         for rank, ranges in enumerate(self._ranges):
             for name, (start, stop) in ranges.items():
@@ -188,5 +186,4 @@ def _values(shard: LocalShard) -> Tensor:
 
 
 def _placeholder(like: Tensor) -> Tensor:
-    """A tensor of the same shape, without its memory."""
     return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)

@@ -94,7 +94,6 @@ class Reducer:
         self._leaf, self._leaving = virtual_rank, is_last
 
     def end_backward(self, *, failed: bool = False) -> None:
-        """End the backward. `failed`: it raised an error."""
         if self._put_aside:
             for parameter, grad in self._put_aside if not failed else ():
                 parameter.grad = grad

@@ -46,7 +46,6 @@ def broadcast_module(module: nn.Module, src: int = 0, group: dist.ProcessGroup |
 def broadcast(
     tensors: Sequence[Tensor], src: int = 0, name: str = "broadcast", group: dist.ProcessGroup | None = None
 ) -> None:
-    """Copy the tensors of rank `src` to every rank, in place (a collective)."""
     # backends send contiguous memory
     copies = {tensor: tensor.detach().contiguous() for tensor in tensors if tensor.numel()}
     if copies:
@@ -57,11 +56,6 @@ def broadcast(
 
 
 def check_same_model(of_rank: Sequence[Sequence[str]]) -> None:
-    """Compare the descriptions of the tensors of all ranks. All ranks raise the same error, or none.
-
-    Raises:
-        ValueError: see `broadcast_module`.
-    """
     for position, values in enumerate(zip_longest(*of_rank, fillvalue="nothing")):
         ranks_with: dict[str, list[int]] = defaultdict(list)
         for rank, value in enumerate(values):

@@ -148,11 +148,7 @@ class Shards:
 
     @torch.no_grad()
     def copy_assigned_values(self, *_: object) -> None:
-        """Before an update: move values that the script has assigned (`p.data = ...`, `p.set_(...)`) into the bucket.
-
-        Raises:
-            UsageError: if they have a different shape, type or device.
-        """
+        """Before an update: move values that the script has assigned (`p.data = ...`) into the bucket."""
         if [*map(Tensor.data_ptr, self._parameters)] == self._pointers and all(
             map(Tensor.is_contiguous, self._parameters)
         ):
@@ -164,7 +160,6 @@ class Shards:
                 parameter.data = data.copy_(parameter.data.clone())
 
     def drop_gradients(self, kept: Collection[nn.Parameter] = ()) -> None:
-        """Free the pieces' gradients, except those of the parameters `kept`."""
         for parameter, piece in self.pieces.items():
             if parameter not in kept:
                 piece.parameter.grad = None
@@ -172,7 +167,6 @@ class Shards:
             self.used.intersection_update(kept)
 
     def gather(self, buckets: Sequence[int], *_: object) -> None:
-        """All-gather the updated shards of these buckets (a collective)."""
         if self.world_size == 1:
             return
         works = [

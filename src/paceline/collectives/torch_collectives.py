@@ -192,7 +192,6 @@ class TreeAllReduce:
             self._work = gather_shards(self._flat, name_collective(self._mine, self._name), self._group)
 
     def wait(self) -> Tensor:
-        """Wait, and return the sum, (n,), on every rank."""
         if self._work is not None:
             self._work.wait()
         return self._flat

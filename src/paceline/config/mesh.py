@@ -57,7 +57,6 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
         return self.size_of(*DIMENSIONS)
 
     @property
@@ -71,7 +70,6 @@ class Mesh:
         return self.size_of(*MODEL_DIMENSIONS) > 1
 
     def coordinates_of(self, rank: int) -> dict[str, int]:
-        """The coordinates of a rank."""
         coordinates: dict[str, int] = {}
         for name in reversed([*DIMENSIONS]):
             rank, coordinates[name] = divmod(rank, self.size_of(name))
@@ -91,7 +89,6 @@ class Mesh:
 
 
 def meshes_of(ranks: int) -> list[Mesh]:
-    """All meshes of `ranks` ranks that paceline supports."""
     meshes: list[Mesh] = []
     for outer, inner in (*(("data", name) for name in ("tensor", "pipeline", "context", "shard")), ("shard", "tensor")):
         for size in (n for n in range(2, ranks + 1) if ranks % n == 0):
@@ -103,7 +100,6 @@ def meshes_of(ranks: int) -> list[Mesh]:
 
 
 def format_strategy(strategy: str, mesh: str) -> str:
-    """A strategy and its mesh, as text."""
     return f"{strategy} on {mesh}" if mesh else strategy
 
 

@@ -235,7 +235,6 @@ def fingerprint(indices: Tensor) -> int:
 
 
 def splitmix64(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The hash of each of `numbers`, as a new array."""
     z = numbers + _SPLITMIX_INCREMENT  # else the hash of 0 would be 0, and a missing sample 0 would not be detected
     for shift, factor in _SPLITMIX_ROUNDS:
         z ^= z >> shift
@@ -245,5 +244,4 @@ def splitmix64(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def combine_fingerprints(*fingerprints: int) -> int:
-    """The fingerprint of the union of several sets of samples."""
     return sum(fingerprints) % FINGERPRINT_MODULUS

@@ -40,33 +40,25 @@ class StreamPlan(BatchPlan):
     """The global batches of a stream, as if it were infinite."""
 
     own_order = True
-    parts_of_stream: int = 1
-    """1 for an unsplit stream, otherwise the number of virtual ranks."""
+    parts_of_stream: int = 1  # 1 for an unsplit stream, otherwise the number of virtual ranks
 
     @property
     def size_text(self) -> str:
-        """Text for the first lines of a run."""
         if self.parts_of_stream == 1:
             return "a stream that every rank reads, keeping its own samples"
         return f"a stream in {self.parts_of_stream} parts, one for each virtual rank"
 
 
 def is_stream(data: object) -> bool:
-    """Whether the data can only be read in sequence."""
     return isinstance(data, IterableDataset) or not hasattr(data, "__getitem__")
 
 
 def first_of(data: Any, count: int) -> Any:
-    """Return `data`, or a list of at most `count` first samples if it is a stream."""
     return [*islice(data, count)] if is_stream(data) else data
 
 
 def part_of(stream: Any, number: int, parts: int) -> Any:
-    """Return part `number` of `parts` of a stream.
-
-    Raises:
-        UsageError: if it cannot be split into that number of parts.
-    """
+    """Return part `number` of `parts` of a stream."""
     type_name, shards = type(stream).__name__, getattr(stream, "num_shards", None)
     if not callable(getattr(stream, "shard", None)) or not isinstance(shards, int):
         raise UsageError(code="stream-without-shards", kind=type_name)
@@ -107,7 +99,6 @@ class StreamPart:
             pass
 
     def take(self, most: int) -> list[tuple[int, Any]]:
-        """Return the next samples with their numbers; fewer than `most` at the end of the stream."""
         return [*self._drawn(most)]
 
     def _drawn(self, limit: int) -> Iterator[tuple[int, Any]]:
@@ -142,19 +133,14 @@ class StreamBatch(NamedTuple):
 
 
 class StreamChunk(NamedTuple):
-    """The micro-batches of a rank in one global batch."""
-
     micro_batches: list[StreamBatch]
     num_samples_seen: int
     """The number of samples that this rank has read up to the end of this batch, including those of other ranks."""
-    states_before: dict[int, Any]
-    """The state of each part before this batch; None for a part without a state."""
-    probe_hash: str
-    """A hash of some samples of the first part that this rank reads."""
+    states_before: dict[int, Any]  # the state of each part before this batch; None for a part without a state
+    probe_hash: str  # a hash of some samples of the first part that this rank reads
 
     @property
     def local_samples(self) -> int:
-        """The number of samples of this rank."""
         return sum(len(batch.sample_numbers) for batch in self.micro_batches if batch.counted)
 
 
@@ -167,10 +153,8 @@ class ChunkReader(IterableDataset[StreamChunk]):
     virtual_ranks: range
     epoch: int
     start: int = 0
-    states: Mapping[int, Any] = field(default_factory=dict[int, Any])
-    """By part number, the state before batch `start`."""
-    min_last_batch: int = 0
-    """If the last batch has fewer samples than this, they are added to the previous batch."""
+    states: Mapping[int, Any] = field(default_factory=dict[int, Any])  # by part number, the state before batch `start`
+    min_last_batch: int = 0  # if the last batch has fewer samples than this, they are added to the previous batch
     collate: Callable[[list[Any]], Any] | None = None
 
     def __iter__(self) -> Iterator[StreamChunk]:

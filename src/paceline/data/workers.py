@@ -53,8 +53,7 @@ PREFETCH_FACTOR = 2  # batches that each process has ready: DataLoader's prefetc
 NUM_OTHER_OPEN_FILES = 64  # other open files of a training process
 SHARED_MEMORY_FOLDER = "/dev/shm"
 
-SampleKey = tuple[int, int]
-"""(epoch, index)"""
+SampleKey = tuple[int, int]  # (epoch, index)
 
 
 # ---- samples -----------------------------------------------------------------------------------------------------
@@ -111,8 +110,6 @@ class SeededBatchDataset(SeededSampleDataset):
 
 @dataclass(frozen=True)
 class CollatedBatch:
-    """A batch that is already collated."""
-
     batch: tuple[Any, ...]
 
 
@@ -272,19 +269,13 @@ def name_lost_workers(page: StatusPage, rank: int) -> Generator[None]:
 class SharedMemoryDemand:
     """The batches that need shared memory on this node."""
 
-    largest_batch: int
-    """Samples in the largest micro-batch of the run."""
-    num_workers: int
-    """Worker processes of each rank; with 0 no check is needed."""
+    largest_batch: int  # samples in the largest micro-batch of the run
+    num_workers: int  # worker processes of each rank; with 0 no check is needed
     local_ranks: int
 
 
 def check_shared_memory(batch: Any, samples: int, load: SharedMemoryDemand) -> None:
-    """Check before the first step that shared memory is sufficient for batches like `batch` of `samples` samples.
-
-    Raises:
-        UsageError: if shared memory or the number of open files is too small. Later this would crash a worker.
-    """
+    """Check before the first step that shared memory is sufficient for batches like `batch` of `samples` samples."""
     num_workers, local_ranks = load.num_workers, load.local_ranks
     if not num_workers:
         return

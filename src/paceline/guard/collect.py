@@ -25,12 +25,12 @@ from paceline.protocol.status_page import (
     SIGNAL_SAFE,
     STACK_SIGNAL,
     has_status_page,
-    put_question,
     read_answer,
     read_counters,
     read_loaders,
     read_native_stacks,
     read_ring,
+    set_counter,
     takes_signal,
 )
 
@@ -84,7 +84,7 @@ class EvidenceCollection:
         for worker in workers:
             if worker.code is None:
                 fd = boxes[worker.rank]
-                put_question(fd, question)
+                set_counter(fd, "asked", question)
                 process = read_process(worker.pid)
                 cpu_seconds = process.cpu_seconds if process else 0.0
                 self._queries[worker.rank] = _Query(worker.pid, fd, [process.state if process else ""], cpu_seconds)
@@ -126,7 +126,6 @@ class EvidenceCollection:
         return True
 
     def evidence(self, workers: Sequence[WorkerSample]) -> list[Evidence]:
-        """The current evidence on all `workers`."""
         return [bounded_evidence(self._evidence(worker, self._queries.get(worker.rank))) for worker in workers]
 
     def _evidence(self, worker: WorkerSample, query: _Query | None) -> Evidence:
@@ -254,14 +253,14 @@ class IdleClock:
             phase_seconds=counters.phase_seconds,
             queued_seconds=queued_seconds(worker.pid),
             still_seconds=now_seconds - since_seconds if worker.is_running else 0.0,
-            waiting=counters.waiting,
+            waiting=bool(counters.waiting),
             met=counters.has_called_collective,
-            script=counters.script,
-            uneven=counters.allows_uneven_steps,
-            alone=counters.solo_steps,
+            script=bool(counters.script),
+            uneven=bool(counters.uneven),
+            alone=counters.alone,
             virtual_ranks=counters.virtual_ranks,
             stop_signal=counters.stop_signal,
-            stop_asked=counters.stop_asked,
+            stop_asked=bool(counters.stop_asked),
             steps_ended=counters.steps_ended,
             fingerprints=read_fingerprints(page) if counters.marks else b"",
             orders=read_call_tables(page) if counters.marks else b"",

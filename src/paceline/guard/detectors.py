@@ -75,12 +75,9 @@ class StallDetector:
         self._noticed = False
 
     def update(self, now_seconds: float, ranks: Sequence[WorkerSample]) -> Alarm | None:
-        """Process samples of all running ranks; `now_seconds` is the time of one monotonic clock.
+        """Process samples of all running ranks, at least once a second, with the time of one monotonic clock.
 
-        Call it at least once a second.
-
-        Returns:
-            A warning once per stall, a stall alarm after each window, and otherwise None.
+        Returns a warning once per stall, a stall alarm after each window, and otherwise None.
         """
         if self._seen_seconds is not None and now_seconds - self._seen_seconds > SUSPENSION_GAP_SECONDS:
             self._began_seconds, self._moved_seconds = now_seconds, None
@@ -186,7 +183,6 @@ def is_stalled(evidence: Sequence[Evidence], alarm: Alarm, windows: HangTimeout)
 
 
 def is_waiting(rank: Evidence) -> bool:
-    """Whether a rank waits for other ranks or for its data."""
     waits_for_data = rank.phase is Phase.DATA and not rank.script
     if rank.phase is Phase.SYNC or waits_for_data or any(not op.done for op in rank.ops):
         return True
@@ -202,7 +198,6 @@ def ranks_to_interrupt(diagnosis: Diagnosis, evidence: Sequence[Evidence]) -> tu
 
 
 def sample_interval_seconds(windows: HangTimeout) -> float:
-    """The interval at which an agent reads the status pages of its ranks."""
     is_short = windows.seconds is not None and windows.seconds < SHORT_WINDOW_SECONDS
     return SHORT_SAMPLE_SECONDS if is_short else SAMPLE_SECONDS
 
@@ -236,7 +231,6 @@ class SleepDetector:
         self._before: dict[int, int] = {}
 
     def should_collect(self, running: Sequence[WorkerSample]) -> bool:
-        """Whether to collect evidence of the ranks' sleeps now."""
         self._sampled = False
         still_seconds = min((s.still_seconds for s in running), default=0.0)
         if still_seconds < FIRST_SECONDS:
@@ -296,12 +290,10 @@ class Straggler:
 
     @property
     def delay_seconds_per_step(self) -> float:
-        """The time that it works longer than the others."""
         return self.seconds_per_step - self.median_seconds_per_step
 
     @property
     def warning_text(self) -> str:
-        """The warning."""
         return (
             f"rank {self.rank} ({self.host}) is slow: it works {_seconds(self.seconds_per_step)} per step, "
             f"{'the other' if self.num_ranks == 2 else 'the others'} {_seconds(self.median_seconds_per_step)}. Most of "

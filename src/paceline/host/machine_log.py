@@ -80,7 +80,6 @@ class MachineSampler:
         )
 
     def sample_process(self, pid: int) -> RankUse | None:
-        """The use of one process, with its rate since the last call; None if it is gone."""
         process = read_process(pid)
         if process is None or not process.runs:
             return None
@@ -97,7 +96,6 @@ class MachineSampler:
 
 
 def _resident_bytes(pid: int) -> int:
-    """The resident memory of a process, including shared pages; 0 if it has ended."""
     with suppress(OSError, ValueError, IndexError):
         return int((PROC / str(pid) / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
@@ -128,18 +126,15 @@ class MachineLog:
     """The log of one node. It writes samples until `close`."""
 
     def __init__(self, run_dir: Path, node: int, pids: Mapping[int, int]) -> None:
-        """`pids` maps the ranks on this node to their pids."""
         self._writer = BoundedWriter(run_dir / file_name(node))
         self._pids, self._over = dict(pids), threading.Event()
         self._thread = threading.Thread(target=self._run, name="paceline-machine", daemon=True)
         self._thread.start()
 
     def write(self, record: msgspec.Struct) -> None:
-        """Add a record."""
         self._writer.write(record)
 
     def close(self) -> None:
-        """End the log."""
         self._over.set()
         self._thread.join(END_SECONDS)
         self._writer.close()
@@ -265,11 +260,6 @@ def find_gpu_problems(pids: Collection[int], nvml: Any) -> dict[int, str]:
 
 
 def throttle_reasons(nvml: Any, gpu: Any) -> list[str]:
-    """The reasons for lower clocks of a GPU.
-
-    Raises:
-        NVMLError: the driver does not answer.
-    """
     reasons = int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu))
     return [text for bit, text in THROTTLE_REASONS.items() if reasons & bit]
 

@@ -35,7 +35,6 @@ class Process:
 
     @property
     def runs(self) -> bool:
-        """Whether it is not a zombie."""
         return self.state not in "ZX"
 
 
@@ -52,7 +51,6 @@ def read_process(pid: int) -> Process | None:
 
 
 def queued_seconds(pid: int) -> float:
-    """The time that the main thread has been ready to run without a free core; 0 if unknown."""
     try:
         return int((PROC / str(pid) / "schedstat").read_text().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):
@@ -116,18 +114,13 @@ def _thread(pid: int, task: int) -> tuple[str, str, int]:
 
 
 def processes() -> Iterator[Process]:
-    """All visible processes of this machine."""
     for folder in PROC.iterdir() if PROC.is_dir() else ():
         if folder.name.isdecimal() and (process := read_process(int(folder.name))) is not None:
             yield process
 
 
 def open_files(pid: int | str = "self") -> dict[int, str]:
-    """The targets of a process's descriptors: paths, `socket:[inode]`, `/memfd:name (deleted)`.
-
-    Raises:
-        OSError: the process belongs to a different user, or has ended.
-    """
+    """The targets of a process's descriptors: paths, `socket:[inode]`, `/memfd:name (deleted)`. Raises OSError."""
     files: dict[int, str] = {}
     for name in os.listdir(PROC / str(pid) / "fd"):  # noqa: PTH208 - names only
         with suppress(OSError):  # closed meanwhile, as the descriptor of the listing
@@ -136,14 +129,12 @@ def open_files(pid: int | str = "self") -> dict[int, str]:
 
 
 def tcp_connections(table: str) -> list[list[str]]:
-    """The rows of /proc/net/tcp or tcp6, split into fields; empty if the table does not exist."""
     with suppress(OSError):
         return [row.split() for row in (PROC / "net" / table).read_text().splitlines()[1:]]
     return []
 
 
 def proc_net_address(address: str, port: int) -> str:
-    """An IPv4 address and port in the format of /proc/net/tcp."""
     (number,) = struct.unpack("=I", socket.inet_aton(address))
     return f"{number:08X}:{port:04X}"
 

@@ -36,8 +36,6 @@ class RosterWorker(msgspec.Struct, frozen=True):
 
 
 class Roster(msgspec.Struct, frozen=True):
-    """The workers that an agent has started: the content of agent-<node>.json."""
-
     host: str
     agent_pid: Pid
     workers: tuple[RosterWorker, ...]
@@ -45,7 +43,6 @@ class Roster(msgspec.Struct, frozen=True):
 
 
 def roster_path(attempt_dir: Path, node: int = 0) -> Path:
-    """The file to which a node's agent writes its roster."""
     return attempt_dir / f"agent-{node}.json"
 
 

@@ -279,7 +279,7 @@ class Difference(msgspec.Struct):
     loss_step: int | None = None  # the first step with another loss; None: there is none
     losses: tuple[float | None, float | None] = (None, None)
     first: Recorded | None = None  # the first tensor that differs
-    only_in: str = ""  # A or B, if the other run has no such tensor
+    only_in: str = ""  # "A" or "B", if the other run has no such tensor
     largest: float | None = None  # the largest absolute difference of its elements
     elements: int = 0  # how many of them differ
     samples: list[int] = []  # the dataset indices of the rows that differ

@@ -33,7 +33,6 @@ def plan_by_hand(job: JobSpec) -> Plan:
 
 
 def format_commands(plan: Plan) -> str:
-    """The text to print: a comment and a command line for each node, then the notes."""
     lines: list[str] = []
     for command in plan.manual_commands:
         env = [f"{name}={shlex.quote(value)}" for name, value in command.env.items()]

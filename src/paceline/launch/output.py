@@ -39,8 +39,6 @@ CLEAR_LINE = b"\x1b[K"  # erases the terminal line from the cursor to its end
 
 
 class LinePart(NamedTuple):
-    """A line with its end, or a state of a progress bar."""
-
     text: bytes
     is_bar: bool = False
 
@@ -84,7 +82,6 @@ class LineSplitter:
         return parts + self.take_due_bar()
 
     def take_due_bar(self) -> list[LinePart]:
-        """The state of a bar, at most every ten seconds."""
         state = self.bar_state
         if not state or state == self._last_state:
             return []
@@ -125,7 +122,6 @@ class _Bar:
             self.owner, self.seconds, self.shown = prefix, now, True
 
     def erase(self) -> bytes:
-        """The bytes that erase the bar before the next line."""
         erasure, self.shown = CLEAR_LINE if self.shown else b"", False
         return erasure
 
@@ -221,7 +217,6 @@ class Screen:
         self._thread.start()
 
     def put(self, descriptor: int, data: bytes) -> None:
-        """Write `data` after all earlier data."""
         with self._lock:
             self._unwritten_bytes += len(data)
         self._queue.put((descriptor, data))
@@ -257,8 +252,6 @@ class _Line:
 
 
 class HostRelay:
-    """Merges the output of all nodes for the screen."""
-
     def __init__(self, names: Sequence[str], screen: Screen) -> None:
         self._names, self._screen = names, screen
         self._unfinished: dict[tuple[int, int], bytes] = {}  # (node, descriptor) -> the beginning of a line
@@ -267,7 +260,6 @@ class HostRelay:
         self._half_since: dict[int, float] = {}  # descriptor -> time since which the line of node 0 is incomplete
 
     def put(self, node: int, descriptor: int, data: bytes) -> None:
-        """Process output of a node, from its stdout (1) or stderr (2)."""
         if node == 0:
             self._screen.put(descriptor, self._node_0[descriptor].filter_bytes(data))
             self._half_since.pop(descriptor, None)
@@ -301,7 +293,6 @@ class HostRelay:
         return max(0.0, first.due_seconds - now, self._held_until(first.descriptor) - now)
 
     def finish(self) -> None:
-        """Show all waiting lines."""
         self._show(math.inf)
 
     def end(self, node: int) -> None:
@@ -386,18 +377,12 @@ class Tail:
 
 
 class Line(NamedTuple):
-    """A line of a file, and the offset of its last byte."""
-
     end_offset: int
     text: str
 
 
 def read_lines(path: Path, start: int = 0, end: int | None = None) -> Iterator[Line]:
-    """The lines in the bytes from `start` to `end` (default: the present size) of a file. A long line is split.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """The lines in the bytes from `start` to `end` (default: the present size) of a file. A long line is split."""
     rest, at = b"", start
     with open_file(path) as file:
         end = file.status.st_size if end is None else end
@@ -422,11 +407,7 @@ def _shown(line: bytes) -> str:
 
 
 def find_last_lines(path: Path, count: int) -> tuple[int, int]:
-    """The offset of the last `count` lines of a file, of those in its last 4 MiB, and the size of the file in bytes.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """The offset of the last `count` lines of a file, of those in its last 4 MiB, and the size of the file in bytes."""
     with open_file(path) as file:
         end = file.status.st_size
         max_size, size = min(end, MAX_SEARCHED_BYTES), min(end, BLOCK_BYTES)

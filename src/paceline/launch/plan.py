@@ -120,9 +120,6 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
     A host is user@name, a name, or an address (IPv6 in brackets). TEXT is a file if it contains `/` or ends in `.txt`.
     A file in the working folder with the name of a host is ignored.
-
-    Raises:
-        UsageError: lists all mistakes, each with its line.
     """
     path = Path(text)
     is_file = "/" in text or text.endswith(".txt")
@@ -162,7 +159,6 @@ def _file_entries(path: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def _host(words: list[str]) -> Host:
-    """The host in one line. Raises ValueError with the mistake."""
     address, *options = words
     slots: int | None = None
     for option in options:
@@ -217,7 +213,6 @@ class SubmitRecord(msgspec.Struct, frozen=True):
 
 
 def next_submit_dir(run_dir: Path) -> Path:
-    """Create the submit folder of the next start of a run."""
     try:
         writing.make_folder(run_dir, exist_ok=True)
         while True:
@@ -239,11 +234,7 @@ def submit_number(folder: Path) -> int:
 
 
 def write_files(submit_dir: Path, files: Mapping[str, str]) -> None:
-    """Write the files of a plan atomically, readable by their owner only.
-
-    Raises:
-        TrainingError: a file cannot be written, for example because the disk is full.
-    """
+    """Write the files of a plan atomically, readable by their owner only."""
     for name, text in files.items():
         try:
             writing.replace_file(submit_dir / name, text.encode(), sync=True)
@@ -252,7 +243,6 @@ def write_files(submit_dir: Path, files: Mapping[str, str]) -> None:
 
 
 def write_submission(submit_dir: Path, submission: SubmitRecord) -> None:
-    """Write the record of a start atomically."""
     write_files(submit_dir, {SUBMISSION_FILE: msgspec.json.format(msgspec.json.encode(submission)).decode() + "\n"})
 
 

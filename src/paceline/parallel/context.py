@@ -45,9 +45,6 @@ def split_along_context(model: nn.Module, world: World, probe: Callable[[], floa
 
     Returns:
         Lines to print.
-
-    Raises:
-        UsageError: if the model has no sequence to split, or its loss changes. On one rank; ReportedByPeer elsewhere.
     """
     along = world.along("context")
     assert along.group is not None
@@ -153,7 +150,6 @@ class ContextMode(DTensorMode):
 
 
 def _split_conv1d(module: nn.Module, mode: ContextMode) -> None:
-    """Let Hugging Face's Conv1D, a linear layer, compute positions."""
     plain = type(module).forward
 
     def forward(self: Any, x: Any) -> Any:

@@ -48,9 +48,6 @@ def assign_virtual_ranks(virtual_ranks: int, size: int, speeds: Sequence[float] 
     possible time, and every rank computes at least one.
 
     Example: 8 virtual ranks on 3 ranks are 0-1, 2-4, 5-7; with the speeds 2, 1, 1 they are 0-3, 4-5, 6-7.
-
-    Raises:
-        UsageError: with more ranks than virtual ranks, because some ranks would have no work.
     """
     if size > virtual_ranks:
         raise UsageError(code="more-ranks-than-virtual-ranks", world_size=size, virtual_ranks=virtual_ranks)
@@ -81,7 +78,6 @@ class SpeedMeter:
         self._measured: list[tuple[float, ...]] = []
 
     def start(self, nodes: Sequence[object]) -> None:
-        """The ranks start, each on its entry of `nodes`. If the entries have changed, all ranks have the same speed."""
         if self._nodes != nodes:
             self.speeds, self._needed, self._nodes = (), WINDOWS, nodes
         self._begin()

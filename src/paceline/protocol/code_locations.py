@@ -47,7 +47,6 @@ ACTIVITIES: Mapping[str, Activity] = {  # the longest matching prefix of a file'
 
 
 def activity_of(file: str) -> Activity:
-    """The kind of code in a file, in any folder of packages."""
     name = _in_package(file)
     prefix = max((candidate for candidate in ACTIVITIES if name.startswith(candidate)), key=len, default="")
     return ACTIVITIES.get(prefix, Activity.OTHER)
@@ -97,7 +96,6 @@ def format_rank_location(evidence: Evidence) -> str:
 
 
 def format_stack_location(stack: Sequence[Frame]) -> str:
-    """The location of a stack, as `format_rank_location`."""
     return format_call_site(*visible_frames(stack))
 
 
@@ -159,12 +157,10 @@ def line_of(frame: Frame) -> str:
 
 
 def site(frame: Frame | None) -> str:
-    """A frame as text: "train.py:88 in load_batch"; empty for None."""
     return f"{line_of(frame)} in {frame.function}" if frame is not None else ""
 
 
 def library_suffix(library: Frame | None) -> str:
-    """The suffix for a library that the user's line called: ", by transformers/trainer.py:3700"; empty for None."""
     return f"{BY}{line_of(library)}" if library is not None else ""
 
 

@@ -89,13 +89,11 @@ class WorkerSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def from_environment(cls, env: MutableMapping[str, str] = os.environ) -> WorkerSpec | None:
-        """The specification of this process; None if no agent of paceline has started it."""
         if (text := env.pop(WORKER_SPEC, None)) is not None:  # at each call: a forked worker gets it after its fork
             WorkerSpec._here = msgspec.json.decode(text, type=WorkerSpec)
         return WorkerSpec._here
 
     def to_environment(self) -> dict[str, str]:
-        """The environment variable with this specification."""
         return {WORKER_SPEC: msgspec.json.encode(self).decode()}
 
 
@@ -106,18 +104,12 @@ def restart_count(env: Mapping[str, str] = os.environ) -> int:
 
 
 class ForkRequest(msgspec.Struct, frozen=True, array_like=True):
-    """A request to fork a worker with this environment.
-
-    The first descriptor of the message starts the worker. The others get these `numbers`, which include 1 and 2.
-    """
-
     env: tuple[tuple[bytes, bytes], ...]
     numbers: tuple[int, ...]
     blocked_signals: tuple[int, ...]
 
 
 def as_bytes(env: Mapping[str, str]) -> tuple[tuple[bytes, bytes], ...]:
-    """An environment in the kernel's form: a value need not be UTF-8."""
     return tuple((os.fsencode(name), os.fsencode(value)) for name, value in env.items())
 
 
@@ -129,8 +121,6 @@ def import_time_variables(env: Mapping[str, str]) -> dict[str, str]:
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """The first message of a rank that attaches."""
-
     rank: int
 
 
@@ -174,16 +164,11 @@ def peer_pid(connection: socket.socket) -> int:
 
 
 def send(connection: socket.socket, message: Message, descriptors: Sequence[int] = ()) -> None:
-    """Send a message with descriptors of open files; raises OSError."""
     socket.send_fds(connection, [msgspec.json.encode(message)], descriptors)
 
 
 def receive(connection: socket.socket) -> tuple[Message | None, list[int]]:
-    """Receive a message and its descriptors. The message is None if the other end has closed or sent invalid data.
-
-    Raises:
-        BlockingIOError: no message has arrived.
-    """
+    """A message and its descriptors; None if the other end has closed or sent invalid data. Raises BlockingIOError."""
     try:
         data, descriptors, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, 2, socket.MSG_CMSG_CLOEXEC)
     except BlockingIOError:
@@ -197,11 +182,7 @@ def receive(connection: socket.socket) -> tuple[Message | None, list[int]]:
 
 
 class Readable(Protocol):
-    """An object that `select.poll` accepts."""
-
-    def fileno(self) -> int:
-        """The descriptor."""
-        ...
+    def fileno(self) -> int: ...
 
 
 def hold_standard_descriptors() -> None:
@@ -246,7 +227,6 @@ def _only_wake(number: int, frame: object) -> None:
 
 
 def read_stop_signals(wakeup: socket.socket) -> list[signal.Signals]:
-    """The stop signals since the last call; SIGCHLD only wakes the reader."""
     try:
         return [signal.Signals(n) for n in wakeup.recv(4096) if n in STOP_SIGNALS]
     except BlockingIOError:
@@ -277,15 +257,10 @@ class StopOrders:
 
     @property
     def has_order(self) -> bool:
-        """Whether there is an order. All orders are requests to stop."""
         return self.launcher_gone or bool(self.signals)
 
     def wait(self, seconds: float, also: Sequence[Readable] = ()) -> bool:
-        """Wait for `seconds`, or until an order arrives, a child ends or one of `also` becomes readable.
-
-        Returns:
-            Whether an order has arrived or a child has ended.
-        """
+        """Wait up to `seconds` for an order, the end of a child or `also`. Return whether one of the first two came."""
         # end of file stays readable forever
         lifeline = [LIFELINE_DESCRIPTOR] if self._lifeline and not self.launcher_gone else []
         if lifeline and self._silence_seconds:

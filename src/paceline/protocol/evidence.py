@@ -70,7 +70,6 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 def speaks_of_lost_peer(text: str) -> bool:
-    """Whether a message or the end of a log reports a lost peer."""
     text = text.lower()
     return any(phrase in text for phrase in PEER_LOST)
 
@@ -140,13 +139,10 @@ class Op(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def signature(self) -> tuple[str, str, str, str]:
-        """The fields that must be equal on all ranks of a collective."""
         return self.kind, self.name, self.shape, self.dtype
 
 
 class Frame(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One line of a stack."""
-
     file: str
     line: int
     function: str
@@ -167,12 +163,9 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     groups: dict[str, tuple[int, ...]] = {}  # name -> ranks of the world; () means all ranks
     titles: dict[str, str] = {}  # name -> description from the creator of the group, "tensor of the mesh"
     stacks: tuple[Stack, ...] = ()  # the main thread first
-    enqueued: int = 0  # number of collectives of all groups so far, by torch's count
 
 
 class LoaderWorker(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One process that loads data for the rank."""
-
     number: int
     pid: int
     item: int  # index of the current or last sample
@@ -192,8 +185,6 @@ class ScriptFinding(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class WorkerSample(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One worker at one moment, from /proc, its status page and its failure record."""
-
     rank: int
     host: str
     pid: int
@@ -224,12 +215,10 @@ class WorkerSample(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def joint_steps(self) -> int:
-        """The number of steps with other ranks; all steps if it trains alone."""
         return self.step - self.alone
 
     @property
     def is_running(self) -> bool:
-        """Whether it neither has ended nor is lost with its node."""
         return self.code is None and not self.lost_reason
 
     @property
@@ -289,7 +278,6 @@ class Evidence(WorkerSample, frozen=True, omit_defaults=True):
 
     @classmethod
     def from_sample(cls, sample: WorkerSample) -> Self:
-        """The evidence on a rank for which only a sample is available."""
         return cls(*(getattr(sample, name) for name in WorkerSample.__struct_fields__))
 
 
@@ -326,34 +314,7 @@ class Diagnosis(msgspec.Struct, frozen=True, omit_defaults=True):
     """The rank that failed first, if its failure explains the stop; else None."""
 
 
-class LiveRank(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The state of one rank now."""
-
-    rank: int
-    host: str
-    pid: int
-    node: int = 0
-    code: int | None = None  # the exit code; None while it runs
-    is_lost: bool = msgspec.field(default=False, name="lost")  # lost with its node
-    step: int = 0
-    phase: str = Phase.USER.word
-    phase_seconds: tuple[float, ...] = ()  # time in each phase so far
-    still_seconds: float = 0.0  # time without progress
-    waiting: bool = False  # whether it waits for other ranks
-
-    @classmethod
-    def from_sample(cls, sample: WorkerSample) -> Self:
-        """The part of a sample that `paceline watch` needs."""
-        return cls(
-            sample.rank, sample.host, sample.pid, sample.node, sample.code, bool(sample.lost_reason), sample.step,
-            sample.phase.word, tuple(round(seconds, 6) for seconds in sample.phase_seconds),
-            round(sample.still_seconds, 1), sample.waiting,
-        )  # fmt: skip
-
-
 class LiveState(msgspec.Struct, frozen=True):
-    """All ranks of a generation."""
-
     unix_time: float
     generation: int
-    ranks: tuple[LiveRank, ...]
+    ranks: tuple[WorkerSample, ...]

@@ -95,7 +95,6 @@ class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
 
 
 def plain_name(host: Host) -> str:
-    """The network name of a host: without the user, and an IPv6 address without brackets."""
     return host.name.rpartition("@")[2].strip("[]")
 
 
@@ -109,8 +108,6 @@ def labels(hosts: tuple[Host, ...]) -> tuple[str, ...]:
 
 
 class Allocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The resources requested from Slurm, except nodes."""
-
     minutes: int | None = None
     partition: str = ""
     gpus_per_node: int = 0
@@ -182,7 +179,6 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
     @property
     def elastic(self) -> bool:
-        """Whether hosts may leave and join."""
         return self.min_nodes < self.nodes
 
 

@@ -348,7 +348,6 @@ def attach_to_agent(plan: NodePlan, env: Mapping[str, str]) -> None:
 
 
 def start_agent(address: bytes, plan: NodePlan) -> None:
-    """Start the agent of this node, with a listening socket at `address`; raises OSError."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with listener, os.fdopen(os.memfd_create("paceline-plan"), "w+b") as plan_file:
         deadline = time.monotonic() + SOCKET_RELEASE_SECONDS
@@ -377,8 +376,6 @@ def start_agent(address: bytes, plan: NodePlan) -> None:
 
 
 class AgentConnection:
-    """This rank's connection to its node's agent, with a thread that receives messages."""
-
     def __init__(
         self, rank: int, address: bytes, descriptors: tuple[int, int], *, first: bool, several_nodes: bool
     ) -> None:
@@ -390,7 +387,6 @@ class AgentConnection:
         threading.Thread(target=self._listen, name="paceline-attach", daemon=True).start()
 
     def report_exit(self, code: int) -> None:
-        """Report the exit code to the agent, and wait until the agent closes the connection."""
         self._over = True
         with suppress(OSError):
             if self._connection is not None:
@@ -417,15 +413,15 @@ class AgentConnection:
             time.sleep(LOOK_SECONDS)
             self._connection = self._connect()
         if self._first and self._several_nodes and self._rank:
-            threading.Thread(
-                target=self._exchange_agent_address, args=(None,), name="paceline-meet", daemon=True
-            ).start()
+            self._start_exchange(None)
         while isinstance(message := receive(self._connection)[0], Rendezvous):
-            threading.Thread(
-                target=self._exchange_agent_address, args=(message,), name="paceline-meet", daemon=True
-            ).start()
+            self._start_exchange(message)
         if self._first and not self._over:
             print_to_stderr("warning: the agent of this node has ended; paceline no longer detects hangs here")
+
+    def _start_exchange(self, meeting: Rendezvous | None) -> None:
+        exchange = partial(self._exchange_agent_address, meeting)
+        threading.Thread(target=exchange, name="paceline-meet", daemon=True).start()
 
     def _exchange_agent_address(self, meeting: Rendezvous | None) -> None:
         """Send the address of node 0's agent to the first ranks of the other nodes, or receive it, through a store.

@@ -57,7 +57,6 @@ class _ImportCallbackFinder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None, /
     ) -> ModuleSpec | None:
-        """The other finders' answer."""
         if fullname != self.name or self._asking:
             return None
         self._asking = True

@@ -79,14 +79,8 @@ def rendezvous(rank: int, size: int, env: Mapping[str, str], *, seconds: float =
     The store is memory from our agent for the ranks of one host (no other user can access it), else the store at
     MASTER_ADDR:MASTER_PORT. After 10 s, and then every 30 s, a message lists the missing ranks or the problem.
 
-    Returns:
-        The store, under a prefix that is new for every restart. Without a prefix, a restarted group would read the
-        addresses of the previous group from a store that still exists.
-
-    Raises:
-        UsageError: another job answers there, the port is taken, two processes claim one rank, or ranks disagree about
-            the size of the world.
-        TrainingError: some ranks have not connected within `seconds`.
+    The result has a prefix that is new for every restart. Without a prefix, a restarted group would read the addresses
+    of the previous group from a store that still exists.
     """
     if not re.fullmatch("[0-9]{1,5}", env["MASTER_PORT"]):
         raise UsageError(code="master-port-invalid", value=env["MASTER_PORT"])

@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from paceline.guard.detectors import WORK_PHASES, PhaseSecondsByRank, find_slow_rank
-from paceline.protocol.evidence import LIVE, MAX_LIVE_BYTES, WATCHED_FILE, LiveRank, LiveState, Phase
+from paceline.protocol.evidence import LIVE, MAX_LIVE_BYTES, WATCHED_FILE, LiveState, Phase, WorkerSample
 from paceline.runs import writing
 from paceline.runs.console import one_line
 from paceline.runs.events import Checkpointed, Event, Started, Step, decode_event, event_files
@@ -89,9 +89,11 @@ class RankHistory:
         self._work: deque[float] = deque(maxlen=MAX_HISTORY)
         self._last: Step | None = None
 
-    def add_live(self, rank: LiveRank) -> None:
+    def add_live(self, rank: WorkerSample) -> None:
         """Add a state from the agent."""
-        ended = "lost" if rank.is_lost else "" if rank.code is None else f"ended: {rank.code}" if rank.code else "done"
+        ended = (
+            "lost" if rank.lost_reason else "" if rank.code is None else f"ended: {rank.code}" if rank.code else "done"
+        )
         # the rank was restarted or rolled back, or only its events were known
         if self._last is not None or (self._reads and rank.step < self._reads[-1][0]):
             self._reads.clear()
@@ -104,7 +106,7 @@ class RankHistory:
         self.host, self.node = rank.host, rank.node
         self._now = replace(
             self._now,
-            phase="" if ended else rank.phase,
+            phase="" if ended else rank.phase.word,
             end_description=ended,
             step=rank.step,
             no_progress_seconds=rank.still_seconds,

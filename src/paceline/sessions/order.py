@@ -70,7 +70,6 @@ class SampleOrder:
         return self._next + self._is_over
 
     def batch_indices(self, batch: int) -> Tensor:
-        """(n,) int64: the samples of a batch."""
         if batch >= self._next and not self.has(batch):
             raise IndexError(f"batch {batch} of an epoch of {self._next} batches")
         return self._drawn[batch][0]
@@ -121,7 +120,6 @@ class DataLoaderPlan(BatchPlan):
 
     @property
     def steps_per_epoch(self) -> int:
-        """The length of the DataLoader; 1 if it has none."""
         return self.steps
 
     def global_indices(self, epoch: int, step: int) -> Tensor:
@@ -132,7 +130,6 @@ class DataLoaderPlan(BatchPlan):
 
 
 def dataloader_length(loader: DataLoader[Any]) -> int:
-    """The length of a DataLoader; 0 if it has none."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
@@ -146,7 +143,6 @@ def has_torch_sampler(loader: DataLoader[Any]) -> bool:
 
 
 def is_sequential(loader: DataLoader[Any]) -> bool:
-    """Whether the samples are in the order of the dataset."""
     return type(loader.sampler) is SequentialSampler and has_torch_sampler(loader)
 
 
@@ -158,7 +154,6 @@ def covers_each_sample_once(loader: DataLoader[Any]) -> bool:
 
 
 def check_not_sharded(loader: DataLoader[Any]) -> None:
-    """Raise UsageError for a sampler that gives each rank a part of the samples."""
     for sampler in (loader.sampler, loader.batch_sampler):
         replicas = getattr(sampler, "num_replicas", None)
         if isinstance(replicas, int) and replicas > 1 and hasattr(sampler, "rank"):
@@ -188,7 +183,6 @@ class SamplerState:
                 set_generator_state(sources[name], value)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `capture` after a resume."""
         self.restore_generators(state)
         owners = dict(self._owners())
         for name, owner in owners.items():
@@ -282,7 +276,6 @@ def _has_state_dict(owner: Any) -> bool:
 
 
 def generator_state(source: Any) -> Any:
-    """The state of a random generator as JSON."""
     if isinstance(source, torch.Generator):
         return base64.b85encode(source.get_state().numpy().tobytes()).decode()
     if isinstance(source, random.Random):
@@ -310,7 +303,6 @@ def _decode_tensors(saved: Any) -> Any:
 
 
 def set_generator_state(source: Any, value: Any) -> None:
-    """Restore the result of `generator_state`."""
     if isinstance(source, torch.Generator):
         source.set_state(torch.frombuffer(bytearray(base64.b85decode(value)), dtype=torch.uint8))
     elif isinstance(source, random.Random):
@@ -323,14 +315,12 @@ def set_generator_state(source: Any, value: Any) -> None:
 
 
 def global_random_states() -> dict[str, str]:
-    """The states of the global random streams of the process, as JSON."""
     numpy_state = json.dumps(np.random.get_state(legacy=False), default=_to_list)
     torch_state = generator_state(torch.default_generator)
     return {"torch": torch_state, "python": json.dumps(random.getstate()), "numpy": numpy_state}
 
 
 def restore_global_random_states(states: Mapping[str, str]) -> None:
-    """Restore the result of `global_random_states`."""
     set_generator_state(torch.default_generator, states["torch"])
     if "python" in states:
         version, internal_state, gauss = json.loads(states["python"])

@@ -50,7 +50,6 @@ class UnsavedStateSearch:
     """The search for state of the training that no checkpoint contains, such as averages of a model."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        """`say` prints a note."""
         self._say = say
         self._modules: dict[int, tuple[Any, Any]] = {}  # by id: a weak reference and the fingerprint
         self._containers: dict[int, _SeenContainer] = {}  # that the last search has found
@@ -71,10 +70,6 @@ class UnsavedStateSearch:
 
         Returns:
             Whether it has searched. If not, a search would take too much time now, or it has only checked containers.
-
-        Raises:
-            UsageError: a module or a container of tensors has changed since the last search, and is neither in one of
-                the `models` nor in a `known` object.
         """
         began = time.perf_counter()
         if not only_known_containers:

@@ -68,7 +68,6 @@ class Adapters(msgspec.Struct, frozen=True):
 
     @property
     def kinds(self) -> set[str]:
-        """The kinds of the adapters, as peft names them, for example LORA."""
         return {str(file.config["peft_type"]) for file in self.files.values()}
 
     @property
@@ -99,7 +98,6 @@ class Adapters(msgspec.Struct, frozen=True):
             The written tensors.
 
         Raises:
-            UsageError: if the files would not contain all that the training has changed.
             OSError: if a file cannot be written.
         """
         if missing := self.missing(weights):

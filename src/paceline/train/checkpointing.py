@@ -56,11 +56,9 @@ class CheckpointedModels:
 
     @property
     def sharded(self) -> bool:
-        """Whether a rank holds only a shard of any model."""
         return any(part.replica.sharded for part in self.models)
 
     def state(self) -> list[TensorShard]:
-        """The tensors of all models, followed by the others."""
         return [*(shard for part in self.models for shard in part.state()), *self.extra_shards()]
 
 
@@ -200,7 +198,6 @@ class CheckpointWriter:
             self._publishing = None
 
     def take_done(self) -> list[events.Checkpointed]:
-        """Return the checkpoints that have succeeded or failed since the last call. Empty except on rank 0."""
         done, self._done = self._done, []
         return done
 
@@ -279,11 +276,7 @@ class CheckpointManager:
         self, holder: CheckpointedModels, place: RunLocation, origin: ResumePoint | None, policy: CheckpointPolicy, *,
         writer: EventWriter, say: MessageCallback, enter: Callable[[Phase], object],
     ) -> None:  # fmt: skip
-        """Claim the folder of checkpoints for this start of the run (collective).
-
-        Raises:
-            UsageError: on one rank, if the folder cannot be claimed; ReportedByPeer on the others.
-        """
+        """Claim the folder of checkpoints for this start of the run (collective)."""
         self._holder, self._world, self._policy, self._writer, self._say = holder, holder.world, policy, writer, say
         self._enter = enter
         self._folder, self._checkpoints = place.folder, Checkpoints(place.folder / CHECKPOINTS)
@@ -377,12 +370,10 @@ class CheckpointManager:
 
     @property
     def can_roll_back(self) -> bool:
-        """Whether the run keeps snapshots or checkpoints on a schedule."""
         policy = self._policy
         return bool(policy.checkpoint_every or policy.checkpoint_seconds or self._takes_snapshots)
 
     def newest_resume_point(self) -> ResumePoint | None:
-        """The newest snapshot or checkpoint (collective)."""
         self.wait()
         return newest_state(self._checkpoints, self._world, self._say, memory=True)
 

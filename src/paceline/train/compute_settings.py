@@ -81,9 +81,6 @@ def resolve_compute(
     """Resolve the `auto` settings, and set up `model` in place (collective). No strategy is applied yet.
 
     `--precision auto` measures steps of the task on a micro-batch of `samples` samples, the largest of the run.
-
-    Raises:
-        UsageError: on one rank, if the hardware does not support a setting; ReportedByPeer on the others.
     """
     seconds: dict[str, float] = {}
     why_no_bf16 = ""
@@ -121,9 +118,6 @@ def resolve_session_precision(precision: str | None, world: World) -> tuple[str 
     """The precision of a session, and messages (a collective). "auto" is bf16 if all ranks support it, else fp32.
 
     bf16 is allowed without support, because scripts for GPUs are tested on CPUs.
-
-    Raises:
-        UsageError: on one rank, if its device does not support tf32; ReportedByPeer on the others.
     """
     if precision is None:
         return None, []
@@ -140,7 +134,6 @@ def resolve_session_precision(precision: str | None, world: World) -> tuple[str 
 
 
 def apply_precision(precision: str | None, model: nn.Module, device: torch.device) -> None:
-    """Run the forward of `model` in bf16 or fp16, if that is the precision."""
     if precision == "bf16":
         in_bf16(model, device)
     elif precision == "fp16":
@@ -148,7 +141,6 @@ def apply_precision(precision: str | None, model: nn.Module, device: torch.devic
 
 
 def check_precision(precision: str, device: torch.device) -> None:
-    """Raise UsageError if `device` does not support `precision`."""
     why = (
         bf16_unsupported_reason(device)
         if precision == "bf16"

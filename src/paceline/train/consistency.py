@@ -95,9 +95,6 @@ def check_user_code(world: World) -> None:
     """Compare the user's code on all ranks (collective): nodes without a shared folder can have different versions.
 
     Only modules that several ranks have imported are compared, because a rank may import more than others.
-
-    Raises:
-        UsageError: on one rank, naming the modules that differ and the ranks; ReportedByPeer on the others.
     """
     by_rank: list[dict[str, str]] = all_gather_object(_user_code(), world)
     differing: list[str] = []

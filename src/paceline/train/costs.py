@@ -31,14 +31,12 @@ class DataWait:
         self._later = [0.0, 0.0]
 
     def add_step(self, phase_seconds: Mapping[str, float]) -> None:
-        """Add a step, with the seconds of its phases by name."""
         self._steps += 1
         sums = self._warm_up if self._steps <= WARM_UP_STEPS else self._later
         sums[0] += phase_seconds.get(Phase.DATA.word, 0.0)
         sums[1] += sum(phase_seconds.values())
 
     def fraction(self) -> float | None:
-        """The fraction of the time, in [0, 1]; None before the first step."""
         counted = [self._later] if self._steps > 2 * WARM_UP_STEPS else [self._warm_up, self._later]
         data_seconds, seconds = (sum(column) for column in zip(*counted, strict=True))
         return data_seconds / seconds if seconds else None

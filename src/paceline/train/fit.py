@@ -39,7 +39,6 @@ class StepRecord(Struct, frozen=True):
 
     @property
     def seconds(self) -> float:
-        """The time of the step, including the wait for its data."""
         return sum(self.phase_seconds.values())
 
     def num_tokens_and_samples(self) -> tuple[int, int]:
@@ -51,13 +50,11 @@ class StepRecord(Struct, frozen=True):
         return tokens, samples
 
     def fingerprint(self) -> int:
-        """The fingerprint of the samples that this rank used, without padding batches."""
         used = [batch.work for batch in self.microbatches if batch.work.is_counted]
         return combine_fingerprints(*(fingerprint(work.indices) for work in used))
 
     @property
     def data_seconds(self) -> float:
-        """The time spent waiting for data."""
         return self.phase_seconds.get(Phase.DATA.word, 0.0)
 
 
@@ -70,7 +67,6 @@ class PhaseClock:
     def __init__(
         self, page: StatusPage, on_device: PhaseEvents | None = None, enter: Callable[[Phase], object] | None = None
     ) -> None:
-        """`enter` is called at the start of each phase. Default: that of `page`."""
         self._page, self._on_device, self._enter = page, on_device, enter or page.enter
         self.starts: Sequence[PhaseStart] = ()
         """The start of each phase of the last step. The last entry has no name and is the end of the step."""

@@ -37,11 +37,11 @@ from paceline.errors import UsageError
 from paceline.rank.world import World
 from paceline.seeding import derive_seed, preserve_generator_states, seeded_random_stream
 from paceline.strategies import STRATEGIES, Strategy
+from paceline.strategies.average import WeightAverage
 from paceline.strategies.base import MakeOptimizer
 from paceline.tasks.registry import load_task
 from paceline.tasks.settings import all_settings
 from paceline.tasks.task import SPLITS, Split, Task, call_model
-from paceline.train.average import WeightAverage
 from paceline.train.compute_settings import STATE_COPIES, ResolvedCompute, resolve_compute
 from paceline.train.determinism import explain_missing_kernel, hardware_facts
 from paceline.train.evaluate import eval_mode, try_evaluation
@@ -89,7 +89,6 @@ class TrainingComponents:
         return {**settings(self.config), **self.task_settings, **facts}
 
     def load(self, origin: ResumePoint) -> None:
-        """Load the state of a checkpoint or snapshot."""
         self.replica.load(origin.source)
         self.schedule.load(origin.trainer_state.loop)
 
@@ -102,12 +101,6 @@ class TrainingComponents:
 
 
 def prepare(config: TrainConfig, world: World) -> TrainingComponents:
-    """Build and check all components (collective).
-
-    Raises:
-        UsageError: on one rank, if the task, the data or the model has an error, or does not fit the number of ranks;
-            ReportedByPeer on the others.
-    """
     with raise_on_all_ranks(world):  # without collectives, because this block calls the user's code
         shape = resolve_batch_sizes(config.data, world.data.size)
         share = world.data.share(shape.virtual_ranks)
@@ -163,7 +156,7 @@ def prepare(config: TrainConfig, world: World) -> TrainingComponents:
     task_settings |= all_settings(str(config.task), task_options(config))
     check_equal("the task's settings, optimizer and schedule", task_settings, world)
     train_set = sets.pop("train")
-    average = replica.average = None if o.ema is None else WeightAverage(replica, o.ema)
+    average = replica.average = None if o.ema is None else WeightAverage(replica.state(), o.ema)
     return TrainingComponents(
         config, task, train_set, sets, replica, plan, share, schedule, loading, total_steps, data, compute,
         task_settings, average, stream, count,
@@ -171,14 +164,12 @@ def prepare(config: TrainConfig, world: World) -> TrainingComponents:
 
 
 def parallel_config(config: TrainConfig) -> ParallelConfig:
-    """The settings of model parallelism, in addition to the mesh."""
     launch = config.launch
     schedule = launch.schedule_pipeline or "1f1b"
     return ParallelConfig(config.strategy, launch.stages_at or "", schedule, launch.sequence_parallel)
 
 
 def make_model(task: Task, seed: int, world: World) -> nn.Module:
-    """Make the task's model on the device of this rank, with initial weights from `seed`."""
     with seeded_random_stream(derive_seed(seed, "model"), torch.device("cpu")):
         model = task.make_model()
     if any(isinstance(p, nn.UninitializedParameter) for p in model.parameters()):
@@ -192,7 +183,6 @@ def make_model(task: Task, seed: int, world: World) -> nn.Module:
 
 
 def make_plan(config: TrainConfig, shape: BatchSizes, num_samples: int) -> BatchPlan:
-    """The plan that distributes `num_samples` samples to the ranks."""
     return BatchPlan(
         num_samples=num_samples,
         global_batch=shape.global_batch,

@@ -89,9 +89,6 @@ class TrainingProgress(RunRecorder):
         `facts` returns additional fields of the summary. `of` follows the step number of a resumed run, e.g. " of 400".
         With `listed`, the events contain the index of each sample. `report_to` names the trackers. `others` returns the
         tensors that are saved in addition to the models.
-
-        Raises:
-            UsageError: on one rank, if the run's files cannot be written; ReportedByPeer on the others.
         """
         self._plan, self._share, self._facts, self._listed = plan, share, facts, listed
         self.use.devices *= len(getattr(parts[0].replica.module, "device_ids", None) or [0])  # several: DataParallel
@@ -129,7 +126,6 @@ class TrainingProgress(RunRecorder):
         return ControlFlags(stop, written, failed, due, end, save, samples)
 
     def record_step(self, record: StepRecord, samples: int, *, tracked: bool) -> None:
-        """Record a finished step on a global batch of `samples` samples; with `tracked`, also in trackers."""
         self._guard.page.enter(Phase.CHECKPOINT)  # from here on the step is complete, even if an error follows
         self.step, self.samples = record.step, self.samples + samples
         self._guard.page.set_step(self.step)

@@ -36,18 +36,13 @@ class RunRecorder:
     """Writes the records of this rank. Without a place (a session that has no run folder) it writes no files."""
 
     def __init__(self, place: RunLocation | None, world: World, show: Callable[[str], None]) -> None:
-        """`show` prints a line on rank 0."""
         self.place, self.show, self._world = place, show, world
         self._writer: EventWriter | None = None
         self._tracking = TrackerQueue([], Path(), {}, self.say)
         self._machine: MachineLog | None = None
 
     def begin(self, place: RunLocation, report_to: str | None) -> EventWriter:
-        """Open the event file and the trackers named in `report_to`.
-
-        Raises:
-            UsageError: if a tracker is not installed, or another user could have written the file.
-        """
+        """Open the event file and the trackers named in `report_to`."""
         self._writer = EventWriter(place.folder / f"events-{self._world.rank}.jsonl")
         self._tracking = TrackerQueue(
             tracker_names(report_to) if self._world.rank == 0 else [], place.folder, place.definition, self.say
@@ -78,18 +73,15 @@ class RunRecorder:
                 self.write(event)
 
     def say(self, line: str) -> None:
-        """Print a line and record it."""
         self.show(line)
         self.write(events.Notice(line))
 
     def log_evaluation(self, step: int, metrics: dict[str, float], split: str = "", seconds: float = 0.0) -> None:
-        """Record and print the metrics of an evaluation after `step`. They are equal on all ranks."""
         self.write(events.Evaluated(step, finite(metrics), seconds, split or "test"))
         self._tracking.log(step, {f"{split}/{name}" if split else name: score for name, score in metrics.items()})
         self.show(f"{split} after step {step}: {scores_line(metrics)}".lstrip())
 
     def log_start(self, plan: BatchPlan, start: int) -> None:
-        """Record that this rank starts with the state after `start` steps (collective)."""
         assert self.place is not None
         self._watch_machine()
         place, world = self.place, self._world
@@ -101,7 +93,6 @@ class RunRecorder:
         ))  # fmt: skip
 
     def log_step(self, record: StepRecord, samples: int, share: range, *, listed: bool, tracked: bool = False) -> None:
-        """Record a step on `samples` samples. `listed`: with the index of each sample; `tracked`: also in trackers."""
         result = record.result
         if tracked:
             norm = {} if result.grad_norm is None else {"grad_norm": result.grad_norm}
@@ -129,7 +120,6 @@ class RunRecorder:
         ))  # fmt: skip
 
     def close(self) -> None:
-        """Close the files and trackers."""
         if self._machine is not None:
             self._machine.close()
             self._machine = None
@@ -156,7 +146,6 @@ class StepTraces:
         return traces
 
     def take_remaining(self) -> list[TracedStep]:
-        """The traces of the last steps that are not written yet."""
         traces = [self._traced(step, borders) for step, borders in self._last]
         self._last.clear()
         return traces
@@ -192,7 +181,6 @@ def collective_bytes(shapes: str, dtypes: str) -> int:
 
 
 def memory_breakdown(replicas: Sequence[Strategy]) -> MemoryBreakdown:
-    """The memory that this rank uses for all models, after a step."""
     named = [pair for replica in replicas for pair in replica.model.named_parameters()]
     trained = [p for _, p in named if p.requires_grad]
     gradients = [shard.tensor for replica in replicas for shard in replica.gradients()]

@@ -25,8 +25,6 @@ def ignore_phase(phase: Phase) -> None:
 
 
 class StepOptions(TypedDict, total=False):
-    """The options of a step."""
-
     max_norm: float | None
     """The maximum global norm of the gradients; larger gradients are scaled down."""
     votes: Callable[[], ControlFlags]
@@ -75,8 +73,6 @@ class TaskSteps:
         """Take one step on this rank's micro-batches of a global batch; at least one, in the order of the loader.
 
         Raises:
-            UsageError: if the loss does not return one value per sample, or the batches are for more virtual ranks than
-                the replica has.
             TrainingError: if the global loss or a gradient is not finite, the weights are all zero, or the ranks have
                 called different collectives. Only the first affected rank raises it, with ranks and samples;
                 ReportedByPeer on the others. Parameters and buffers keep their values from before the step, except
@@ -112,9 +108,6 @@ def weighted_losses(loss: Loss, outputs: Any, targets: Any) -> tuple[Tensor, Ten
     """Call `loss` and check its result: losses (B, ...), and weights of the same shape or None for all ones.
 
     Both are converted to float32 if their precision is lower.
-
-    Raises:
-        UsageError: if the result is not one loss per sample, or the shapes of losses and weights differ.
     """
     result = loss(outputs, targets)
     losses, weights = result if isinstance(result, tuple) else (result, None)

@@ -36,7 +36,6 @@ class TaskTrainer:
     """Trains a task, from the first step or from a resume point."""
 
     def __init__(self, parts: TrainingComponents, place: RunLocation, origin: ResumePoint | None) -> None:
-        """Raise UsageError if a metric or tracker does not exist (collective)."""
         self._parts, self._place = parts, place
         self._world, self._config = parts.replica.world, parts.config
         self._page = HangGuard.of_process().page

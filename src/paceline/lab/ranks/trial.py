@@ -30,7 +30,8 @@ from paceline.seeding import derive_seed
 from paceline.stepping.totals import StepResult
 from paceline.strategies import STRATEGIES, Strategy
 from paceline.strategies.base import MakeOptimizer
-from paceline.strategies.optimizers import each_optimizer, optimizer_names, scope_of
+from paceline.strategies.optimizer_scope import scope_of
+from paceline.strategies.optimizers import each_optimizer, optimizer_names
 from paceline.tasks.registry import load_task
 from paceline.tasks.task import Task
 from paceline.train.optimizer import TaskSchedule, check_optimizer_type

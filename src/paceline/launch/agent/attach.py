@@ -99,7 +99,6 @@ class ForeignProcess:
         return self.pidfd
 
     def poll(self) -> int | None:
-        """The exit code, once the process has ended."""
         if self.code is None and wait_readable([self], 0.0):
             code = exit_code(self.pid, self.pidfd)
             self.code = -signal.SIGKILL if code is None else code  # it sent no Goodbye: it was killed
@@ -112,7 +111,6 @@ class ForeignProcess:
                 signal.pidfd_send_signal(self.pidfd, number)
 
     def wait(self, timeout: float, /) -> int | None:
-        """Wait up to `timeout` seconds for the process to end."""
         wait_readable([self], timeout)
         return self.poll()
 
@@ -133,17 +131,14 @@ class AttachedWorkers(Workers):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that have attached."""
         return tuple(worker.rank for worker in self._workers)
 
     @property
     def all_here(self) -> bool:
-        """Whether all ranks of this node have attached."""
         return len(self._workers) >= self.plan.nproc
 
     @property
     def running(self) -> list[ForeignProcess]:
-        """The running processes."""
         return [process for process in self._processes if process.code is None]
 
     # ---- messages of the ranks ----
@@ -223,7 +218,6 @@ class AttachedWorkers(Workers):
     # ---- overridden methods of Workers ----
 
     def _sample(self, worker: Worker) -> WorkerSample:
-        """The sample. A rank that its launcher has ended is a victim in it."""
         sample = super()._sample(worker)
         if sample.failure is not None or sample.code is None or sample.code >= 0:
             return sample
@@ -262,7 +256,6 @@ class AttachedWorkers(Workers):
         self.swept = True
 
     def close(self) -> None:
-        """Close all descriptors and connections."""
         super().close()
         for process in self._processes:
             os.close(process.pidfd)
@@ -346,7 +339,6 @@ class AttachedCoordinator:
         self._over_seconds = 0.0
 
     def run(self) -> None:
-        """Watch until the last rank has ended."""
         self._wait_for_ranks()
         try:
             self._watch()

@@ -32,8 +32,6 @@ from paceline.runs.console import print_to_stderr
 
 
 class RemoteNode:
-    """One of the other nodes."""
-
     def __init__(self, hello: channel.Hello, link: channel.Link) -> None:
         self.hello, self.link = hello, link
         self.clock_ahead_seconds = hello.facts.wall_seconds - time.time()  # too small by the network latency
@@ -55,16 +53,13 @@ class RemoteNode:
 
     @property
     def name(self) -> str:
-        """The name in messages."""
         return f"node {self.hello.node} ({self.hello.facts.host})"
 
     @property
     def address(self) -> channel.PeerAddress:
-        """The address at which other nodes can try to reach it."""
         return channel.PeerAddress(self.hello.facts.host, self.link.peer_address, self.hello.probe_port)
 
     def start(self, start: channel.StartOrder) -> None:
-        """Order the node to start its workers of a generation."""
         self.ranks = self.hello.ranks or range(start.ranks.first, start.ranks.first + self.hello.nproc)
         self.beat, self._samples, self.started = channel.NodeHeartbeat(start.generation), {}, None
         self.link.send(start)
@@ -83,7 +78,6 @@ class RemoteNode:
         return replace(sample, lost_reason=lost, ended_seconds=self.link.heard_seconds, failure=None, error_text="")
 
     def request_evidence(self, question: channel.EvidenceRequest) -> None:
-        """Request details of the state of its workers."""
         self.asked, self.shown, self._partial_answer = question.question, None, []
         self.link.send(question)
 
@@ -159,7 +153,6 @@ class RemoteNodes:
 
     @property
     def present_nodes(self) -> list[RemoteNode]:
-        """The nodes that take part, by number."""
         return [member for _, member in sorted(self.members.items()) if not member.lost]
 
     @property
@@ -175,7 +168,6 @@ class RemoteNodes:
 
     @property
     def is_stop_ordered(self) -> bool:
-        """Whether there is an order to stop."""
         return self.launcher_gone or bool(self.signals)
 
     def note_signals(self, ranks: Sequence[WorkerSample]) -> None:
@@ -284,12 +276,10 @@ class RemoteNodes:
         return has_news
 
     def send_to_all(self, message: channel.Message) -> None:
-        """Send a message to all nodes that take part."""
         for member in self.present_nodes:
             member.link.send(message)
 
     def stopped(self) -> bool:
-        """Whether all workers have ended, on the nodes that are not lost."""
         return all(member.beat.stopped for member in self.present_nodes)
 
     def end(self, code: int) -> None:
@@ -336,12 +326,7 @@ class Generation:
 
     @classmethod
     def start(cls, plan: NodePlan, number: int, cluster: RemoteNodes, inherited: InheritedResources) -> Self:
-        """Start a generation on all present nodes. `plan` is that of the coordinator, with the ranks on its node.
-
-        Raises:
-            UsageError: a port is in use. No worker was started then.
-            OSError: the workers of this node cannot be started. No worker was started then.
-        """
+        """Start a generation on all present nodes. `plan` is that of the coordinator, with the ranks on its node."""
         members = cluster.present_nodes
         total = plan.nproc + sum(member.hello.nproc for member in members)
         nprocs = [plan.nproc, *(member.hello.nproc for member in members)]
@@ -383,7 +368,6 @@ class Generation:
     # ---- its state ----
 
     def samples(self) -> list[WorkerSample]:
-        """The present state of all workers, including those of a lost node."""
         samples = self.own.samples()
         for member in self.members:
             samples += member.samples()
@@ -395,15 +379,12 @@ class Generation:
         return self.cluster.is_stop_ordered or diagnosis_due_seconds(self.samples()) is not None
 
     def running(self) -> list[WorkerSample]:
-        """The state of the workers that have not ended."""
         return [sample for sample in self.samples() if sample.is_running]
 
     def oom_kills(self) -> int:
-        """The number of processes that the kernels have killed for lack of memory."""
         return self.own.oom_kills() + sum(member.beat.oom_kills for member in self.cluster.present_nodes)
 
     def surviving_pids(self) -> list[int]:
-        """The pids of processes that SIGKILL has not ended."""
         return [*self.own.left, *(pid for member in self.cluster.present_nodes for pid in member.beat.left)]
 
     def collect_evidence(self, patience_seconds: float, *, to_its_end: bool = False) -> list[Evidence]:
@@ -464,11 +445,9 @@ class Generation:
     def stop(self, grace_seconds: float, number: int = signal.SIGTERM, *, signals_heard: int = 0) -> None:
         """End all workers and their child processes, on all nodes.
 
-        Args:
-            grace_seconds: time for the workers to end after the signal. It becomes shorter once a worker has failed,
-                since the ranks can no longer save together (ranks of a script may), or once the launcher has ended.
-            number: signal to send first. After a signal other than SIGTERM, a script also gets SIGTERM.
-            signals_heard: number of stop signals so far. A further one ends the grace.
+        The grace becomes shorter once a worker has failed, since the ranks can no longer save together (ranks of a
+        script may), or once the launcher has ended. After a signal `number` other than SIGTERM, a script also gets
+        SIGTERM. `signals_heard` is the number of stop signals so far. A further one ends the grace.
         """
         last_seconds = self.plan.term_grace_seconds if number != signal.SIGTERM else 0.0
         self._await_end(grace_seconds, last_seconds, number, signals_heard)
@@ -531,7 +510,6 @@ def _proof(plan: NodePlan) -> str:
 
 
 def _complete(sample: WorkerSample, found: Evidence | None) -> Evidence:
-    """The evidence of a rank, completed from its sample. Without evidence, the sample alone."""
     if found is None:
         return Evidence.from_sample(sample)
     return replace(found, failure=sample.failure or found.failure, error_text=sample.error_text or found.error_text)

@@ -90,7 +90,6 @@ class FailedGeneration:
         return self.step, 0 if self.step or op is None else op.seq
 
     def is_like(self, other: Self) -> bool:
-        """Whether the two failures are the same."""
         if self.diagnosis is not None and other.diagnosis is not None:
             return same_diagnosis(self.diagnosis, other.diagnosis)
         return (self.rank_end, self.rank, self.exit_code) == (other.rank_end, other.rank, other.exit_code)
@@ -98,8 +97,6 @@ class FailedGeneration:
 
 @dataclass(frozen=True)
 class Restart:
-    """A restart with this number of ranks."""
-
     nproc: int
 
 
@@ -185,7 +182,6 @@ class EventCommand:
 
     @property
     def running(self) -> bool:
-        """Whether a command runs or waits for an earlier one."""
         return self._last is not None and self._last.is_alive()
 
     def send(self, kind: Literal["diagnosis", "restart", "requeue", "end"], generation: int, **fields: Any) -> None:
@@ -245,8 +241,6 @@ def is_queued_again(plan: NodePlan, signals: Sequence[int]) -> bool:
 
 
 class Coordinator:
-    """The whole run, from the first start to the last end."""
-
     def __init__(
         self, plan: NodePlan, orders: StopOrders, inherited: InheritedResources, on_started: Callable[[], None]
     ) -> None:
@@ -318,7 +312,6 @@ class Coordinator:
         return self._meter.speeds
 
     def _balance(self, generation: Generation, ranks: Sequence[WorkerSample]) -> None:
-        """Restart the ranks if another assignment of virtual ranks is faster (--balance auto)."""
         if not self._is_balance_checked and any(sample.script and sample.step for sample in ranks):
             self._is_balance_checked = True
             print_to_stderr(f"warning: --balance {self.plan.balance} has no effect: the script has no paceline session")
@@ -382,7 +375,6 @@ class Coordinator:
                 return self._obey(generation)
 
     def _obey(self, generation: Generation) -> int:
-        """Stop all workers after an order; return the exit code."""
         if self.cluster.launcher_gone:
             generation.stop(REMOTE_GRACE_SECONDS if self.plan.silence_seconds else LIFELINE_GRACE_SECONDS)
             return _launcher_gone()
@@ -442,13 +434,11 @@ class Coordinator:
         )
 
     def _report(self, stop: StopReport, oom_kills: int = 0) -> None:
-        """Print the diagnosis, and send it to the command of --on-event."""
         text = stop.screen_text(oom_kills)
         print_to_stderr(text)
         self._events.send("diagnosis", self._number, words=stop.line, report=text, diagnosis=stop.diagnosis)
 
     def _decide_restart(self, generation: Generation, failed: FailedGeneration) -> Restart | int:
-        """Decide on a restart after a failure, and print the decision: the restart, or the exit code."""
         plan = self.plan
         # a node may also be lost while the others are being stopped
         is_lost = failed.rank_end is RankEnd.LOST or len(self.cluster.present_nodes) < len(generation.members)

@@ -25,8 +25,6 @@ COORDINATOR_STOP_SECONDS = 20.0  # beyond the grace: within it the coordinator e
 
 
 class Follower:
-    """A node of a run. The coordinator is on a different node."""
-
     def __init__(
         self, plan: NodePlan, orders: StopOrders, inherited: InheritedResources, on_started: Callable[[], None]
     ) -> None:
@@ -106,7 +104,6 @@ class Follower:
                 link.end("it sent a message that only a node sends")
 
     def _enter(self, order: channel.JoinOrder) -> channel.StartReply:
-        """Join a running run with the node number that the coordinator has assigned."""
         self.plan = replace(self.plan, node=order.node)
         try:
             self._find_folder(Path(order.attempt_dir).resolve(), order.proof)
@@ -199,12 +196,10 @@ class Follower:
             self._news, self._sent_seconds, self._alive_took_seconds = news, now, None
 
     def _coordinator_lost(self, link: channel.Link) -> str:
-        """Why this node has lost the coordinator; empty if it has not."""
         is_late = time.monotonic() > self._deadline_seconds
         return link.ended or ("it did not end the run after a stop order" if is_late else "")
 
     def _stop_without_coordinator(self, reason: str) -> int:
-        """Stop the workers of this node after the coordinator is lost; return the exit code."""
         if workers := self._workers:
             workers.stop(self.plan.grace_seconds)
             while seconds := workers.seconds_until_kill:

@@ -52,12 +52,7 @@ CONNECT_RETRY_SECONDS = 0.5
 
 
 def gather_nodes(plan: NodePlan, cluster: RemoteNodes) -> NodePlan:
-    """Wait until all nodes are connected and can reach each other, or an order comes; return the plan of node 0.
-
-    Raises:
-        PacelineError: nodes are missing after --join-timeout. The error lists them.
-        UsageError: a node cannot take part, for example because of its version of paceline or a firewall.
-    """
+    """Wait until all nodes are connected and can reach each other, or an order comes; return the plan of node 0."""
     count = len(plan.hosts) or plan.nodes  # the run starts with the listed hosts; up to `nodes` may join later
     if count == 1:
         return plan
@@ -79,7 +74,6 @@ def gather_nodes(plan: NodePlan, cluster: RemoteNodes) -> NodePlan:
 
 
 def use_reachable_address(plan: NodePlan, cluster: RemoteNodes) -> NodePlan:
-    """The plan of node 0 with the address and the interface at which the other nodes reach it."""
     address = cluster.present_nodes[0].link.own_address if cluster.present_nodes else plan.master_addr
     if address == plan.master_addr:
         return plan
@@ -143,7 +137,6 @@ def find_unreachable_nodes(cluster: RemoteNodes, seconds: float, interrupted: Ca
 
 
 def try_to_reach(host: str, peers: Sequence[PeerAddress]) -> list[str]:
-    """The peers that this host cannot reach, with the reasons."""
     with ThreadPoolExecutor(MAX_PROBES) as pool:  # in parallel, since the coordinator waits for the answer
         reasons = pool.map(why_unreachable, [peer.address for peer in peers], [peer.port for peer in peers])
         return [f"{host} cannot reach {peer.host}: {why}" for peer, why in zip(peers, reasons, strict=True) if why]
@@ -271,7 +264,6 @@ class JoinQueue:
 
     @property
     def count(self) -> int:
-        """The number of hosts that are ready to join."""
         return len(self._ready)
 
     # ---- a host asks to join ----
@@ -334,7 +326,6 @@ class JoinQueue:
             member.link.send(ReachabilityRequest(peers))
 
     def _why_not(self, node: RemoteNode) -> str:
-        """Why a host may not join, from the results of its checks so far."""
         if node.started is not None and node.started.refusal:
             return node.started.refusal
         replies = [member.reached for member in (node, *self._cluster.present_nodes)]
@@ -420,6 +411,5 @@ class JoinQueue:
             writing.replace_file(Path(plan.attempt_dir) / JOIN_FILE, msgspec.json.encode(invitation))
 
     def withdraw(self, attempt_dir: str) -> None:
-        """Remove the file for `paceline join` at the end of the run."""
         with suppress(OSError):
             writing.remove(Path(attempt_dir) / JOIN_FILE)

@@ -58,7 +58,6 @@ class StoreProxy:
             threading.Thread(target=target, daemon=True, name=f"paceline{target.__name__}").start()
 
     def relay_connection(self, client: socket.socket) -> None:
-        """Relay a connection to the store."""
         try:
             self._new.append((client, self._connect()))
         except OSError:  # rank 0 has ended, so close this connection
@@ -68,7 +67,6 @@ class StoreProxy:
         return None
 
     def close(self) -> None:
-        """Stop accepting connections, and close all open ones."""
         self._closed = True
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in `accept`
@@ -152,7 +150,6 @@ class _Pipe:
             self.waiting = self.waiting[self.sink.send(self.waiting) :]
 
     def close(self, selector: selectors.BaseSelector) -> None:
-        """Close both ends."""
         for end in (self.source, self.sink):
             if end.fileno() >= 0:
                 with suppress(KeyError):
@@ -161,11 +158,7 @@ class _Pipe:
 
 
 def open_node0_store(port: int) -> tuple[socket.socket, StoreProxy]:
-    """On node 0: the socket for rank 0's store, and the gate to it, at the same port of two loopback addresses.
-
-    Raises:
-        UsageError: the port (0: any port) is in use.
-    """
+    """On node 0: the socket for rank 0's store, and the gate to it, at the same port of two loopback addresses."""
     for _ in range(PORT_TRIES):
         store, listener, key = socket.socket(), socket.socket(), os.urandom(KEY_BYTES)
         try:
@@ -188,7 +181,6 @@ def open_node0_store(port: int) -> tuple[socket.socket, StoreProxy]:
 
 
 def port_taken_error(name: str, port: int, error: OSError) -> UsageError:
-    """The error for a port that is in use, with the process that listens there."""
     holder = port_holder(port)
     holder_text = f" by {holder}" if holder else ""
     return UsageError(code="port-taken", port=name, by=holder_text, strerror=error.strerror)
@@ -208,7 +200,6 @@ def _to_rank_0(port: int, key: bytes) -> socket.socket:
 
 
 def remote_store_proxy(node0: str, port: int, secret: bytes) -> StoreProxy:
-    """On the other nodes: the gate to node 0's store, through the agent of node 0."""
     listener = socket.create_server((LOOPBACK, 0), backlog=1024)
     return StoreProxy(listener, partial(_to_node0, node0, port, secret))
 
@@ -247,7 +238,6 @@ class Store:
 
     @classmethod
     def make(cls, plan: NodePlan) -> Self:
-        """Make the store of a node."""
         if plan.nodes > 1 and not plan.plain_store:
             if plan.node:
                 port, secret = plan.node0_ports[0], bytes.fromhex(plan.secret)
@@ -263,13 +253,11 @@ class Store:
         return self.listening_socket.fileno() if rank == 0 and self.listening_socket is not None and not plain else -1
 
     def port_number(self, plan: NodePlan) -> int:
-        """MASTER_PORT of the ranks."""
         if self.proxy is not None:
             return self.proxy.port
         return self.listening_socket.getsockname()[1] if self.listening_socket is not None else plan.ranks.master_port
 
     def address(self, plan: NodePlan) -> str:
-        """MASTER_ADDR of the ranks."""
         return plan.master_addr if self.proxy is None else LOOPBACK
 
     def close(self) -> None:

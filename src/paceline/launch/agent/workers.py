@@ -32,12 +32,10 @@ from paceline.protocol.evidence import SUCCESS_EXIT_CODES, Failure, WorkerSample
 from paceline.protocol.job import NodePlan
 from paceline.protocol.marks import read_names
 from paceline.protocol.status_page import (
-    ask_to_regroup,
-    ask_to_save,
-    ask_to_stop,
     make_status_page,
     read_counters,
     release_from_collective,
+    set_counter,
     takes_signal,
 )
 from paceline.runs import writing
@@ -63,7 +61,6 @@ class InheritedResources:
 
     @property
     def descriptors(self) -> list[int]:
-        """All inherited descriptors."""
         return [*(descriptor for pair in self.snapshot_fds for descriptor in pair), *self.keep_open]
 
 
@@ -76,18 +73,14 @@ def create_snapshot_files(nproc: int) -> tuple[tuple[int, int], ...]:
 
 
 class Process(Protocol):
-    """The methods of a process that an agent uses."""
-
     pid: int
 
-    def poll(self) -> int | None:
-        """The exit code, once the process has ended."""
+    def poll(self) -> int | None: ...
 
     def wait(self, timeout: float, /) -> int | None:
         """Wait for the process to end. On a timeout, return None or raise subprocess.TimeoutExpired."""
 
-    def send_signal(self, number: int, /) -> None:
-        """Send a signal, unless the process has ended."""
+    def send_signal(self, number: int, /) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -104,7 +97,6 @@ class Worker:
 
     @property
     def rank(self) -> int:
-        """The rank in the world."""
         return self.member.rank
 
     def log_tail(self, size_bytes: int, *, wait_seconds: float) -> str:
@@ -125,7 +117,6 @@ class Worker:
 
 
 def worker_environment(plan: NodePlan, local_rank: int, port: int, generation: int = 0) -> dict[str, str]:
-    """The environment of a worker: torchrun's variables and paceline's."""
     ranks, rank = plan.ranks, plan.ranks.first + local_rank
     suffix = f"-{generation}" if generation else ""
     ours = {name for name in os.environ if name.startswith(VARIABLE_PREFIX) and name not in USER_VARIABLES}
@@ -177,9 +168,6 @@ def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inhe
 
     Main thread only: the kernel treats the end of the starting thread as the end of the parent
     (host.procfs.die_with_parent).
-
-    Raises:
-        OSError: the command cannot be started, or a log file cannot be opened.
     """
     agent = read_process(os.getpid())
     for local_rank in range(plan.nproc):
@@ -301,12 +289,7 @@ class Workers:
 
     @classmethod
     def start(cls, plan: NodePlan, number: int, inherited: InheritedResources) -> Self:
-        """Start all workers of generation `number`, or none.
-
-        Raises:
-            UsageError: the port is in use.
-            OSError: the command cannot be started, or a log file cannot be opened.
-        """
+        """Start all workers of generation `number`, or none."""
         if inherited.janitor_fd >= 0:
             os.write(inherited.janitor_fd, os.fsencode(plan.attempt_dir) + b"\0")  # the folder of the roster
         store = Store.make(plan)
@@ -381,12 +364,14 @@ class Workers:
         """Have each rank that stops by step stop after this number of steps; 0: have it wait for the number."""
         for worker in self._workers:
             if read_counters(worker.status_page_fd).stops_by_step:
-                ask_to_stop(worker.status_page_fd, step)
+                if step:
+                    set_counter(worker.status_page_fd, "stop_step", step)
+                set_counter(worker.status_page_fd, "stop_asked", 1)
 
     @staticmethod
     def _handles_stops(worker: Worker) -> bool:
         counters = read_counters(worker.status_page_fd)
-        return counters.notes_stops or counters.stops_by_step
+        return bool(counters.notes_stops or counters.stops_by_step)
 
     @property
     def seconds_until_kill(self) -> float:
@@ -404,7 +389,6 @@ class Workers:
         return [worker.process.poll() for worker in self._workers]
 
     def samples(self) -> list[WorkerSample]:
-        """The present state of each worker."""
         now = time.monotonic()
         for worker, code in zip(self._workers, self._codes(), strict=True):
             if code is not None:
@@ -427,7 +411,6 @@ class Workers:
         )  # fmt: skip
 
     def collect_evidence(self, question: int, patience_seconds: float) -> EvidenceCollection:
-        """Begin to collect details of the state of all workers; see `EvidenceCollection`."""
         status_pages = {worker.rank: worker.status_page_fd for worker in self._workers}
         return EvidenceCollection(self.samples(), status_pages, question, patience_seconds=patience_seconds)
 
@@ -443,14 +426,13 @@ class Workers:
         Only the first worker gets the request: two workers that vote at different steps would save twice.
         """
         self._saves_asked += 1
-        ask_to_save(self._workers[0].status_page_fd, self._saves_asked)
+        set_counter(self._workers[0].status_page_fd, "saves_asked", self._saves_asked)
 
     def ask_to_regroup(self) -> None:
         """Have all ranks save and end after their next step, by a vote of the first worker. A script does not react."""
-        ask_to_regroup(self._workers[0].status_page_fd)
+        set_counter(self._workers[0].status_page_fd, "regroups", 1)
 
     def tensor_names(self) -> Mapping[str, Sequence[str]]:
-        """The names of the tensors of a script, by layout."""
         return read_names(self._workers[0].status_page_fd).tensors
 
     def oom_kills(self) -> int:
@@ -459,7 +441,6 @@ class Workers:
         return 0 if before is None or now is None else now - before
 
     def sweep(self) -> None:
-        """Kill all workers and all processes that they have started."""
         self.stopping = True
         if self.machine is not None:
             self.machine.close()
@@ -475,7 +456,6 @@ class Workers:
         self.swept = True
 
     def close(self) -> None:
-        """Close all descriptors, after `sweep`."""
         for worker in self._workers:
             os.close(worker.failure_record_fd)
             os.close(worker.status_page_fd)
@@ -486,7 +466,6 @@ class Workers:
 
 
 def read_failure_record(descriptor: int) -> Failure | None:
-    """The failure that a worker has recorded; None if there is none."""
     try:
         return msgspec.json.decode(os.pread(descriptor, MAX_RECORD_BYTES, 0), type=Failure)
     except (OSError, msgspec.MsgspecError):  # no record, or an incomplete one

@@ -91,11 +91,6 @@ def rsync_commands(job: JobSpec) -> list[Command]:
 
 
 def run_rsync(commands: Sequence[Command]) -> None:
-    """Run all rsync commands in parallel.
-
-    Raises:
-        UsageError: rsync is missing here, or has failed for some hosts; lists them with the reasons.
-    """
     processes: list[tuple[Command, subprocess.Popen[str]]] = []
     failures: list[str] = []
     try:

@@ -32,8 +32,6 @@ Parts = Iterator[tuple[str, Any]]  # the name and the value of each part of the 
 
 
 class SavedStateWatch(ScriptListener):
-    """Compares what Trainer, Accelerate and Lightning save with what this rank has in memory."""
-
     def __init__(self, facts: ScriptFacts, schedules: Mapping[int, tuple[Any, str, str]]) -> None:
         """`schedules`: all schedules that have stepped, first in each value."""
         self._facts, self._schedules = facts, schedules

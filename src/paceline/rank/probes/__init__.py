@@ -54,7 +54,6 @@ class DeferredReads:
         self._pending.append((event, copy, then))
 
     def deliver_arrived(self) -> None:
-        """Handle the values that have arrived."""
         while self._pending and self._pending[0][0].query():
             _, copy, then = self._pending.popleft()
             then(copy.tolist())
@@ -66,18 +65,15 @@ def can_run_kernels(tensor: Any) -> bool:
 
 
 def short_hash(data: bytes) -> str:
-    """A hash with sixteen hexadecimal digits."""
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 def sample_elements(tensor: Any, most: int = MAX_ELEMENTS) -> Any:
-    """At most `most` elements of a tensor, evenly spaced."""
     flat = tensor.detach().reshape(-1)
     return flat[:: -(-flat.numel() // most) or 1]
 
 
 def digest_of(tensors: Iterable[Any], most: int = MAX_ELEMENTS) -> str:
-    """One digest of several tensors, which may be None."""
     torch: Any = sys.modules["torch"]
     samples = (None if t is None else sample_elements(t, most).cpu().contiguous().view(torch.uint8) for t in tensors)
     return short_hash(b"".join(b"-" if t is None else bytes(t.numpy()) for t in samples))
@@ -176,15 +172,12 @@ class ScriptListener:
 
 
 class Hooks:
-    """The hooks of a process."""
-
     def __init__(self, warn_once: Callable[[BaseException], None]) -> None:
         self._listeners: dict[str, list[HookCallback]] = {}
         self._warn_once = warn_once
         os.register_at_fork(after_in_child=self._listeners.clear)
 
     def add_listeners(self, *listeners: ScriptListener) -> Self:
-        """Add listeners, which are called in this order."""
         for name in vars(ScriptListener):
             added = [getattr(x, name) for x in listeners if getattr(type(x), name) is not getattr(ScriptListener, name)]
             self._listeners[name] = [*self._listeners.get(name, ()), *added]
@@ -197,11 +190,9 @@ class Hooks:
         self._tell("on_session_begin")
 
     def report_success(self) -> None:
-        """Report that the script has ended with exit code 0."""
         self._tell("on_script_succeeded")
 
     def install(self) -> Self:
-        """Install the hooks now, or when the import of torch completes."""
         when_imported("torch", self._wrap_torch)
         previous_hook = threading.excepthook
 
@@ -303,7 +294,6 @@ class ObservedClosure:
         update_wrapper(self, closure)
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        """Call the closure."""
         result = self._closure(*args, **named)
         if self._begun:
             self._later()
@@ -311,7 +301,6 @@ class ObservedClosure:
         return result
 
     def notify_first_call(self) -> None:
-        """Call `first`, once."""
         if not self._begun:
             self._begun = True
             self._first()

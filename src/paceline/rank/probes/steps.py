@@ -47,8 +47,6 @@ class StepCounts:
 
 @dataclass
 class OptimizerHistory:
-    """An optimizer, and the events since its last step."""
-
     has_shared_parameters: bool = False  # whether it has parameters of a replica, or sharded ones
     replica: weakref.ref[Any] | None = None
     model_id: int = 0  # id of the model in the replica; 0: no replica
@@ -62,7 +60,6 @@ class OptimizerHistory:
 
     @property
     def evidence_level(self) -> int:
-        """The evidence that it is joint: PRIVATE, BY_HAND or KEPT_EQUAL."""
         usually_met = self.steps >= MIN_CLASSIFIED_STEPS and 2 * self.communicated_steps > self.steps
         return KEPT_EQUAL if self.has_shared_parameters else BY_HAND if usually_met else PRIVATE
 
@@ -81,19 +78,16 @@ class JointOptimizerDetector(ScriptListener):
         self._taken_by: dict[int, int] = {}  # backwards until the last step of an optimizer, by its model
         self._trained: WeakSet[Any] = WeakSet()  # models in replicas with a step after a forward of the replica
         self._backwards = self._synced = 0
-        self.through = 0
-        """The number of backwards that followed a forward of a replica."""
+        self.through = 0  # the number of backwards that followed a forward of a replica
         self._pending = False  # a forward of a replica without a backward yet
         self._own = False  # whether there was an optimizer of a replica
 
     @property
     def replicas(self) -> Iterator[Any]:
-        """The existing replicas."""
         return iter(self._replicas)
 
     @property
     def has_called_collective(self) -> bool:
-        """Whether the process has called a collective."""
         return self._calls() > 0
 
     @property
@@ -102,7 +96,6 @@ class JointOptimizerDetector(ScriptListener):
         return self._made, len(self._replicas)
 
     def history_of(self, optimizer: Any) -> OptimizerHistory:
-        """The history of an optimizer."""
         return (self._turns.get(optimizer) if self._turns else None) or OptimizerHistory()
 
     def is_private(self, optimizer: Any) -> bool:
@@ -112,7 +105,6 @@ class JointOptimizerDetector(ScriptListener):
 
     @property
     def highest_evidence_level(self) -> int:
-        """The highest level of all optimizers."""
         if self._own:
             return KEPT_EQUAL
         return max((history.evidence_level for history in self._turns.values()), default=PRIVATE)
@@ -227,41 +219,28 @@ class StepCounter(ScriptListener):
 
 
 class PhaseTracker(StepCounter):
-    """A step counter that also sets the phase on the status page."""
-
     def __init__(self, page: StatusPage, joint: JointOptimizerDetector | None = None) -> None:
         super().__init__(page, joint)
         self._steps_ns = {phase: deque[int](maxlen=USUAL_STEP_WINDOW) for phase in CORRECTED_PHASES}
         self._seen_ns = dict.fromkeys(CORRECTED_PHASES, 0)
 
-    def on_batch_requested(self, batches: Any) -> None:
-        self._page.enter(Phase.DATA)
+    @staticmethod
+    def _enter(phase: Phase) -> Any:
+        def enter(self: PhaseTracker, *_: Any) -> None:
+            self._page.enter(phase)
 
-    def enter_user_phase(self, *_: Any, **__: Any) -> None:
-        self._page.enter(Phase.USER)
+        return enter
 
-    on_batch_received = on_epoch_end = on_forward_end = on_backward_end = enter_user_phase
+    on_batch_requested = _enter(Phase.DATA)
+    on_batch_received = on_epoch_end = on_forward_end = on_backward_end = _enter(Phase.USER)
+    on_forward_begin = on_buffers_received = _enter(Phase.FORWARD)
+    on_buffers_broadcast = _enter(Phase.SYNC)
+    on_backward_begin = _enter(Phase.BACKWARD)
+    on_step_begin = on_closure_end = _enter(Phase.OPTIMIZER)
 
     def on_exception(self, where: str, error: BaseException) -> None:
         if not self._page.get("released"):  # an error from the guard itself is not progress
-            self.enter_user_phase()
-
-    def on_forward_begin(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        self._page.enter(Phase.FORWARD)
-
-    def on_buffers_broadcast(self, ddp: Any) -> None:
-        self._page.enter(Phase.SYNC)
-
-    def on_buffers_received(self, ddp: Any) -> None:
-        self._page.enter(Phase.FORWARD)
-
-    def on_backward_begin(self, losses: Any) -> None:
-        self._page.enter(Phase.BACKWARD)
-
-    def on_step_begin(self, optimizer: Any) -> None:
-        self._page.enter(Phase.OPTIMIZER)
-
-    on_closure_end = on_step_begin
+            self._page.enter(Phase.USER)
 
     def on_step_end(self, optimizer: Any) -> None:
         self._page.enter(Phase.USER)
