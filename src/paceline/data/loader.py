@@ -4,7 +4,8 @@ Data held as tensors or arrays is gathered directly; any other map-style dataset
 workers. Either way the samples come in the plan's order, and a sample's random augmentation depends on (seed, epoch,
 sample) only, never on the worker that loads it (see `workers` for datasets that return whole batches).
 
-On a GPU the next batches are loaded while the current ones are computed. A step calls `PrefetchTrigger.begin` when all
+Data that are already on the device of the batches need no more: a batch is gathered there when it is requested. Other
+data are loaded for a GPU while the current batches are computed. A step calls `PrefetchTrigger.begin` when all
 of its work is launched: while the GPU is busy, the host loads the same number of batches into page-locked memory, and
 starts their copies on a separate stream. An evaluation does not call it; there the next batch is started before the
 current one is returned. On the CPU there is no prefetching.
@@ -41,6 +42,7 @@ from paceline.nested import map_tensors, tensors
 from paceline.protocol.status_page import StatusPage
 
 Item = TypeVar("Item")
+CPU = torch.device("cpu")
 BatchRequest = tuple[int, Tensor]
 """(epoch, indices (n,)): one micro-batch to fetch."""
 
@@ -112,7 +114,7 @@ def load_planned_batches(
     requests, because random streams are restored there.
     """
     steps = steps if loading.thin is None or loading.evaluates else map(loading.thin, steps)
-    if (gather := _gatherer_on_cpu(dataset, loading)) is not None:
+    if (gather := _gatherer_in_place(dataset, loading)) is not None:
         for step in steps:
             draws = SampleRandomNumbers(seed, step[0].epoch)
             yield [MicroBatch(gather(work.indices, draws), None, work, work.random_seed(seed)) for work in step]
@@ -138,12 +140,13 @@ def load_planned_batches(
             advance()
 
 
-def _gatherer_on_cpu(dataset: Dataset[Any], loading: Loading) -> GatherFunction | None:
-    """Gathers whole batches, if they come from memory and stay on the CPU: then nothing is prefetched or moved."""
+def _gatherer_in_place(dataset: Dataset[Any], loading: Loading) -> GatherFunction | None:
+    """Gathers whole batches, if the data are on the device of the batches: then nothing is prefetched or moved."""
     source = dataset.dataset if type(dataset) is Subset else dataset
-    rows = dataset_arrays(source) if loading.collate is None and loading.device.type == "cpu" else None
-    is_on_cpu = rows is not None and not any(isinstance(array, Tensor) and array.device.type != "cpu" for array in rows)
-    return batch_gatherer(dataset) if is_on_cpu else None
+    rows = dataset_arrays(source) if loading.collate is None else None
+    if rows is None or any((row.device if isinstance(row, Tensor) else CPU) != loading.device for row in rows):
+        return None
+    return batch_gatherer(dataset)
 
 
 def fetch_pairs(
@@ -163,6 +166,9 @@ def fetch_batches(
     dataset: Dataset[Any], requests: Iterable[BatchRequest], seed: int, loading: Loading
 ) -> Generator[Any]:
     """Yield the batch for each request on the device, in order and in the form that the dataset returns."""
+    if (gather := _gatherer_in_place(dataset, loading)) is not None:
+        yield from (gather(indices, SampleRandomNumbers(seed, epoch)) for epoch, indices in requests)
+        return
     gather = batch_gatherer(dataset) if loading.collate is None else None
     if gather is not None:
         batches: Generator[Any] = (gather(indices, SampleRandomNumbers(seed, epoch)) for epoch, indices in requests)
@@ -217,11 +223,12 @@ def prefetch_to_device(
         return
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))  # data on the GPU must be complete before they are gathered
+    free: list[torch.cuda.Event] = []
 
     def begin() -> tuple[Any, torch.cuda.Event]:
         with torch.cuda.stream(side):
             batch = move_to_device(next(batches), device)
-            arrived = torch.cuda.Event()
+            arrived = free.pop() if free else torch.cuda.Event()
             arrived.record(side)
         return batch, arrived
 
@@ -229,6 +236,7 @@ def prefetch_to_device(
         batch, arrived = item
         current_stream = torch.cuda.current_stream(device)
         current_stream.wait_event(arrived)
+        free.append(arrived)  # the wait is for what was recorded before it
         for tensor in tensors(batch):  # the side stream must not reuse this memory for the next copy while it is read
             tensor.record_stream(current_stream)
         return batch

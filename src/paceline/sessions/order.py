@@ -104,7 +104,7 @@ def _indices(batch: Any) -> Tensor:
     try:
         indices = torch.as_tensor(batch)
         if indices.ndim == 1 and not indices.is_floating_point() and not indices.is_complex():
-            return indices.to(torch.int64)
+            return indices.to(torch.int64, copy=True)  # a sampler may write the next batch into the same memory
     except (TypeError, ValueError, RuntimeError):
         pass
     raise UsageError(code="sampler-gives-keys", value=str(batch)[:80])
