@@ -20,14 +20,7 @@ from functools import partial
 from paceline.errors import UsageError
 from paceline.host.procfs import tcp_owner
 from paceline.host.reach import sign_tcp_packets
-from paceline.launch.agent.channel import (
-    HANDSHAKE_SECONDS,
-    CoordinatorHeartbeat,
-    Link,
-    StoreConnectionRequest,
-    authenticate_to_coordinator,
-    port_taken_error,
-)
+from paceline.launch.agent import channel
 
 LOOPBACK, STORE_ADDRESS = "127.0.0.1", "127.0.0.2"
 KEY_BYTES = 16
@@ -124,7 +117,7 @@ def open_node0_store(port: int) -> tuple[socket.socket, StoreProxy]:
             store.close()
             listener.close()
             if port:
-                raise port_taken_error(f"port {port}", port, error) from error
+                raise channel.port_taken_error(f"port {port}", port, error) from error
             continue
         return store, StoreProxy(listener, partial(_to_rank_0, store_port, key if is_signed else b""))
     raise UsageError(code="no-free-port")
@@ -134,7 +127,7 @@ def _to_rank_0(port: int, key: bytes) -> socket.socket:
     connection = socket.socket()
     if key:
         sign_tcp_packets(connection, key)
-    connection.settimeout(HANDSHAKE_SECONDS)
+    connection.settimeout(channel.HANDSHAKE_SECONDS)
     try:
         connection.connect((STORE_ADDRESS, port))
     except OSError:
@@ -149,16 +142,18 @@ def remote_store_proxy(node0: str, port: int, secret: bytes) -> StoreProxy:
 
 
 def _to_node0(node0: str, port: int, secret: bytes) -> socket.socket:
-    link = authenticate_to_coordinator(socket.create_connection((node0, port), timeout=HANDSHAKE_SECONDS), secret)
-    if not isinstance(link, Link):
+    link = channel.authenticate_to_coordinator(
+        socket.create_connection((node0, port), timeout=channel.HANDSHAKE_SECONDS), secret
+    )
+    if not isinstance(link, channel.Link):
         raise ConnectionRefusedError(link)
-    link.send(StoreConnectionRequest())
-    deadline = time.monotonic() + HANDSHAKE_SECONDS
+    link.send(channel.StoreConnectionRequest())
+    deadline = time.monotonic() + channel.HANDSHAKE_SECONDS
     while not (answer := link.receive()) and not link.ended:
         if time.monotonic() > deadline:
             link.end("it did not answer")
         time.sleep(0.001)
-    if link.ended or not answer or not isinstance(answer[0], CoordinatorHeartbeat):
+    if link.ended or not answer or not isinstance(answer[0], channel.CoordinatorHeartbeat):
         link.end("it has no store")
         raise ConnectionRefusedError(link.ended)
     return link.detach()
