@@ -148,8 +148,8 @@ def port_holder(port: int) -> str | None:
     import psutil  # only for an error message: the import takes time
 
     for connection in psutil.net_connections("tcp"):
-        is_listening = connection.status == psutil.CONN_LISTEN and connection.laddr[1:] == (port,)
-        if is_listening and connection.pid is not None:
+        at = connection.laddr
+        if connection.status == psutil.CONN_LISTEN and at and at.port == port and connection.pid is not None:
             with suppress(psutil.Error):  # it belongs to a different user, or has just ended
                 # two arguments identify the program; further ones may contain passwords
                 arguments = psutil.Process(connection.pid).cmdline()[:2]

@@ -102,9 +102,9 @@ MARKS_AT = PAGE_BYTES - (1 << 17)
 ANSWER_AT, ANSWER_MAX = 131072, MARKS_AT - 131072
 NATIVE_MAX = 1 << 18
 # In words: offsets in the page and in a record.
-_PHASE, _CHANGES = _INDEX["phase"], _INDEX["changes"]
-_STEP, _OPS, _PHASES, _LAST = _INDEX["step"], _INDEX["ops"], PHASES_AT // WORD.size, RECORD.size // WORD.size - 1
-RELEASED = _INDEX["released"]
+_PHASE, _CHANGES, _OPS = _INDEX["phase"], _INDEX["changes"], _INDEX["ops"]
+_PHASES, _LAST = PHASES_AT // WORD.size, RECORD.size // WORD.size - 1
+STEP, RELEASED, SAVES_ASKED, REGROUPS = (_INDEX[name] for name in ("step", "released", "saves_asked", "regroups"))
 SEPARATOR = "\x1f"
 IN_FLIGHT = 0  # state of a record; the state of a completed one is 1 + its duration in microseconds
 NO_PEER = -1
@@ -116,7 +116,7 @@ class StatusPage:
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self._map(descriptor)
-        self._steps = self._loaders = self.words  # stay in shared memory if `_map` replaces the rest
+        self.steps = self._loaders = self.words  # stay in shared memory if `_map` replaces the rest
         self._phase, self._since_ns = Phase.USER, time.monotonic_ns()
         self.spent_ns = [0] * len(Phase)  # up to the last change of phase
         self.on_device: Callable[[Phase], Iterable[tuple[Phase, int]]] | None = None
@@ -143,17 +143,17 @@ class StatusPage:
 
     def get_request(self, what: str) -> int:
         """A request of the agent for the end of this step, for example `saves_asked`. Works with the guard off."""
-        return self._steps[_INDEX[what]]
+        return self.steps[_INDEX[what]]
 
     def tick(self) -> None:
         self.words[_CHANGES] += 1
 
     def put_stops(self, name: str, value: int) -> None:
         """Set one of the counters that concern stops. Works with the guard off."""
-        self._steps[_INDEX[name]] = value
+        self.steps[_INDEX[name]] = value
 
     def set_step(self, done: int) -> None:
-        self._steps[_STEP] = done
+        self.steps[STEP] = done
         self.words[_CHANGES] += 1
 
     def enter(self, phase: Phase) -> Phase:
@@ -264,11 +264,11 @@ class StatusPage:
     def share_only_loader_items(self) -> None:
         """In a forked process: share only the item that it loads, and nothing for its parent."""
         self._map(-1)
-        self._steps = self.words
+        self.steps = self.words
 
     def close(self) -> None:
         """Unmap the memory; the agent keeps the data."""
-        for words in (self.words, self._steps, self._loaders):
+        for words in (self.words, self.steps, self._loaders):
             words.release()  # mmap.close() raises BufferError while there is a view
         self._memory.close()
 
