@@ -70,9 +70,8 @@ def make_loader(
             if data.batch_size is None or not covers_each_sample_once(data):
                 raise UsageError(code="loader-with-own-order")
             existing, shuffle = None, not is_sequential(data)
-        last_batch = (
-            "drop" if data.drop_last or not (is_stream(dataset) or covers_each_sample_once(data)) else last_batch
-        )
+        if data.drop_last or not (is_stream(dataset) or covers_each_sample_once(data)):
+            last_batch = "drop"
     if (global_batch is None) == (batch_size is None):
         raise UsageError(code="no-batch-size")
     batch = global_batch or (batch_size or 0) * virtual_ranks * accumulation

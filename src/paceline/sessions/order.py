@@ -28,6 +28,7 @@ MAX_STATE_ITEMS = 10_000  # of a list in a sampler's state
 HASH_BITS = 48  # so that a float64 represents it exactly
 MAX_SAMPLER_DEPTH = 4  # of nested objects in a sampler
 RANDOM_GENERATOR_TYPES = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+GLOBAL_STREAMS = {"torch": torch.default_generator, "python": random, "numpy": np.random}
 _to_list = methodcaller("tolist")  # an array of a generator's state, for JSON
 
 
@@ -275,15 +276,6 @@ def _has_state_dict(owner: Any) -> bool:
     return callable(getattr(owner, "state_dict", None)) and callable(getattr(owner, "load_state_dict", None))
 
 
-def generator_state(source: Any) -> Any:
-    if isinstance(source, torch.Generator):
-        return base64.b85encode(source.get_state().numpy().tobytes()).decode()
-    if isinstance(source, random.Random):
-        return json.dumps(source.getstate())
-    state = source.bit_generator.state if isinstance(source, np.random.Generator) else source.get_state(legacy=False)
-    return json.dumps(state, default=_to_list)
-
-
 def _encode_tensors(value: Any) -> Any:
     if isinstance(value, Tensor):
         return {"tensor": str(value.dtype).removeprefix("torch."), "values": value.detach().tolist()}
@@ -302,30 +294,35 @@ def _decode_tensors(saved: Any) -> Any:
     return [_decode_tensors(part) for part in saved["list"]] if "list" in saved else from_json(saved["value"])
 
 
+def generator_state(source: Any) -> Any:
+    if isinstance(source, torch.Generator):
+        return base64.b85encode(source.get_state().numpy().tobytes()).decode()
+    if hasattr(source, "getstate"):
+        return json.dumps(source.getstate())
+    state = source.bit_generator.state if isinstance(source, np.random.Generator) else source.get_state(legacy=False)
+    return json.dumps(state, default=_to_list)
+
+
 def set_generator_state(source: Any, value: Any) -> None:
     if isinstance(source, torch.Generator):
         source.set_state(torch.frombuffer(bytearray(base64.b85decode(value)), dtype=torch.uint8))
-    elif isinstance(source, random.Random):
+    elif hasattr(source, "setstate"):
         version, internal_state, gauss = json.loads(value)
         source.setstate((version, tuple(internal_state), gauss))
     elif isinstance(source, np.random.Generator):
         source.bit_generator.state = json.loads(value)
-    elif isinstance(source, np.random.RandomState):
+    else:
         source.set_state(json.loads(value))
 
 
 def global_random_states() -> dict[str, str]:
-    numpy_state = json.dumps(np.random.get_state(legacy=False), default=_to_list)
-    torch_state = generator_state(torch.default_generator)
-    return {"torch": torch_state, "python": json.dumps(random.getstate()), "numpy": numpy_state}
+    return {name: generator_state(source) for name, source in GLOBAL_STREAMS.items()}
 
 
 def restore_global_random_states(states: Mapping[str, str]) -> None:
-    set_generator_state(torch.default_generator, states["torch"])
-    if "python" in states:
-        version, internal_state, gauss = json.loads(states["python"])
-        random.setstate((version, tuple(internal_state), gauss))
-        np.random.set_state(json.loads(states["numpy"]))
+    for name, source in GLOBAL_STREAMS.items():
+        if name in states:  # old checkpoints have only that of torch
+            set_generator_state(source, states[name])
 
 
 def merge_small_batches(batches: Iterator[Tensor], least: int) -> Iterator[Tensor]:
