@@ -131,7 +131,6 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
 
 
 def _resumed_config(values: Mapping[str, Any]) -> Path | None:
-    """The settings file of the run to resume. Its settings apply unless an option changes them."""
     folder = values.get("run.run_dir")
     if folder is None or values.get("checkpoint.resume") != "auto":
         return None

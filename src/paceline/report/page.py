@@ -243,16 +243,8 @@ def collectives_table(run: RunData) -> Iterable[Table]:
         duration, size, over = (mean(column) for column in zip(*occurrences, strict=True))
         speed = f"{size / duration / 1e6:,.0f}" if duration > 0 and size > 1e4 else ""
         overlap = f"{over / duration:.0%}" if duration > 0 else "-"
-        rows.append(
-            [
-                _cell(name),
-                f"{len(occurrences) / len(traced):.3g}",
-                f"{size / 1e6:,.3f}",
-                f"{1e3 * duration:,.2f}",
-                speed,
-                overlap,
-            ]
-        )
+        numbers = (f"{len(occurrences) / len(traced):.3g}", f"{size / 1e6:,.3f}", f"{1e3 * duration:,.2f}")
+        rows.append([_cell(name), *numbers, speed, overlap])
     if rows:
         caption = (
             "A collective is a call in which all ranks take part. Times include waiting for a late rank. The gradients "

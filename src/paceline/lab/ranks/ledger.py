@@ -76,7 +76,6 @@ class GenerationLogs:
         return (record for log in self.logs for records in log.steps.values() for record in records)
 
     def steps(self) -> list[int]:
-        """All steps that at least one rank logged, sorted."""
         return sorted({step for record in self.records() for step in covered_steps(record)})
 
     def spans(self, counts: range) -> Iterator[range]:
@@ -112,8 +111,6 @@ class GenerationSummary:
 
 @dataclass(frozen=True)
 class EpochUse:
-    """The number of samples that one epoch (from 0) used once, never or repeatedly; None if unknown."""
-
     epoch: int
     steps: int
     once: int | None
@@ -440,7 +437,6 @@ def _epoch(epoch: int, steps: Sequence[_CheckedStep], num_samples: int, parts: i
 
 
 def _check_epoch(epoch: int, steps: Sequence[_CheckedStep], num_samples: int) -> Iterator[str]:
-    """The check without the plan: any rank may have used a sample, in any step."""
     consumed = sum(step.consumed for step in steps)
     if consumed != num_samples:
         yield f"epoch {epoch}: {consumed:,} samples were used instead of {num_samples:,}"
