@@ -146,7 +146,7 @@ class InterNodeExchange:
         self._world = world
         self._group: dist.ProcessGroup | None = None
         self._tries, self._pause, self._since = 0, 0, -math.inf  # no pause before the first exchange is timed
-        unique_bytes, local = sum(shard.tensor.nbytes for shard in _unique_shards(held)), world.local_size
+        unique_bytes, local = sum(shard.tensor.nbytes for shard in held if shard.is_unique), world.local_size
         replicated = sum(shard.tensor.nbytes for shard in held if shard.replicated)
         by_rank = all_gather_object([[world.local_rank, local], unique_bytes, free_memory(), replicated], world)
         total = sum(unique_bytes for _, unique_bytes, _, _ in by_rank) + by_rank[0][3]
@@ -184,7 +184,7 @@ class InterNodeExchange:
 
     def _exchange(self, shards: Sequence[TensorShard], group: dist.ProcessGroup) -> list[TensorShard]:
         world = self._world
-        shard = make_shard_layout(_unique_shards(shards))
+        shard = make_shard_layout(shard for shard in shards if shard.is_unique)
         own_buffer = torch.empty(shard.total_bytes, dtype=torch.uint8)
         write_shard_file(own_buffer, shard, {})
         offsets = [shard.header_bytes + offset for offset in shard.offsets]
@@ -206,10 +206,6 @@ class InterNodeExchange:
             for piece, offset in zip(pieces, starts, strict=True)
             if host != number
         ]
-
-
-def _unique_shards(shards: Sequence[TensorShard]) -> list[TensorShard]:
-    return [shard for shard in shards if not (shard.replicated or shard.is_saved_elsewhere)]
 
 
 def _received(piece: Piece, data: Tensor, at: int) -> TensorShard:

@@ -26,14 +26,10 @@ def trainable(module: nn.Module) -> list[nn.Parameter]:
 def assign_buckets(sizes: Sequence[int], capacity: int, first: int = 0) -> list[list[int]]:
     """Group item indices, last item first, into runs of at most `capacity` bytes. A larger item gets a separate run.
 
-    Backward reaches the last layers first: their bucket is sent while the other layers compute.
+    Backward reaches the last layers first: their bucket is sent while the other layers compute. The first bucket is
+    full at `first` bytes.
 
         assign_buckets([4, 4, 4, 9, 2], capacity=8) == [[4], [3], [2, 1], [0]]
-
-    Args:
-        sizes: of the items, in bytes.
-        capacity: of a bucket, in bytes.
-        first: the number of bytes at which the first bucket is full.
     """
     buckets: list[list[int]] = []
     room = assigned = 0

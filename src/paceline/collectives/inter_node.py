@@ -217,11 +217,8 @@ class InterNodeSum:
     def sum(self, tensors: Grads) -> Grads:
         """The sums over all hosts, new tensors (a collective).
 
-        Args:
-            tensors: one for each parameter, the same on all ranks of a host. None: all zeros.
-
-        Returns:
-            One for each parameter. None if no host has ever had a tensor for it: otherwise a residual must be sent.
+        `tensors`: one for each parameter, the same on all ranks of a host; None: all zeros. A sum is None if no host
+        has ever had a tensor for its parameter: otherwise a residual must be sent.
         """
         group = self._hosts.inter_node_group()
         present = start_all_gather(

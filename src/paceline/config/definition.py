@@ -3,14 +3,18 @@
 No torch here: settings that differ are reported before any process starts.
 """
 
+from __future__ import annotations
+
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.config.choices import check_not_renamed, current_name
-from paceline.config.settings import TrainConfig
 from paceline.config.strategies import EXACT_STRATEGIES, SLOW_NETWORK_SETTINGS
 from paceline.errors import UsageError, unknown_name_error
+
+if TYPE_CHECKING:
+    from paceline.config.settings import TrainConfig
 
 FIXED_SETTINGS = {
     "virtual_ranks": "buffers, random streams and portions of batches belong to virtual ranks",

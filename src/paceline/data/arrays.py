@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import methodcaller
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -116,8 +118,11 @@ def batch_gatherer(dataset: object) -> GatherFunction | None:
     if isinstance(dataset, ArrayDataset):
         return dataset.gather
     if type(dataset) is TensorDataset:  # a subclass may override __getitem__
-        tensors = dataset.tensors
-        return lambda indices, _: [t.index_select(0, indices.to(t.device, non_blocking=True)) for t in tensors]
+        tensors, device = dataset.tensors, dataset.tensors[0].device
+        if any(tensor.device != device for tensor in tensors):
+            return lambda indices, _: [_rows(tensor, indices) for tensor in tensors]
+        gathered_by = partial(methodcaller, "index_select", 0)
+        return lambda indices, _: [*map(gathered_by(indices.to(device, non_blocking=True)), tensors)]
     if type(dataset) is Subset:
         inner = batch_gatherer(cast("Subset[Any]", dataset).dataset)
         if inner is not None:

@@ -15,6 +15,7 @@ import gc
 import os
 import re
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -284,8 +285,10 @@ def check_shared_memory(batch: Any, samples: int, load: SharedMemoryDemand) -> N
     sizes = [tensor.nbytes for tensor in tensors(batch)]
     batches = PREFETCH_FACTOR * num_workers + 1
     needed_bytes = sum(sizes) * load.largest_batch // samples * batches * local_ranks
-    free_bytes = _free_bytes()
-    if free_bytes is not None and free_bytes < needed_bytes:
+    free_bytes = needed_bytes
+    with suppress(OSError):  # not Linux: the limit of shared memory is unknown
+        free_bytes = shutil.disk_usage(SHARED_MEMORY_FOLDER).free
+    if free_bytes < needed_bytes:
         raise UsageError(
             code="shared-memory-too-small", folder=SHARED_MEMORY_FOLDER, free=_mib(free_bytes), num_workers=num_workers,
             local_ranks=local_ranks, needed=_mib(needed_bytes),
@@ -294,14 +297,6 @@ def check_shared_memory(batch: Any, samples: int, load: SharedMemoryDemand) -> N
     needed_files = len(sizes) * batches + NUM_OTHER_OPEN_FILES
     if files != resource.RLIM_INFINITY and files < needed_files:
         raise UsageError(code="too-few-open-files", files=files, num_workers=num_workers, needed_files=needed_files)
-
-
-def _free_bytes() -> int | None:
-    try:
-        status = os.statvfs(SHARED_MEMORY_FOLDER)
-    except OSError:  # not Linux: the limit of shared memory is unknown
-        return None
-    return status.f_bavail * status.f_frsize
 
 
 def _mib(size_bytes: int) -> str:

@@ -192,7 +192,6 @@ def is_waiting(rank: Evidence) -> bool:
 
 
 def ranks_to_interrupt(diagnosis: Diagnosis, evidence: Sequence[Evidence]) -> tuple[int, ...]:
-    """The ranks that receive an exception in their collective: all that only wait."""
     kept = () if diagnosis.kind in KINDS_WITH_WAITING_CAUSES else diagnosis.causes
     return tuple(sample.rank for sample in evidence if sample.is_running and sample.rank not in kept)
 
@@ -319,8 +318,7 @@ class StragglerDetector:
         self._snapshots: list[SampleSnapshot] = []  # the newest last
         self._stragglers: list[tuple[Straggler | None, Straggler | None]] = []  # without and with time in CPU queues
         self._reported: dict[str, float] = {}
-        self.rank: int | None = None
-        """The rank of the last warning."""
+        self.rank: int | None = None  # of the last warning
 
     def update(self, samples: Sequence[WorkerSample]) -> str:
         """A new warning, or an empty text. Call it repeatedly, with samples of all running ranks."""
@@ -401,7 +399,6 @@ def _per_step(base: SampleSnapshot, now: SampleSnapshot, *, subtract_queues: boo
 
 
 def find_slow_rank(spent: PhaseSecondsByRank, hosts: Mapping[int, str]) -> Straggler | None:
-    """The rank that is slower than the others, or None. Needs at least two ranks."""
     all_work = {rank: sum(seconds[phase] for phase in WORK_PHASES) for rank, seconds in spent.items()}
     never_waiting = {rank: sum(seconds[phase] for phase in NEVER_WAITING_PHASES) for rank, seconds in spent.items()}
     for work in (all_work, never_waiting):
@@ -416,7 +413,6 @@ def find_slow_rank(spent: PhaseSecondsByRank, hosts: Mapping[int, str]) -> Strag
 
 
 def _slow_phase(spent: PhaseSecondsByRank, rank: int, phases: Sequence[Phase] = SCRIPT_WORK_PHASES) -> Phase:
-    """The phase with most of the difference from the other ranks."""
     seconds_by_phase = {phase: {r: seconds[phase] for r, seconds in spent.items()} for phase in phases}
     return max(phases, key=lambda p: seconds_by_phase[p][rank] - _median_of_others(seconds_by_phase[p], rank))
 

@@ -282,7 +282,6 @@ def _dispute_diagnosis(
 
 
 def _rivals(ranks: RankStates, causes: Sequence[int], graph: WaitGraph) -> list[list[int]]:
-    """The ranks in mutual waits with a rank in `causes`, else those of a cycle, grouped by their operation."""
     wrong = set(causes)
     mutual = [n for n in graph if n not in wrong and any(n in graph[other] for other in wrong & graph[n])]
     rivals = mutual or [n for n in _find_cycle(graph) if n not in wrong]
@@ -369,7 +368,6 @@ def _differ(mismatch: OpMismatch, blocking_ops: Mapping[int, Op]) -> bool:
 
 
 def _edges(ranks: Mapping[int, RankState], ops: Mapping[int, Op]) -> Mapping[int, frozenset[int]]:
-    """The edges between waiting ranks. Ranks with equal edges use one set."""
     shared: dict[tuple[int, Op], frozenset[int]] = {}
     for n, op in ops.items():
         waits_for = ranks[n].waits_for

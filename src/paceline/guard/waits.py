@@ -225,13 +225,11 @@ def group_ranks(values: Mapping[int, T], key: Callable[[T], Hashable]) -> tuple[
 
 
 def majority(parties: Sequence[Mapping[int, T]]) -> Mapping[int, T] | None:
-    """The party with more than half of the ranks in all parties; None if there is none."""
     total = sum(map(len, parties))
     return next((party for party in parties if 2 * len(party) > total), None)
 
 
 def minority(parties: Sequence[Mapping[int, T]]) -> tuple[int, ...]:
-    """The ranks outside the majority; none without a majority."""
     right = majority(parties)
     return () if right is None else tuple(sorted(n for party in parties if party is not right for n in party))
 
@@ -242,8 +240,6 @@ RAGGED_COLLECTIVES = frozenset({"all_gather", "gather", "scatter", "all_to_all",
 
 @dataclass(frozen=True)
 class OpMismatch:
-    """Different operations that ranks have entered under one number of a stream."""
-
     sequence_key: OpSequenceKey
     seq: int
     parties: tuple[Mapping[int, Op], ...]  # rank -> its operation; the largest party first

@@ -36,15 +36,9 @@ from paceline.rank.world import World
 
 
 def split_along_context(model: nn.Module, world: World, probe: Callable[[], float]) -> list[str]:
-    """Split every sequence of `model` over the ranks along `context`, in place (a collective of all ranks).
+    """Split every sequence of `model` over the ranks along `context`, in place (a collective). Return lines to print.
 
-    Args:
-        model: whole on every rank, before and after.
-        world: with a dimension `context`.
-        probe: returns the loss of the model on a few samples, equal on all ranks. Called before and after.
-
-    Returns:
-        Lines to print.
+    `model` is whole on every rank, before and after. `probe` returns its loss on a few samples, equal on all ranks.
     """
     along = world.along("context")
     assert along.group is not None

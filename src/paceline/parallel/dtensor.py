@@ -122,13 +122,9 @@ class LayerCommunication:
     def __init__(
         self, mesh: DeviceMesh, count: Callable[[int], None], cache: InputCache, *, sequence: bool = False
     ) -> None:
-        """Keep the arguments.
+        """`count` is called with the bytes that a forward, or its backward, passes to an all-reduce along `mesh`.
 
-        Args:
-            mesh: the ranks along tensor.
-            count: is called with the bytes that a forward, or its backward, passes to an all-reduce.
-            cache: the same for all layers of a model.
-            sequence: outputs stay sharded along the sequence, see `reduce_output`.
+        `cache`: the same for all layers of a model. `sequence`: outputs stay sharded along it, see `reduce_output`.
         """
         self.mesh, self._count, self._cache, self._sequence = mesh, count, cache, sequence
 

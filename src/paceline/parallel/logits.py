@@ -131,12 +131,8 @@ def _cross_entropy(
 ) -> Tensor | None:  # fmt: skip
     """`F.cross_entropy` of sharded logits, plain and equal on every rank; None if it needs the whole logits.
 
-    Args:
-        shard: (B, classes, ...) along the classes or a dimension after them; if `flat`, (B, T, classes) along T.
-        target: as one process has it, (B, ...) or (B * T).
-
-    Raises:
-        RuntimeError: if a target is not a class (on a GPU torch raises it later).
+    `shard`: (B, classes, ...) along the classes or a dimension after them; if `flat`, (B, T, classes) along T.
+    `target`: as one process has it, (B, ...) or (B * T).
     """
     mesh, placement = shard.device_mesh, shard.placements[0]
     dim: int = placement.dim  # pyright: ignore[reportAttributeAccessIssue]

@@ -40,12 +40,10 @@ class LayerSharding:
 def find_plan(
     model: nn.Module, ranks: int, requested_styles: Mapping[str, str] | None = None
 ) -> dict[str, LayerSharding]:
-    """The sharded layers, by name.
+    """The sharded layers of the whole `model`, by name, for `ranks` ranks along tensor.
 
-    Args:
-        model: the unsharded model.
-        ranks: number of ranks along tensor.
-        requested_styles: by name or pattern of modules, one of WAYS, which overrides the rules. The last match counts.
+    `requested_styles`: by name or pattern of modules, one of SHARDING_STYLES, which overrides the rules. The last match
+    counts.
     """
     chosen = _requested_layers(model, requested_styles or {}, ranks)
     excluded = tuple(f"{name}." for name, layer in chosen.items() if layer is None)  # and all modules inside

@@ -14,7 +14,7 @@ from paceline.sessions.loader import Loader
 from paceline.stepping.micro_step import MicroStep, Reduction
 from paceline.stepping.trained_model import ModelInTraining
 from paceline.strategies.base import Strategy
-from paceline.train.fit import StepRecord
+from paceline.train.step_record import StepRecord
 
 ApplyStrategy = Callable[..., Strategy]  # a strategy whose options are known
 

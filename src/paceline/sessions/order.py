@@ -9,9 +9,9 @@ compares the hash.
 import base64
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from operator import methodcaller
 from typing import Any
 
@@ -39,7 +39,7 @@ class SampleOrder:
 
         `short`: (batches, samples of the next batch) after which the epoch ends.
         """
-        self._batches = _batches(loader)
+        self._batches = chain.from_iterable(_batches(loader))
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # as the seed of DataLoader's workers
         self._drawn: dict[int, tuple[Tensor, int]] = {}
         self._next = self._hash = 0
@@ -83,21 +83,21 @@ class SampleOrder:
         return self._drawn[batch][1]
 
 
-def _batches(loader: DataLoader[Any]) -> Iterator[Tensor]:
-    """The sample indices of each batch, (n,) int64. Nothing is drawn before the first batch."""
+def _batches(loader: DataLoader[Any]) -> Iterator[Iterable[Tensor]]:
+    """The sample indices of each batch, (n,) int64, in few groups. Nothing is drawn before the first batch."""
     batches: Any = loader.batch_sampler
     if not covers_each_sample_once(loader):
-        yield from map(_indices, batches)
+        yield map(_indices, batches)
         return
     # torch draws the whole order for the first batch. Slices of one tensor are faster than a list for each batch.
     sampler: Any = loader.sampler
     samples, count, size = iter(sampler), len(sampler), batches.batch_size
     order = torch.arange(count) if is_sequential(loader) else torch.tensor([*islice(samples, count)], dtype=torch.int64)
-    for start in range(0, count - count % size, size):
-        yield order[start : start + size]
+    whole = count - count % size
+    yield map(order.__getitem__, map(slice, range(0, whole, size), range(size, whole + 1, size)))
     next(samples, None)  # at its end RandomSampler draws once more from its generator
-    if count % size and not batches.drop_last:
-        yield order[count - count % size :]
+    if whole < count and not batches.drop_last:
+        yield [order[whole:]]
 
 
 def _indices(batch: Any) -> Tensor:

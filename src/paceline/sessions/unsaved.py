@@ -68,8 +68,8 @@ class UnsavedStateSearch:
     ) -> bool:
         """Search at the first step and at checkpoints, in at most 1 % of the time, or check containers `again`.
 
-        Returns:
-            Whether it has searched. If not, a search would take too much time now, or it has only checked containers.
+        Returns whether it has searched. If not, a search would take too much time now, or it has only checked
+        containers.
         """
         began = time.perf_counter()
         if not only_known_containers:

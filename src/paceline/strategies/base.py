@@ -303,12 +303,5 @@ class MakeStrategy(Protocol):
     def __call__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
     ) -> Strategy:
-        """Prepare `model` for training on the ranks of `world` (a collective).
-
-        Args:
-            model: on the world's device.
-            make_optimizer: creates the optimizer from the parameters.
-            world: the ranks.
-            virtual_ranks: number of virtual ranks of the batch plan. Default: the world size.
-        """
+        """Prepare `model`, which is on the world's device, for training on the ranks of `world` (a collective)."""
         ...

@@ -213,8 +213,7 @@ class _LocalShards:
     ) -> dict[str, LocalShard]:
         """Make an `optimizer` of parameters with these names update this rank's pieces, or `whole` ones as an owner.
 
-        Returns:
-            What this rank updates, by the names of the parameters; without the unsharded ones.
+        Returns what this rank updates, by the names of the parameters; without the unsharded ones.
         """
         trained = {name: self._parameters[name] for names in groups for name in names}
         updated = {name: self.pieces[name] for name in trained if name in self.pieces}

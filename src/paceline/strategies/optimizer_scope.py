@@ -78,14 +78,8 @@ def _updates_separately(optimizer: Optimizer) -> bool:
 def _trial(optimizer: Optimizer, is_trained: Callable[[int], bool]) -> dict[int, Tensor]:
     """How steps of a copy of `optimizer` change small parameters, by their numbers: the first three of each group.
 
-    As in a strategy, other parameters replace those that the optimizer was made for.
-
-    Args:
-        optimizer: does not change.
-        is_trained: whether the copy trains the parameter with this number.
-
-    Raises:
-        RuntimeError: if the copy changes a parameter that it was made for.
+    As in a strategy, other parameters replace those that the optimizer was made for. RuntimeError: the copy changes
+    those.
     """
     every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     with preserve_generator_states(), _NoCollectives(), _without_hooks():

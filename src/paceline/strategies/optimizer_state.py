@@ -136,8 +136,7 @@ def _with_strides_of(parameter: nn.Parameter, value: Any) -> Any:
 def load_node_mean(source: Source, parameters: Sequence[TensorShard]) -> int:
     """Load the mean over nodes into trainable parameters, if the state was saved between two outer steps.
 
-    Returns:
-        The number of nodes that took local steps in the saved run; 0 if none did.
+    Returns the number of nodes that took local steps in the saved run; 0 if none did.
     """
     saved, steps = source.tensor("outer/hosts"), source.tensor("outer/steps")
     if saved is None or steps is None:

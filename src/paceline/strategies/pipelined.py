@@ -71,19 +71,10 @@ def make_pipeline_stage(
     schedule: Schedule = "1f1b",
     virtual_ranks: int | None = None,
 ) -> Strategy:
-    """This rank's stage of `model`, trained by `strategy` (a collective).
+    """This rank's stage of `model`, trained by `strategy` on the ranks of `world.data` (a collective).
 
-    Memory of each rank, for P parameters in S equal stages: P/S weights, gradients and optimizer state.
-
-    Args:
-        strategy: trains the stage on the ranks of `world.data`.
-        model: the whole model, equal on all ranks, on the world's device. Afterwards the parameters and buffers of
-            other stages are shapes (meta tensors).
-        make_optimizer: creates the optimizer from the parameters.
-        world: all ranks, in a mesh.
-        plan: the stages.
-        schedule: see `parallel.pipeline.actions`.
-        virtual_ranks: see MakeStrategy.
+    Memory of each rank, for P parameters in S equal stages: P/S weights, gradients and optimizer state. `model` is
+    whole and equal on all ranks. Afterwards the parameters and buffers of other stages are shapes (meta tensors).
     """
     points, users = plan.split_points, plan.stages_by_tensor
     number = world.along("pipeline").rank

@@ -100,9 +100,7 @@ def save_alone(
 ) -> Path:  # fmt: skip
     """Write and publish the state after `step` without any collective. Return the checkpoint's folder.
 
-    Raises:
-        TrainingError: if only other ranks hold a part of the state, or a newer generation owns the checkpoints.
-        OSError: if a file cannot be written.
+    TrainingError: only other ranks hold a part of the state, or a newer generation owns the checkpoints.
     """
     shards, world = holder.state(), holder.world
     elsewhere = next((f" (this one has only a part, e.g. {part.name})" for part in shards if not part.replicated), None)
@@ -321,11 +319,7 @@ class CheckpointManager:
     def after_step(self, step: int, votes: ControlFlags, content: Callable[[], TrainerState], *, save: bool) -> float:
         """Compare, snapshot or save as the policy requires after `step` (collective). `save`: save in any case.
 
-        Returns:
-            The seconds for which training was paused.
-
-        Raises:
-            TrainingError: if the replicas differ.
+        Returns the seconds for which training was paused.
         """
         began = time.perf_counter()
         policy = self._policy

@@ -29,10 +29,6 @@ def check_replicas(state: Sequence[TensorShard], world: World, step: int, optimi
     A bit flip in the memory of one rank silently spreads into every result. State that only one rank holds (buffers of
     a virtual rank, a shard of `zero`'s optimizer state) cannot be compared. A fault in it shows once it has changed a
     parameter.
-
-    Raises:
-        TrainingError: code DIVERGED, if a tensor differs. It names the tensor, the ranks in the minority (none if there
-            is no majority) and any setting of the `optimizers` that differs. ReportedByPeer on the other ranks.
     """
     compared = state if world.mesh is not None else [shard for shard in state if shard.replicated]
     if world.size == 1 or not (compared or world.mesh):

@@ -8,8 +8,8 @@ from typing import Any
 from paceline.data.loader import MicroBatch, load_steps, split_pair
 from paceline.protocol.status_page import StatusPage
 from paceline.rank.world import World
-from paceline.train.fit import StepRecord
 from paceline.train.prepare import TrainingComponents
+from paceline.train.step_record import StepRecord
 from paceline.train.streaming import Stream
 
 

@@ -15,9 +15,9 @@ from paceline.runs.summary import finite
 from paceline.tasks.task import Callback, Moment, Split
 from paceline.train.data_progress import DataProgress
 from paceline.train.evaluate import evaluate
-from paceline.train.fit import StepRecord
 from paceline.train.prepare import TrainingComponents
 from paceline.train.progress import TrainingProgress
+from paceline.train.step_record import StepRecord
 from paceline.train.weights import save
 
 LESS_IS_BETTER = ("loss", "error", "perplexity", "mae", "mse", "rmse", "wer", "cer")

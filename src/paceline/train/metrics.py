@@ -9,7 +9,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,9 @@ from paceline.errors import UsageError
 from paceline.nested import map_tensors
 from paceline.rank.world import World
 from paceline.tasks.metric import AnyMetric, Metric, PerSample, is_torchmetric, metric_members, resolve_metric
-from paceline.tasks.task import Loss
-from paceline.train.step import weighted_losses
+
+if TYPE_CHECKING:
+    from paceline.tasks.task import Loss
 
 StatesByMetric = dict[str, list[Any]]
 """By metric, the pairs [virtual rank, state] of the virtual ranks that have samples on this rank."""
@@ -74,6 +75,8 @@ def _numbers(name: str, result: Any) -> dict[str, float]:
 
 
 def _loss_metric(loss: Loss) -> Metric:
+    from paceline.train.step import weighted_losses  # a session needs none of it
+
     def update(outputs: Any, targets: Any) -> dict[str, Tensor]:
         losses, weights = weighted_losses(loss, outputs, targets)
         if weights is None:

@@ -10,11 +10,11 @@ from contextlib import suppress
 from itertools import pairwise
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from paceline.checkpoint.resume import RunLocation
 from paceline.collectives.control import all_gather_object
 from paceline.data.plan import BatchPlan
-from paceline.host.machine_log import MachineLog
 from paceline.protocol.control import WorkerSpec
 from paceline.protocol.status_page import StatusPage
 from paceline.rank.world import World
@@ -25,7 +25,10 @@ from paceline.runs.trackers import TrackerQueue, tracker_names
 from paceline.runs.writers import EventWriter
 from paceline.strategies.base import Strategy
 from paceline.train.costs import storage_bytes
-from paceline.train.fit import PhaseStart, StepRecord
+from paceline.train.step_record import PhaseStart, StepRecord
+
+if TYPE_CHECKING:
+    from paceline.host.machine_log import MachineLog
 
 NUM_LAST_TRACED_STEPS = 8  # the last steps of a run are always traced
 FULLY_TRACED_STEP_BITS = 6  # the first 2**6 - 1 steps are all traced
@@ -58,6 +61,8 @@ class RunRecorder:
         node = int(os.environ.get("GROUP_RANK", world.rank // world.local_size))  # torchrun's
         processes: list[tuple[int, int, int]] = all_gather_object((node, world.rank, os.getpid()), world)
         if world.local_rank == 0:
+            from paceline.host.machine_log import MachineLog  # most runs have an agent
+
             pids = {rank: pid for rank_node, rank, pid in processes if rank_node == node}
             self._machine = MachineLog(self.place.folder, node, pids)
 

@@ -56,7 +56,7 @@ class Stream:
             raise UsageError(code="stream-not-repeatable")
         return readings[0]
 
-    def global_batch_samples(self, work: object = None) -> int:
+    def global_batch_samples(self) -> int:
         return self._total
 
     def is_last_batch(self, batch: int, next_batch_samples: float) -> bool:

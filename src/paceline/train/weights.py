@@ -34,13 +34,10 @@ safetensors has no complex128, and older versions have no complex64."""
 def save(
     weights: Mapping[str, Tensor], path: Path, *, pickled: bool = False, metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Save a model's state as safetensors, with `metadata`, or with torch.save if `pickled`.
+    """Save a model's state as safetensors, with `metadata`, or with torch.save if `pickled`. Raise OSError if it fails.
 
     safetensors: a tensor with two names (tied weights) is stored once, as `load_model` expects. A complex tensor is
     stored with its real and imaginary parts in a last dimension of 2; `torch.view_as_complex` converts it back.
-
-    Raises:
-        OSError: if the file cannot be written. An existing file is unchanged then.
     """
     try:
         with writing.replace_atomically(path) as (folder, partial_name):

@@ -22,7 +22,7 @@ from paceline.nested import tensors
 from paceline.rank.world import World
 from paceline.strategies.base import Strategy
 from paceline.train.determinism import hardware_facts
-from paceline.train.fit import StepRecord
+from paceline.train.step_record import StepRecord
 
 DIGEST_LENGTH = 32  # characters, which is 128 bits
 

@@ -40,7 +40,7 @@ from paceline.stepping.trained_model import ModelInTraining
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.optimizers import optimizer_names
 from paceline.tasks.registry import load_function
-from paceline.train.fit import StepRecord
+from paceline.train.step_record import StepRecord
 
 MAX_RECORDED_VALUES = 4096  # recorded values per tensor, evenly spaced
 

@@ -45,14 +45,21 @@ from paceline.strategies import Strategy
 from paceline.strategies.base import MakeOptimizer
 from paceline.tasks.registry import load_task
 from paceline.tasks.task import Task
-from paceline.train.compute_settings import check_precision, resolve_compute
+from paceline.train.compute_settings import check_precision
 from paceline.train.determinism import use_deterministic_kernels
-from paceline.train.fit import StepRecord, fit
 from paceline.train.optimizer import configured_optimizer_maker, schedule_for
 from paceline.train.parallelism import parallelize_model
-from paceline.train.prepare import check_loss, make_model, make_plan, make_replica, parallel_config
+from paceline.train.prepare import (
+    check_loss,
+    make_model,
+    make_plan,
+    make_replica,
+    parallel_config,
+    resolve_compute,
+)
 from paceline.train.records import RunRecorder
-from paceline.train.step import ignore_phase
+from paceline.train.step import fit, ignore_phase
+from paceline.train.step_record import StepRecord
 from paceline.train.stream_task import check_stream
 
 GPU_DRIVER_WAIT_SECONDS = 2.0  # for the driver to report why a GPU is slow
@@ -151,7 +158,8 @@ class CandidateTraining:
         return record.microbatches
 
     def _record(self, record: StepRecord) -> int:
-        self.use.add(record.num_tokens_and_samples())
+        tokens, samples = record.num_tokens_and_samples()
+        self.use.tokens, self.use.samples = self.use.tokens + tokens, self.use.samples + samples
         self.sync_seconds += record.phase_seconds.get(Phase.SYNC.word, 0.0)
         samples = len(self.plan.global_indices(*divmod(record.step - 1, self.plan.steps_per_epoch)))
         self._records.log_step(record, samples, self._share, listed=self._lists_samples)

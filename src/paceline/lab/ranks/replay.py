@@ -49,8 +49,8 @@ from paceline.tasks.task import Loss
 from paceline.train.compute_settings import set_threads
 from paceline.train.consistency import REGISTERED_PREFIX
 from paceline.train.determinism import hardware_facts, use_deterministic_kernels
-from paceline.train.fit import StepRecord
 from paceline.train.prepare import TrainingComponents, prepare
+from paceline.train.step_record import StepRecord
 from paceline.train.training import TaskTrainer
 
 SAME_LOSS = 1e-2  # relative difference of a loss and the mean over samples, which bf16 can round

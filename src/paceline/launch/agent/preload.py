@@ -144,10 +144,7 @@ class Preloader:
 
 
 def start_preloader(argv: Sequence[str], env: Mapping[str, str]) -> Preloader | None:
-    """Start a preloader for workers with this command and environment; None if that is not possible.
-
-    Main thread only, as for workers: the kernel treats the end of the starting thread as the end of the parent.
-    """
+    """Start a preloader for workers with this command and environment. Main thread only, as for workers."""
     agent = read_process(os.getpid())
     if sys.platform != "linux" or agent is None:
         return None
@@ -181,7 +178,6 @@ def start_preloader(argv: Sequence[str], env: Mapping[str, str]) -> Preloader | 
 
 
 def _set_subreaper(is_subreaper: bool) -> None:
-    """Set whether the kernel makes this process the parent of its orphaned descendants."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_CHILD_SUBREAPER, int(is_subreaper), 0, 0, 0):
         raise OSError(ctypes.get_errno(), "no PR_SET_CHILD_SUBREAPER")

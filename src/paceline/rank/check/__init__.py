@@ -1,8 +1,7 @@
 """`launch --check`: runs a script with shorter epochs, and writes the facts of the run to a file.
 
-`lab.check` evaluates the facts. This module writes the file, and observes everything except loaders (loaders.py),
-replicas and optimizers (steps.py), and checkpoints of frameworks (saved.py): other files, seeds, threads, losses that
-ignore padding, output.
+`lab.check` evaluates the facts. This module writes the file, and observes files, seeds, threads, losses that ignore
+padding, and output.
 """
 
 from __future__ import annotations
@@ -171,7 +170,7 @@ class ScriptFactsRecorder(ScriptListener):
 
         return wrote
 
-    def _hook_accelerate(self, *, late: bool) -> None:
+    def _hook_accelerate(self) -> None:
         accelerator: Any = sys.modules["accelerate.accelerator"].Accelerator
 
         def gathers(*_: Any, **__: Any) -> None:
@@ -179,7 +178,7 @@ class ScriptFactsRecorder(ScriptListener):
 
         wrap_function(accelerator, "gather_for_metrics", before=gathers)
 
-    def _hook_trainer(self, *, late: bool) -> None:
+    def _hook_trainer(self) -> None:
         """Call each `compute_metrics` again with more padding. Its arguments are numpy arrays with -100 as padding."""
 
         def made(_: Any, trainer: Any, *__: Any, **___: Any) -> None:

@@ -214,7 +214,7 @@ class LoaderWatch(ScriptListener):
         for number, data in self._live.items():
             record = self._facts.loaders[number]
             try:
-                if record.batches >= 0 and not record.probes:
+                if record.batches >= 0 and record.samples > 0 and not record.probes:
                     record.probes = _probe_samples(data, record.samples)
             except Exception:  # data of the user may raise any error; they are not compared then
                 record.probes = []
@@ -263,14 +263,12 @@ def _probe_samples(data: Any, samples: int) -> list[list[str]]:
 
     with preserve_generator_states():
         digests: list[list[str]] = []
-        for index in (
-            sorted({samples * k // NUM_PROBED_SAMPLES for k in range(NUM_PROBED_SAMPLES)}) if samples > 0 else ()
-        ):
-            looks: list[list[str]] = []
-            for _ in range(2):
-                seed_streams(0)
-                looks.append(leaf_digests(data[index]))
-            digests.append([a if a == b else "" for a, b in zip(*looks, strict=True)])  # other generators: unknown
+        for index in sorted({samples * k // NUM_PROBED_SAMPLES for k in range(NUM_PROBED_SAMPLES)}):
+            seed_streams(0)
+            first = leaf_digests(data[index])
+            seed_streams(0)
+            again = leaf_digests(data[index])  # differs with other generators: unknown
+            digests.append([a if a == b else "" for a, b in zip(first, again, strict=True)])
         return digests
 
 
@@ -348,7 +346,7 @@ def wrap_generator_setters() -> None:
         when_imported(module, partial(_wrap_setters_of_module, module))
 
 
-def _wrap_setters_of_module(module: str, *, late: bool) -> None:
+def _wrap_setters_of_module(module: str) -> None:
     generator, names = GENERATOR_STATE_SETTERS[module]
     for name in names:
         wrap_function(sys.modules[module], name, after=partial(_on_generator_set, generator))
