@@ -124,20 +124,12 @@ def killed_run(kind: str, whole: dict[str, Any], kills: int, dice: random.Random
         num_killed += code == KILLED
         if code != KILLED:
             break
-    faults = [f"exit code {code}: {output[-3000:]}"] if code else [*_faults(run, kind, whole, starts)]
+    faults = [f"exit code {code}: {output[-3000:]}"] if code else [*_faults(run, whole, starts)]
     return {"kind": kind, "kills": num_killed, "ranks": sizes[: len(starts)], "faults": faults}
 
 
-def _faults(run: Path, kind: str, whole: dict[str, Any], starts: Sequence[set[Path]]) -> Iterator[str]:
-    begins, used = [*start_steps(run), sys.maxsize], defaultdict[int, list[int]](list)
-    if len(begins) != len(starts) + 1:
-        yield f"{len(starts)} starts, of which {len(begins) - 1} have begun"
-        return
-    for files, (first, end) in zip(starts, pairwise(begins), strict=True):
-        for line in (line for file in files for line in file.read_text().splitlines()):
-            step, samples = json.loads(line)
-            if first <= step < end:
-                used[step] += samples
+def _faults(run: Path, whole: dict[str, Any], starts: Sequence[set[Path]]) -> Iterator[str]:
+    used = used_samples(run, starts)
     batches = [sorted(used[step]) for step in range(max(used) + 1)]
     if batches != whole["batches"]:
         different = [n for n, (a, b) in enumerate(zip(batches, whole["batches"], strict=False)) if a != b]
@@ -146,12 +138,28 @@ def _faults(run: Path, kind: str, whole: dict[str, Any], starts: Sequence[set[Pa
     distance = max(float((weights[name] - value).abs().max()) for name, value in whole["weights"].items())
     if distance > TOLERANCE:
         yield f"weights differ by {distance}"
+    said, counts = epochs(run)
+    if said or any(epoch["never"] or epoch["repeatedly"] for epoch in counts) or len(counts) != loaders.EPOCHS:
+        yield f"paceline ledger: {said or counts}"
+
+
+def used_samples(run: Path, starts: Sequence[set[Path]]) -> dict[int, list[int]]:
+    """The samples of each step that counts, from the files that the ranks of each start have written."""
+    used = defaultdict[int, list[int]](list)
+    for files, (first, end) in zip(starts, pairwise([*start_steps(run), sys.maxsize]), strict=True):
+        for line in (line for file in files for line in file.read_text().splitlines()):
+            step, samples = json.loads(line)
+            if first <= step < end:
+                used[step] += samples
+    return used
+
+
+def epochs(run: Path) -> tuple[str, list[dict[str, Any]]]:
+    """What `paceline ledger` prints if it finds a fault, and its epochs."""
     found = run.with_suffix(".json")
     with redirect_stdout(StringIO()) as said:
         code = ledger.main([str(run), "--json", str(found)])
-    epochs = json.loads(found.read_bytes())["epochs"]
-    if code or any(epoch["never"] or epoch["repeatedly"] for epoch in epochs) or len(epochs) != loaders.EPOCHS:
-        yield f"paceline ledger: {said.getvalue()}"
+    return said.getvalue() if code else "", json.loads(found.read_bytes())["epochs"]
 
 
 def result(record: dict[str, Any]) -> dict[str, Any]:

@@ -59,7 +59,6 @@ from paceline.tasks.settings import all_settings, settings_help
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `paceline train ARGUMENTS`."""
     config = parse(arguments)
     if os.environ.get("RANK", "0") == "0" and WorkerSpec.from_environment() is None:
         for line in untested_torch_notice():
@@ -132,7 +131,6 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
 
 
 def _resumed_config(values: Mapping[str, Any]) -> Path | None:
-    """The settings file of the run to resume. Its settings apply unless an option changes them."""
     folder = values.get("run.run_dir")
     if folder is None or values.get("checkpoint.resume") != "auto":
         return None
@@ -141,11 +139,7 @@ def _resumed_config(values: Mapping[str, Any]) -> Path | None:
 
 
 def check_training(config: TrainConfig, nproc: int) -> None:
-    """Check the settings against each other, this machine and an earlier run, before any process starts.
-
-    Raises:
-        UsageError: a setting is wrong. The error has the setting, the facts and the remedy.
-    """
+    """Check the settings against each other, this machine and an earlier run, before any process starts."""
     mesh = mesh_of(config.launch.mesh, nproc)
     shape = resolve_batch_sizes(config.data, mesh.replicas)
     check_task(config.task, configuration.task_options(config))
@@ -279,7 +273,6 @@ def _record(config: TrainConfig, run_dir: Path) -> None:
 
 
 def _launch(job: JobSpec, config: TrainConfig) -> tuple[Path, int]:
-    """Create the run folder and start `--nproc` workers under an agent; return the folder and the exit code."""
     with _locked(config) as (run_dir, lock):
         config = configuration.with_defaults(replace(config, run=replace(config.run, run_dir=run_dir)), job.nproc)
         attempt, attempt_dir = create_attempt_dir(run_dir)
@@ -296,7 +289,6 @@ def _launch(job: JobSpec, config: TrainConfig) -> tuple[Path, int]:
 
 
 def _show_plan(config: TrainConfig, job: JobSpec) -> int:
-    """`--dry-run`: print the plan, with the paths that the folders of this run would have."""
     job = jobs.dry_run_job(job, config.run.run_dir, str(config.task))
     if config.cluster.on == "local":
         job = replace_fields(job, attempt_dir=f"{job.run_dir}/attempt-1")
@@ -304,7 +296,6 @@ def _show_plan(config: TrainConfig, job: JobSpec) -> int:
 
 
 def _hand_over(config: TrainConfig, job: JobSpec, size: int) -> int:
-    """Create the run folder and start the job with its launcher; return the exit code."""
     cluster, on = config.cluster, config.cluster.on
     with _locked(config) as (run_dir, _):  # once the job runs, the agent of node 0 holds the lock
         # if Slurm or the user starts this job again, it resumes

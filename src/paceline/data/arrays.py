@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import methodcaller
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -16,8 +18,7 @@ from paceline.seeding import derive_seed
 
 Rows = Tensor | NDArray[Any]
 """One row per sample. A numpy array can be memory-mapped: only the rows of a batch are read from the file."""
-DrawFunction = Callable[[int], Tensor]
-"""(k) -> (n, k) float32 in [0, 1): k new random numbers for each of n samples."""
+DrawFunction = Callable[[int], Tensor]  # (k) -> (n, k) float32 in [0, 1): k new random numbers for each of n samples
 GatherFunction = Callable[[Tensor, "SampleRandomNumbers"], Sequence[Tensor]]
 """(indices (n,), random numbers of the samples) -> the batch."""
 DatasetT = TypeVar("DatasetT", bound=Dataset[Any])
@@ -117,8 +118,11 @@ def batch_gatherer(dataset: object) -> GatherFunction | None:
     if isinstance(dataset, ArrayDataset):
         return dataset.gather
     if type(dataset) is TensorDataset:  # a subclass may override __getitem__
-        tensors = dataset.tensors
-        return lambda indices, _: [t.index_select(0, indices.to(t.device, non_blocking=True)) for t in tensors]
+        tensors, device = dataset.tensors, dataset.tensors[0].device
+        if any(tensor.device != device for tensor in tensors):
+            return lambda indices, _: [_rows(tensor, indices) for tensor in tensors]
+        gathered_by = partial(methodcaller, "index_select", 0)
+        return lambda indices, _: [*map(gathered_by(indices.to(device, non_blocking=True)), tensors)]
     if type(dataset) is Subset:
         inner = batch_gatherer(cast("Subset[Any]", dataset).dataset)
         if inner is not None:
@@ -128,7 +132,6 @@ def batch_gatherer(dataset: object) -> GatherFunction | None:
 
 
 def dataset_arrays(dataset: object) -> Sequence[Rows] | None:
-    """The tensors or arrays of an ArrayDataset or TensorDataset; None for any other dataset."""
     if isinstance(dataset, ArrayDataset):
         return (dataset.inputs, dataset.targets)
     return dataset.tensors if type(dataset) is TensorDataset else None

@@ -40,12 +40,10 @@ def data_fingerprint(dataset: Dataset[Any], loading: Loading) -> dict[str, Any]:
 
 
 def probe_indices(length: int) -> list[int]:
-    """The indices of a few samples of `length`, evenly spaced."""
     return sorted({i * (length - 1) // (NUM_PROBE_SAMPLES - 1) for i in range(NUM_PROBE_SAMPLES)})
 
 
 def hash_of_probes(dataset: Dataset[Any], loading: Loading) -> str:
-    """The hash of a few samples."""
     length = len(dataset)  # pyright: ignore[reportArgumentType]
     # the task's collate function could fail with a single sample, or drop it
     collate = loading.collate and list

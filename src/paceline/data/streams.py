@@ -48,28 +48,21 @@ class StreamPlan(BatchPlan):
 
     @property
     def size_text(self) -> str:
-        """Text for the first lines of a run."""
         if not self.is_split:
             return "a stream that every rank reads, keeping its own samples"
         return f"a stream in {self.parts_of_stream} parts, one for each virtual rank"
 
 
 def is_stream(data: object) -> bool:
-    """Whether the data can only be read in sequence."""
     return isinstance(data, IterableDataset) or not hasattr(data, "__getitem__")
 
 
 def first_of(data: Any, count: int) -> Any:
-    """Return `data`, or a list of at most `count` first samples if it is a stream."""
     return [*islice(data, count)] if is_stream(data) else data
 
 
 def part_of(stream: Any, number: int, parts: int) -> Any:
-    """Return part `number` of `parts` of a stream.
-
-    Raises:
-        UsageError: if it cannot be split into that number of parts.
-    """
+    """Return part `number` of `parts` of a stream."""
     type_name, shards = type(stream).__name__, getattr(stream, "num_shards", None)
     if not callable(getattr(stream, "shard", None)) or not isinstance(shards, int):
         raise UsageError(code="stream-without-shards", kind=type_name)
@@ -126,7 +119,6 @@ class StreamPart:
             set_epoch(epoch)
 
     def take(self, most: int) -> list[tuple[int, Any]]:
-        """Return the next samples with their numbers; fewer than `most` at the end of the stream."""
         return [*islice(self._numbered, most)]
 
     def _drawn(self) -> Iterator[tuple[int, Any]]:
@@ -164,8 +156,6 @@ class StreamBatch(NamedTuple):
 
 
 class StreamChunk(NamedTuple):
-    """The micro-batches of a rank in one global batch."""
-
     micro_batches: list[StreamBatch]
     num_samples: int
     """The number of samples that this rank has read for this batch, including those of other ranks."""
@@ -176,7 +166,6 @@ class StreamChunk(NamedTuple):
 
     @property
     def local_samples(self) -> int:
-        """The number of samples of this rank."""
         return sum(len(batch.sample_numbers) for batch in self.micro_batches if batch.counted)
 
 

@@ -15,6 +15,7 @@ import gc
 import os
 import re
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -54,8 +55,7 @@ PREFETCH_FACTOR = 2  # batches that each process has ready: DataLoader's prefetc
 NUM_OTHER_OPEN_FILES = 64  # other open files of a training process
 SHARED_MEMORY_FOLDER = "/dev/shm"
 
-SampleKey = tuple[int, int]
-"""(epoch, index)"""
+SampleKey = tuple[int, int]  # (epoch, index)
 
 
 # ---- samples -----------------------------------------------------------------------------------------------------
@@ -112,8 +112,6 @@ class SeededBatchDataset(SeededSampleDataset):
 
 @dataclass(frozen=True)
 class CollatedBatch:
-    """A batch that is already collated."""
-
     batch: tuple[Any, ...]
 
 
@@ -281,19 +279,13 @@ def name_lost_workers(page: StatusPage, rank: int) -> Generator[None]:
 class SharedMemoryDemand:
     """The batches that need shared memory on this node."""
 
-    largest_batch: int
-    """Samples in the largest micro-batch of the run."""
-    num_workers: int
-    """Worker processes of each rank; with 0 no check is needed."""
+    largest_batch: int  # samples in the largest micro-batch of the run
+    num_workers: int  # worker processes of each rank; with 0 no check is needed
     local_ranks: int
 
 
 def check_shared_memory(batch: Any, samples: int, load: SharedMemoryDemand) -> None:
-    """Check before the first step that shared memory is sufficient for batches like `batch` of `samples` samples.
-
-    Raises:
-        UsageError: if shared memory or the number of open files is too small. Later this would crash a worker.
-    """
+    """Check before the first step that shared memory is sufficient for batches like `batch` of `samples` samples."""
     num_workers, local_ranks = load.num_workers, load.local_ranks
     if not num_workers:
         return
@@ -302,8 +294,10 @@ def check_shared_memory(batch: Any, samples: int, load: SharedMemoryDemand) -> N
     sizes = [tensor.nbytes for tensor in tensors(batch)]
     batches = PREFETCH_FACTOR * num_workers + 1
     needed_bytes = sum(sizes) * load.largest_batch // samples * batches * local_ranks
-    free_bytes = _free_bytes()
-    if free_bytes is not None and free_bytes < needed_bytes:
+    free_bytes = needed_bytes
+    with suppress(OSError):  # not Linux: the limit of shared memory is unknown
+        free_bytes = shutil.disk_usage(SHARED_MEMORY_FOLDER).free
+    if free_bytes < needed_bytes:
         raise UsageError(
             code="shared-memory-too-small", folder=SHARED_MEMORY_FOLDER, free=_mib(free_bytes), num_workers=num_workers,
             local_ranks=local_ranks, needed=_mib(needed_bytes),
@@ -312,14 +306,6 @@ def check_shared_memory(batch: Any, samples: int, load: SharedMemoryDemand) -> N
     needed_files = len(sizes) * batches + NUM_OTHER_OPEN_FILES
     if files != resource.RLIM_INFINITY and files < needed_files:
         raise UsageError(code="too-few-open-files", files=files, num_workers=num_workers, needed_files=needed_files)
-
-
-def _free_bytes() -> int | None:
-    try:
-        status = os.statvfs(SHARED_MEMORY_FOLDER)
-    except OSError:  # not Linux: the limit of shared memory is unknown
-        return None
-    return status.f_bavail * status.f_frsize
 
 
 def _mib(size_bytes: int) -> str:

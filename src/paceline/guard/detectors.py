@@ -75,12 +75,9 @@ class StallDetector:
         self._noticed = False
 
     def update(self, now_seconds: float, ranks: Sequence[WorkerSample]) -> Alarm | None:
-        """Process samples of all running ranks; `now_seconds` is the time of one monotonic clock.
+        """Process samples of all running ranks, at least once a second, with the time of one monotonic clock.
 
-        Call it at least once a second.
-
-        Returns:
-            A warning once per stall, a stall alarm after each window, and otherwise None.
+        Returns a warning once per stall, a stall alarm after each window, and otherwise None.
         """
         if self._seen_seconds is not None and now_seconds - self._seen_seconds > SUSPENSION_GAP_SECONDS:
             self._began_seconds, self._moved_seconds = now_seconds, None
@@ -186,7 +183,6 @@ def is_stalled(evidence: Sequence[Evidence], alarm: Alarm, windows: HangTimeout)
 
 
 def is_waiting(rank: Evidence) -> bool:
-    """Whether a rank waits for other ranks or for its data."""
     waits_for_data = rank.phase is Phase.DATA and not rank.script
     if rank.phase is Phase.SYNC or waits_for_data or any(not op.done for op in rank.ops):
         return True
@@ -196,13 +192,11 @@ def is_waiting(rank: Evidence) -> bool:
 
 
 def ranks_to_interrupt(diagnosis: Diagnosis, evidence: Sequence[Evidence]) -> tuple[int, ...]:
-    """The ranks that receive an exception in their collective: all that only wait."""
     kept = () if diagnosis.kind in KINDS_WITH_WAITING_CAUSES else diagnosis.causes
     return tuple(sample.rank for sample in evidence if sample.is_running and sample.rank not in kept)
 
 
 def sample_interval_seconds(windows: HangTimeout) -> float:
-    """The interval at which an agent reads the status pages of its ranks."""
     is_short = windows.seconds is not None and windows.seconds < SHORT_WINDOW_SECONDS
     return SHORT_SAMPLE_SECONDS if is_short else SAMPLE_SECONDS
 
@@ -236,7 +230,6 @@ class SleepDetector:
         self._before: dict[int, int] = {}
 
     def should_collect(self, running: Sequence[WorkerSample]) -> bool:
-        """Whether to collect evidence of the ranks' sleeps now."""
         self._sampled = False
         still_seconds = min((s.still_seconds for s in running), default=0.0)
         if still_seconds < FIRST_SECONDS:
@@ -296,12 +289,10 @@ class Straggler:
 
     @property
     def delay_seconds_per_step(self) -> float:
-        """The time that it works longer than the others."""
         return self.seconds_per_step - self.median_seconds_per_step
 
     @property
     def warning_text(self) -> str:
-        """The warning."""
         return (
             f"rank {self.rank} ({self.host}) is slow: it works {_seconds(self.seconds_per_step)} per step, "
             f"{'the other' if self.num_ranks == 2 else 'the others'} {_seconds(self.median_seconds_per_step)}. Most of "
@@ -327,8 +318,7 @@ class StragglerDetector:
         self._snapshots: list[SampleSnapshot] = []  # the newest last
         self._stragglers: list[tuple[Straggler | None, Straggler | None]] = []  # without and with time in CPU queues
         self._reported: dict[str, float] = {}
-        self.rank: int | None = None
-        """The rank of the last warning."""
+        self.rank: int | None = None  # of the last warning
 
     def update(self, samples: Sequence[WorkerSample]) -> str:
         """A new warning, or an empty text. Call it repeatedly, with samples of all running ranks."""
@@ -409,7 +399,6 @@ def _per_step(base: SampleSnapshot, now: SampleSnapshot, *, subtract_queues: boo
 
 
 def find_slow_rank(spent: PhaseSecondsByRank, hosts: Mapping[int, str]) -> Straggler | None:
-    """The rank that is slower than the others, or None. Needs at least two ranks."""
     all_work = {rank: sum(seconds[phase] for phase in WORK_PHASES) for rank, seconds in spent.items()}
     never_waiting = {rank: sum(seconds[phase] for phase in NEVER_WAITING_PHASES) for rank, seconds in spent.items()}
     for work in (all_work, never_waiting):
@@ -424,7 +413,6 @@ def find_slow_rank(spent: PhaseSecondsByRank, hosts: Mapping[int, str]) -> Strag
 
 
 def _slow_phase(spent: PhaseSecondsByRank, rank: int, phases: Sequence[Phase] = SCRIPT_WORK_PHASES) -> Phase:
-    """The phase with most of the difference from the other ranks."""
     seconds_by_phase = {phase: {r: seconds[phase] for r, seconds in spent.items()} for phase in phases}
     return max(phases, key=lambda p: seconds_by_phase[p][rank] - _median_of_others(seconds_by_phase[p], rank))
 

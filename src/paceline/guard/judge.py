@@ -42,6 +42,7 @@ from paceline.guard.waits import (
     group_ranks,
     is_outside_ops,
     majority,
+    minority,
     op_sequence_key,
     reachable,
     split_by_signature,
@@ -65,7 +66,6 @@ IDLE_CPU_SECONDS = 0.5  # per second; a rank that uses more may still arrive
 
 
 def judge(evidence: Sequence[Evidence]) -> Diagnosis:
-    """The diagnosis on ranks that stall or of which some have failed. Any evidence gives a diagnosis."""
     ranks = waiting_graph(evidence)
     mismatches = find_mismatches(ranks)
     engaged = drop_abandoned_messages(ranks)
@@ -85,7 +85,6 @@ def judge(evidence: Sequence[Evidence]) -> Diagnosis:
 
 
 def judge_samples(samples: Sequence[WorkerSample]) -> Diagnosis:
-    """The diagnosis on ranks of which some have failed, from samples alone: the first failure."""
     first = first_to_fail(samples)
     if first is None:
         return Diagnosis(StopKind.UNKNOWN)
@@ -154,7 +153,6 @@ def _kind(rank: RankState) -> StopKind:
 
 
 def _diagnose_stuck_collective(ranks: RankStates) -> Diagnosis | None:
-    """The diagnosis on an operation that all ranks of its group have entered and that does not complete."""
     inside = {n: r.pending[0] for n, r in ranks.items() if r.pending and not r.waits_for and not r.frozen}
     if not any(ranks[n].end is RankEnd.RUNS for n in inside):  # ended ranks do not show which rank was missing
         return None
@@ -207,10 +205,10 @@ def _diagnose_dispute(ranks: RankStates, mismatches: Sequence[OpMismatch]) -> Di
     parties = _parties(ranks, mismatches, suspects, graph)
     if early or len(suspects) == 1:
         causes = suspects
-    elif suspects or (right := majority(parties)) is None:
+    elif suspects:
         causes = []
     else:
-        causes = sorted(n for party in parties if party is not right for n in party)
+        causes = [*minority(parties)]
     tie = [] if causes else [sorted(party) for party in parties]
     return _dispute_diagnosis(ranks, mismatches, causes, tie, graph)
 
@@ -284,7 +282,6 @@ def _dispute_diagnosis(
 
 
 def _rivals(ranks: RankStates, causes: Sequence[int], graph: WaitGraph) -> list[list[int]]:
-    """The ranks in mutual waits with a rank in `causes`, else those of a cycle, grouped by their operation."""
     wrong = set(causes)
     mutual = [n for n in graph if n not in wrong and any(n in graph[other] for other in wrong & graph[n])]
     rivals = mutual or [n for n in _find_cycle(graph) if n not in wrong]
@@ -356,7 +353,6 @@ def is_deadlocked(evidence: Sequence[Evidence]) -> bool:
 
 
 def _blocking_collective(rank: RankState) -> Op | None:
-    """The collective in which this rank certainly waits; None if that is not certain."""
     sample = rank.evidence
     if rank.end is not RankEnd.RUNS or rank.frozen or not sample.answered or sample.still_seconds < DEADLOCK_SECONDS:
         return None
@@ -372,7 +368,6 @@ def _differ(mismatch: OpMismatch, blocking_ops: Mapping[int, Op]) -> bool:
 
 
 def _edges(ranks: Mapping[int, RankState], ops: Mapping[int, Op]) -> Mapping[int, frozenset[int]]:
-    """The edges between waiting ranks. Ranks with equal edges use one set."""
     shared: dict[tuple[int, Op], frozenset[int]] = {}
     for n, op in ops.items():
         waits_for = ranks[n].waits_for

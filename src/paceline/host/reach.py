@@ -65,7 +65,6 @@ def resolve_addresses(names: Iterable[str]) -> list[tuple[socket.AddressFamily, 
 
 
 def is_loopback(address: str) -> bool:
-    """Whether this address refers to the local machine on every machine."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
@@ -100,11 +99,7 @@ def _itself(address: str) -> str:
 
 
 def sign_tcp_packets(connection: socket.socket, key: bytes) -> bool:
-    """Sign all packets of this socket with `key` (RFC 2385). The kernel then drops packets without the signature.
-
-    Returns:
-        False if the kernel does not support it.
-    """
+    """Have the kernel drop packets of this socket without this signature (RFC 2385); False if it cannot."""
     address = struct.pack("=H", connection.family).ljust(128, b"\0")  # with a prefix of 0 bits: all addresses
     option = address + struct.pack("=BBHi", WITH_PREFIX, 0, len(key), 0) + key.ljust(KEY_BYTES, b"\0")
     with suppress(OSError):

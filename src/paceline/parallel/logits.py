@@ -41,7 +41,6 @@ class ShardedLogits(Tensor):
         shard: DTensor, fetch: Callable[[], Tensor] | None = None,
         family: list["weakref.ref[ShardedLogits]"] | None = None, *, flat: bool = False,
     ) -> "ShardedLogits":  # fmt: skip
-        """The logits with this `shard`. `fetch` gathers the whole; `family` has all tensors of the same output."""
         shape = (shard.shape[0] * shard.shape[1], *shard.shape[2:]) if flat else shard.shape
         logits = Tensor._make_wrapper_subclass(ShardedLogits, shape, dtype=shard.dtype, device=shard.device)  # pyright: ignore[reportAttributeAccessIssue]
         logits.shard, logits.whole, logits.gather_whole, logits.is_flattened = (
@@ -55,7 +54,6 @@ class ShardedLogits(Tensor):
         return logits
 
     def become_whole(self) -> Tensor:
-        """The whole tensor: plain, and equal on every rank."""
         for reference in self.output_views:  # a tensor comes before its views
             if (member := reference()) is not None and member.whole is None:
                 member.whole = member.gather_whole()
@@ -133,12 +131,8 @@ def _cross_entropy(
 ) -> Tensor | None:  # fmt: skip
     """`F.cross_entropy` of sharded logits, plain and equal on every rank; None if it needs the whole logits.
 
-    Args:
-        shard: (B, classes, ...) along the classes or a dimension after them; if `flat`, (B, T, classes) along T.
-        target: as one process has it, (B, ...) or (B * T).
-
-    Raises:
-        RuntimeError: if a target is not a class (on a GPU torch raises it later).
+    `shard`: (B, classes, ...) along the classes or a dimension after them; if `flat`, (B, T, classes) along T.
+    `target`: as one process has it, (B, ...) or (B * T).
     """
     mesh, placement = shard.device_mesh, shard.placements[0]
     dim: int = placement.dim  # pyright: ignore[reportAttributeAccessIssue]

@@ -49,11 +49,6 @@ def make_loader(
     shuffle: bool | None,
     last_batch: LastBatch,
 ) -> Loader:
-    """See `Session.loader`.
-
-    Raises:
-        UsageError: if the data cannot be distributed over ranks.
-    """
     existing: DataLoader[Any] | None = None
     dataset: Any = data
     virtual_ranks, seed = run.virtual_ranks, run.definition["seed"]
@@ -150,11 +145,6 @@ def prepare_optimizer(part: PreparedModel, optimizer: Any, scheduler: Any, world
 
 
 def schedulers_of(optimizers: Sequence[Optimizer], scheduler: Any) -> list[Any]:
-    """The scheduler of each optimizer. `scheduler`: one for each, in their order; a function makes one.
-
-    Raises:
-        UsageError: if there are more or fewer than optimizers.
-    """
     is_function = callable(scheduler) and not hasattr(scheduler, "state_dict")
     given = scheduler if isinstance(scheduler, (list, tuple)) else [scheduler]
     if scheduler is None or is_function:
@@ -166,11 +156,7 @@ def schedulers_of(optimizers: Sequence[Optimizer], scheduler: Any) -> list[Any]:
 
 
 def optimizer_factory(optimizer: Any) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
-    """A function that creates the optimizer. `optimizer`: the user's function, or an existing optimizer, or several.
-
-    Raises:
-        UsageError: if it is neither, or an optimizer has already taken steps or needs closures.
-    """
+    """A function that creates the optimizer. `optimizer`: the user's function, or an existing optimizer, or several."""
     if isinstance(optimizer, (Optimizer, list, tuple)):
         existing = check_optimizer_type(optimizer)
         states = [state for one in each_optimizer(existing) for state in one.state.values()]

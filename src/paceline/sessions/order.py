@@ -9,9 +9,9 @@ compares the hash.
 import base64
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from operator import methodcaller
 from typing import Any
 
@@ -42,7 +42,7 @@ class SampleOrder:
         `short`: (batches, samples of the next batch) after which the epoch ends.
         `draws_seed`: whether DataLoader draws the seed of its workers.
         """
-        self._batches = _batches(loader)
+        self._batches = chain.from_iterable(_batches(loader))
         if draws_seed:
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         self._drawn: dict[int, tuple[Tensor, int]] = {}
@@ -74,7 +74,6 @@ class SampleOrder:
         return self._next + self._is_over
 
     def batch_indices(self, batch: int) -> Tensor:
-        """(n,) int64: the samples of a batch."""
         if batch >= self._next and not self.has(batch):
             raise IndexError(f"batch {batch} of an epoch of {self._next} batches")
         return self._drawn[batch][0]
@@ -88,21 +87,21 @@ class SampleOrder:
         return self._drawn[batch][1]
 
 
-def _batches(loader: DataLoader[Any]) -> Iterator[Tensor]:
-    """The sample indices of each batch, (n,) int64. Nothing is drawn before the first batch."""
+def _batches(loader: DataLoader[Any]) -> Iterator[Iterable[Tensor]]:
+    """The sample indices of each batch, (n,) int64, in few groups. Nothing is drawn before the first batch."""
     batches: Any = loader.batch_sampler
     if not covers_each_sample_once(loader):
-        yield from map(_indices, batches)
+        yield map(_indices, batches)
         return
     # torch draws the whole order for the first batch. Slices of one tensor are faster than a list for each batch.
     sampler: Any = loader.sampler
     samples, count, size = iter(sampler), len(sampler), batches.batch_size
     order = torch.arange(count) if is_sequential(loader) else torch.tensor([*islice(samples, count)], dtype=torch.int64)
-    for start in range(0, count - count % size, size):
-        yield order[start : start + size]
+    whole = count - count % size
+    yield map(order.__getitem__, map(slice, range(0, whole, size), range(size, whole + 1, size)))
     next(samples, None)  # at its end RandomSampler draws once more from its generator
-    if count % size and not batches.drop_last:
-        yield order[count - count % size :]
+    if whole < count and not batches.drop_last:
+        yield [order[whole:]]
 
 
 def _indices(batch: Any) -> Tensor:
@@ -125,7 +124,6 @@ class DataLoaderPlan(BatchPlan):
 
     @property
     def steps_per_epoch(self) -> int:
-        """The length of the DataLoader; 1 if it has none."""
         return self.steps
 
     def global_indices(self, epoch: int, step: int) -> Tensor:
@@ -136,7 +134,6 @@ class DataLoaderPlan(BatchPlan):
 
 
 def dataloader_length(loader: DataLoader[Any]) -> int:
-    """The length of a DataLoader; 0 if it has none."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
@@ -150,7 +147,6 @@ def has_torch_sampler(loader: DataLoader[Any]) -> bool:
 
 
 def is_sequential(loader: DataLoader[Any]) -> bool:
-    """Whether the samples are in the order of the dataset."""
     return type(loader.sampler) is SequentialSampler and has_torch_sampler(loader)
 
 
@@ -162,7 +158,6 @@ def covers_each_sample_once(loader: DataLoader[Any]) -> bool:
 
 
 def check_not_sharded(loader: DataLoader[Any]) -> None:
-    """Raise UsageError for a sampler that gives each rank a part of the samples."""
     for sampler in (loader.sampler, loader.batch_sampler):
         replicas = getattr(sampler, "num_replicas", None)
         if isinstance(replicas, int) and replicas > 1 and hasattr(sampler, "rank"):
@@ -198,7 +193,6 @@ class SamplerState:
                 set_generator_state(sources[name], value)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `capture` after a resume."""
         self.restore_generators(state)
         self._has_workers = state.get("has_workers", False)
         owners = dict(self._owners())
@@ -293,7 +287,6 @@ def _has_state_dict(owner: Any) -> bool:
 
 
 def generator_state(source: Any) -> Any:
-    """The state of a random generator as JSON."""
     if isinstance(source, torch.Generator):
         return base64.b85encode(source.get_state().numpy().tobytes()).decode()
     if isinstance(source, random.Random):
@@ -321,7 +314,6 @@ def _decode_tensors(saved: Any) -> Any:
 
 
 def set_generator_state(source: Any, value: Any) -> None:
-    """Restore the result of `generator_state`."""
     if isinstance(source, torch.Generator):
         source.set_state(torch.frombuffer(bytearray(base64.b85decode(value)), dtype=torch.uint8))
     elif isinstance(source, random.Random):
@@ -334,14 +326,12 @@ def set_generator_state(source: Any, value: Any) -> None:
 
 
 def global_random_states() -> dict[str, str]:
-    """The states of the global random streams of the process, as JSON."""
     numpy_state = json.dumps(np.random.get_state(legacy=False), default=_to_list)
     torch_state = generator_state(torch.default_generator)
     return {"torch": torch_state, "python": json.dumps(random.getstate()), "numpy": numpy_state}
 
 
 def restore_global_random_states(states: Mapping[str, str]) -> None:
-    """Restore the result of `global_random_states`."""
     set_generator_state(torch.default_generator, states["torch"])
     if "python" in states:
         version, internal_state, gauss = json.loads(states["python"])

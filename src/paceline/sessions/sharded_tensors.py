@@ -35,7 +35,6 @@ class ShardedGradientPlaceholder(torch.Tensor):
 
     @classmethod
     def of(cls, tensor: Tensor) -> Tensor:
-        """A placeholder with the shape, type and device of `tensor`."""
         return torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
             cls, tensor.shape, dtype=tensor.dtype, device=tensor.device, strides=tensor.stride()
         )
@@ -75,7 +74,6 @@ def invalidate_replaced_parameters(before: Iterable[nn.Parameter], model: nn.Mod
 
 
 def raise_on_copy(_: object) -> NoReturn:
-    """Replaces `__deepcopy__` of a sharded model."""
     raise UsageError(code="sharded-model-copied")
 
 

@@ -23,11 +23,7 @@ DYNAMIC_NAME_MARKERS = ("sys.modules", "globals()", "locals()", "vars()", "exec(
 
 
 def check_reference(kind: str, name: str) -> None:
-    """Check without importing it that a module or file exists. Warn about risks of an import from its folder.
-
-    Raises:
-        UsageError: if the module, file or name does not exist, an installed module hides it, or it is not valid Python.
-    """
+    """Check without importing it that a module or file exists. Warn about risks of an import from its folder."""
     folder, file = find_source(kind, name)
     if file is not None and file.suffix == ".py":
         check_syntax(file)
@@ -126,7 +122,6 @@ def line_that_trains_at_import(tree: ast.Module, function: str) -> int | None:
 
 
 def _calls(nodes: Iterable[ast.AST], names: Collection[str]) -> Iterator[int]:
-    """The lines at which these statements call any of `names`."""
     for node in nodes:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
             continue
@@ -136,11 +131,7 @@ def _calls(nodes: Iterable[ast.AST], names: Collection[str]) -> Iterator[int]:
 
 
 def find_source(kind: str, name: str) -> tuple[Path, Path | None]:
-    """Return the folder that the Python path needs for this code, and the file that contains it.
-
-    Raises:
-        UsageError: if the file or module does not exist, or an installed module has the same name.
-    """
+    """Return the folder that the Python path needs for this code, and the file that contains it."""
     module_name, _, attribute = name.rpartition(":")
     if not attribute.isidentifier():
         raise UsageError(code="not-a-name", kind=kind, value=name, attribute=attribute)
@@ -202,7 +193,6 @@ def import_module(module_name: str) -> Any:
 
 
 def check_syntax(path: Path) -> None:
-    """Raise UsageError with the line if a file is not valid Python."""
     try:
         ast.parse(path.read_bytes(), str(path))
     except SyntaxError as error:
@@ -211,12 +201,7 @@ def check_syntax(path: Path) -> None:
 
 
 def import_with_user_errors(module_name: str, folder: Path) -> Any:
-    """Import a module.
-
-    Raises:
-        UsageError: if the import fails, with the line of the user's code; or if the module parses the command line,
-            which belongs to paceline.
-    """
+    """Import a module. It must not parse the command line, which belongs to paceline."""
     original_parse = argparse.ArgumentParser.parse_known_args
 
     def refuse(parser: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:

@@ -68,7 +68,6 @@ class Adapters(msgspec.Struct, frozen=True):
 
     @property
     def kinds(self) -> set[str]:
-        """The kinds of the adapters, as peft names them, for example LORA."""
         return {str(file.config["peft_type"]) for file in self.files.values()}
 
     @property
@@ -89,18 +88,11 @@ class Adapters(msgspec.Struct, frozen=True):
         return self.outside + self.buffers * is_changed
 
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Write the files of the adapters into `folder`, as `PeftModel.save_pretrained` does.
+        """Write the files of the adapters into `folder`, as `PeftModel.save_pretrained` does. Return the written
+        tensors.
 
-        Args:
-            folder: it may exist. Another adapter than "default" has a folder of its name inside.
-            weights: the tensors with `names`; others are ignored.
-
-        Returns:
-            The written tensors.
-
-        Raises:
-            UsageError: if the files would not contain all that the training has changed.
-            OSError: if a file cannot be written.
+        An adapter with a name other than "default" has a folder of its name inside. `weights`: the tensors with
+        `names`.
         """
         if missing := self.missing(weights):
             raise UsageError(code="adapter-incomplete", names=first_few(missing, MAX_NAMES))
@@ -117,11 +109,7 @@ class Adapters(msgspec.Struct, frozen=True):
         return written
 
     def read(self, folder: Path, *, ours: bool) -> dict[str, Tensor]:
-        """The tensors that `write` has written, by their names in the model.
-
-        Raises:
-            OSError: if a file is missing or damaged, or with `ours` if another user could have written it.
-        """
+        """The tensors that `write` has written, by their names in the model. With `ours`, only files of this user."""
         weights: dict[str, Tensor] = {}
         for adapter, file in self.files.items():
             tensors = load(_folder(folder, adapter) / WEIGHTS_FILE, require_trusted_owner=ours)

@@ -47,7 +47,6 @@ def train(config: TrainConfig) -> Outcome:
     """Train with `config`, as the rank that the environment variables specify.
 
     Raises:
-        UsageError: before the first step, on one rank; ReportedByPeer on the others.
         TrainingError: during training, on each rank that detects an error.
         StallError: on the ranks whose collective the guard has aborted.
     """
@@ -132,12 +131,6 @@ def _write_settings(config: TrainConfig, location: RunLocation, parts: TrainingC
 
 
 def _find_resume_point(config: TrainConfig, location: RunLocation, world: World) -> ResumePoint | None:
-    """The state to resume from, if any (collective).
-
-    Raises:
-        UsageError: on one rank, if no state can be trusted or the state belongs to a different run; ReportedByPeer on
-            the others.
-    """
     c = config.checkpoint
     origin = find_resume_point(location, world, resume=c.resume == "auto", trust=config.run.trust, restart=c.restart)
     if origin is not None:
@@ -149,7 +142,6 @@ def _find_resume_point(config: TrainConfig, location: RunLocation, world: World)
 
 
 def _is_exact_so_far(config: TrainConfig, location: RunLocation, origin: ResumePoint | None) -> bool:
-    """Whether all steps so far, including those before a resume, used an exact strategy on the same hardware."""
     if config.strategy not in EXACT_STRATEGIES:
         return False
     if origin is None:

@@ -55,15 +55,10 @@ class Stream:
         self._is_read = self._trained = False
 
     def fingerprint(self) -> dict[str, Any]:
-        """The number of parts. The samples are compared later, when they are read."""
         return {"parts of a stream": self.plan.parts_of_stream}
 
     def first_samples(self, count: int) -> list[Any]:
-        """The first samples, at most `count`.
-
-        Raises:
-            UsageError: if the stream is empty, or a second reading gives different samples.
-        """
+        """The first samples, at most `count`."""
         readings: list[list[Any]] = []
         for _ in range(2):
             with preserve_generator_states():
@@ -76,8 +71,7 @@ class Stream:
             raise UsageError(code="stream-not-repeatable")
         return readings[0]
 
-    def global_batch_samples(self, work: object = None) -> int:
-        """The number of samples in the current batch, over all ranks."""
+    def global_batch_samples(self) -> int:
         return self._total
 
     def is_last_batch(self, batch: int, next_batch_samples: float) -> bool:

@@ -60,8 +60,6 @@ class AskTime(_Request, frozen=True):
 
 
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Address, port and token of a host that listens."""
-
     address: str
     port: int
     token: str
@@ -100,8 +98,6 @@ class ExamineAnswer(msgspec.Struct, frozen=True):
 
 
 class Time(msgspec.Struct, frozen=True):
-    """The wall clock."""
-
     wall_seconds: float
 
 
@@ -169,7 +165,6 @@ def _probe(request: Probe) -> FolderProbeAnswer:
 
 
 def _nearest_existing_folder(folder: str) -> Path:
-    """The folder, or its nearest parent that exists."""
     path = Path(folder).absolute()
     return next(existing for existing in (path, *path.parents) if existing.is_dir())
 
@@ -275,7 +270,6 @@ REQUEST_HANDLERS: Mapping[type[Request], Callable[[Any], object]] = {
 
 
 def main() -> int:
-    """Answer until stdin ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C stops the launcher, which closes this stdin
     decoder = msgspec.json.Decoder(Request)
     while line := sys.stdin.buffer.readline(MAX_LINE_BYTES + 1):

@@ -32,8 +32,6 @@ MAX_NAMED = 10  # steps in a note
 
 @dataclass
 class RankLog:
-    """The events of one rank in one start."""
-
     started: Started
     steps: dict[int, list[Step]] = field(default_factory=dict[int, list[Step]])  # by last step, see Step.steps
     samples: dict[int, list[int]] = field(default_factory=dict[int, list[int]])  # step -> indices, if recorded
@@ -71,16 +69,13 @@ class GenerationLogs:
 
     @property
     def label(self) -> str:
-        """The name of the start in messages."""
         generation = f", generation {self.start_event.generation}" if self.start_event.generation else ""
         return f"attempt {self.start_event.attempt}{generation}"
 
     def records(self) -> Iterator[Step]:
-        """The step records of all ranks."""
         return (record for log in self.logs for records in log.steps.values() for record in records)
 
     def steps(self) -> list[int]:
-        """All steps that at least one rank logged, sorted."""
         return sorted({step for record in self.records() for step in covered_steps(record)})
 
     def spans(self, counts: range) -> Iterator[range]:
@@ -116,8 +111,6 @@ class GenerationSummary:
 
 @dataclass(frozen=True)
 class EpochUse:
-    """The number of samples that one epoch (from 0) used once, never or repeatedly; None if unknown."""
-
     epoch: int
     steps: int
     once: int | None
@@ -154,15 +147,7 @@ class _CheckedStep:
 
 
 def audit(run_dir: Path, make_plan: Callable[[int], BatchPlan]) -> Audit:
-    """Check the run in `run_dir` from its events. The run may have ended, been killed, or still be running.
-
-    Args:
-        run_dir: the run folder.
-        make_plan: returns the batch plan of the run's settings for a number of samples.
-
-    Raises:
-        UsageError: if no rank has started there, or the settings define no plan for this number of samples.
-    """
+    """Check a run, which may have been killed or be running. `make_plan`: from a number of samples."""
     starts = _read_starts(run_dir)
     if not starts:
         raise UsageError(code="ledger-no-events", run_dir=run_dir)
@@ -363,7 +348,6 @@ def _check_step(span: range, start: GenerationLogs, plan: BatchPlan) -> _Checked
 
 
 def covered_steps(record: Step) -> range:
-    """The steps that a record covers."""
     return range(record.step - record.steps + 1, record.step + 1)
 
 
@@ -459,7 +443,6 @@ def _epoch(epoch: int, steps: Sequence[_CheckedStep], num_samples: int, parts: i
 
 
 def _check_epoch(epoch: int, steps: Sequence[_CheckedStep], num_samples: int) -> Iterator[str]:
-    """The check without the plan: any rank may have used a sample, in any step."""
     consumed = sum(step.consumed for step in steps)
     if consumed != num_samples:
         yield f"epoch {epoch}: {consumed:,} samples were used instead of {num_samples:,}"

@@ -46,7 +46,6 @@ class ForkedProcess:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """The exit code, -n if signal n killed the process; None while it runs."""
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -54,7 +53,6 @@ class ForkedProcess:
         return self.returncode
 
     def wait(self, timeout: float) -> int:
-        """Wait for the exit code. Raises subprocess.TimeoutExpired after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
@@ -63,7 +61,6 @@ class ForkedProcess:
         return code
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless the process has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
@@ -100,15 +97,9 @@ class Preloader:
         return None if self._ready else self.give_up(message.decode(errors="replace") or "died while importing")
 
     def fork(self, env: Mapping[str, str], descriptors: Mapping[int, int]) -> ForkedProcess | None:
-        """Fork a worker, which becomes a child of the agent. Main thread only.
+        """Fork a worker, which becomes a child of the agent; None: the agent has to start it. Main thread only.
 
-        Args:
-            env: its complete environment.
-            descriptors: its open files: number in the worker -> descriptor in the agent. They include 1 and 2; 0 is
-                /dev/null.
-
-        Returns:
-            None if the agent has to start the worker itself.
+        `descriptors` maps numbers in the worker, which include 1 and 2, to descriptors of the agent; 0 is /dev/null.
         """
         if not self._ready or self._gone:
             return None
@@ -139,14 +130,12 @@ class Preloader:
                 _set_subreaper(False)
 
     def give_up(self, why: str) -> None:
-        """Print why workers are no longer forked, and end the preloader."""
         if not self._gone:
             slower = "each worker imports torch itself, so startup is slower"
             print_to_stderr(f"Preloading disabled (the preloader {why}); {slower}")
         self.close()
 
     def close(self) -> None:
-        """End the preloader. Workers forked from it continue."""
         if not self._gone:
             self._gone = True
             self._channel.close()
@@ -155,10 +144,7 @@ class Preloader:
 
 
 def start_preloader(argv: Sequence[str], env: Mapping[str, str]) -> Preloader | None:
-    """Start a preloader for workers with this command and environment; None if that is not possible.
-
-    Main thread only, as for workers: the kernel treats the end of the starting thread as the end of the parent.
-    """
+    """Start a preloader for workers with this command and environment. Main thread only, as for workers."""
     agent = read_process(os.getpid())
     if sys.platform != "linux" or agent is None:
         return None
@@ -192,7 +178,6 @@ def start_preloader(argv: Sequence[str], env: Mapping[str, str]) -> Preloader | 
 
 
 def _set_subreaper(is_subreaper: bool) -> None:
-    """Set whether the kernel makes this process the parent of its orphaned descendants."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_CHILD_SUBREAPER, int(is_subreaper), 0, 0, 0):
         raise OSError(ctypes.get_errno(), "no PR_SET_CHILD_SUBREAPER")
