@@ -35,13 +35,17 @@ _to_list = methodcaller("tolist")  # an array of a generator's state, for JSON
 class SampleOrder:
     """The batches of one epoch, drawn on demand."""
 
-    def __init__(self, loader: DataLoader[Any], short: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], short: tuple[int, int] | None = None, *, draws_seed: bool = True
+    ) -> None:
         """Begin an epoch in the same way as DataLoader, from the current random streams.
 
         `short`: (batches, samples of the next batch) after which the epoch ends.
+        `draws_seed`: whether DataLoader draws the seed of its workers.
         """
         self._batches = chain.from_iterable(_batches(loader))
-        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # as the seed of DataLoader's workers
+        if draws_seed:
+            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         self._drawn: dict[int, tuple[Tensor, int]] = {}
         self._next = self._hash = 0
         self._is_over, self.needed = False, 0
@@ -167,6 +171,7 @@ class SamplerState:
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
         self._first = self._attributes()
+        self._has_workers = False  # whether persistent workers exist
 
     def capture(self) -> dict[str, Any]:
         """The state as JSON: of the samplers' generators, and of changed attributes."""
@@ -174,7 +179,12 @@ class SamplerState:
         changed = {name: value for name, value in self._attributes().items() if value != self._first.get(name)}
         owners = {name: owner for name, owner in self._owners() if _has_state_dict(owner)}
         states = {name: _encode_tensors(owner.state_dict()) for name, owner in owners.items()}
-        return {"sources": sources, "attributes": {**changed, **states}}
+        return {"sources": sources, "attributes": {**changed, **states}, "has_workers": self._has_workers}
+
+    def begin_epoch(self) -> bool:
+        """Whether DataLoader draws a seed of its workers now: in each epoch, or once for persistent workers."""
+        draws_seed, self._has_workers = not self._has_workers, self._loader.persistent_workers
+        return draws_seed
 
     def restore_generators(self, state: Mapping[str, Any]) -> None:
         """Restore the generators from the result of `capture` on rank 0."""
@@ -185,6 +195,7 @@ class SamplerState:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.restore_generators(state)
+        self._has_workers = state.get("has_workers", False)
         owners = dict(self._owners())
         for name, owner in owners.items():
             saved = state.get("attributes", {}).get(name)
