@@ -109,7 +109,7 @@ def counts(root: Path = ROOT) -> list[Count]:
         c["id"]: c for c in tomllib.loads((root / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     }
     outside = _packages(contracts["torchless"]["source_modules"])
-    layers = contracts["rooms"]["layers"]
+    layers = contracts["packages"]["layers"]
     order = [room.strip() for layer in layers for room in re.split("[|:]", layer)]
     above = {*order[: order.index("rank") + 1], "lab.ranks"} - {"cli", "__main__"} - outside
     listed = [name for name in contracts["torchless"]["source_modules"] if name.removesuffix(".*").count(".") > 1]

@@ -38,8 +38,7 @@ class SeededStream:
     def __init__(self, device: torch.device) -> None:
         self._device = None if device.type in ("cpu", "meta") else device
         self._on_device: torch.Tensor | None = None
-        self.outside: GeneratorStates | None = None
-        """The states of the generators before `enter`; None after `leave`."""
+        self.outside: GeneratorStates | None = None  # the states of the generators before `enter`; None after `leave`
 
     def enter(self, seed: int) -> None:
         """Continue from `seed`. Without `leave` since the last time, the streams outside are those of that time."""
@@ -54,7 +53,6 @@ class SeededStream:
                 module.manual_seed(seed)
 
     def leave(self) -> None:
-        """Restore the states that the generators had at `enter`."""
         if self._on_device is not None:
             torch.get_device_module(self._device).set_rng_state(self._on_device, self._device)
             self._on_device = None
@@ -65,7 +63,6 @@ class SeededStream:
 
 @contextmanager
 def seeded_random_stream(seed: int, device: torch.device) -> Generator[None]:
-    """A context manager that enters and leaves a SeededStream."""
     stream = SeededStream(device)
     try:
         stream.enter(seed)
@@ -75,7 +72,6 @@ def seeded_random_stream(seed: int, device: torch.device) -> Generator[None]:
 
 
 def seed_streams(seed: int) -> None:
-    """Seed torch, `random` and numpy."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     _NUMPY.last_seed = seed % 2**32
@@ -92,7 +88,6 @@ class GeneratorStates:
         self._python, self._torch, self._numpy = random.getstate(), torch.get_rng_state(), _NUMPY.state()
 
     def put_back(self) -> None:
-        """Restore the saved states."""
         random.setstate(self._python)
         torch.set_rng_state(self._torch)
         _NUMPY.put_back(self._numpy)
@@ -111,7 +106,6 @@ class GeneratorStates:
 
 @contextmanager
 def preserve_generator_states() -> Generator[GeneratorStates]:
-    """Restore the generators of torch (CPU), `random` and numpy at the end of the context."""
     streams = GeneratorStates()
     try:
         yield streams
@@ -162,7 +156,6 @@ class _NumpyStream:
         self._memory: Any = None
 
     def state(self) -> Any:
-        """The state of the generator."""
         words, state = self._words(), self._saved[1]
         if not words or words != self._saved[0]:
             state: Any = numpy_random.get_state()
@@ -172,7 +165,6 @@ class _NumpyStream:
         return state
 
     def put_back(self, state: Any) -> None:
-        """Restore a `state`."""
         words = self._words()
         is_saved = words and self._saved[0] and state is self._saved[1]
         if is_saved:

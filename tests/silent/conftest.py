@@ -1,3 +1,3 @@
-"""`launch`, for the tests of this room."""
+"""`launch`, for the tests in this folder."""
 
 from tests.launch.launch_fixture import launch as launch

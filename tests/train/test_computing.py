@@ -14,7 +14,8 @@ from paceline.compute.precision import bf16_unsupported_reason
 from paceline.compute.resources import current_cpu_allocation, thread_warnings
 from paceline.config.settings import ComputeConfig, LaunchConfig, TrainConfig, check_values
 from paceline.rank.world import World
-from paceline.train.compute_settings import _choose_precision, set_threads
+from paceline.train.compute_settings import set_threads
+from paceline.train.prepare import _choose_precision
 
 CPU = torch.device("cpu")
 

@@ -57,20 +57,14 @@ class NodeTopology:
 
     @property
     def size(self) -> int:
-        """The world size."""
         return self.node_count * self.memory.size
 
     @property
     def rank(self) -> int:
-        """This rank in the world."""
         return self.node_index * self.memory.size + self.memory.rank
 
     def inter_node_group(self) -> dist.ProcessGroup:
-        """The process group of the ranks with the same number on each host, in the order of hosts.
-
-        Raises:
-            RuntimeError: torch's process groups are destroyed.
-        """
+        """The process group of the ranks with the same number on each host, in the order of hosts."""
         group = self._across()
         if group is None:
             raise RuntimeError("the process groups are destroyed: this rank is no longer connected to other hosts")
@@ -93,7 +87,6 @@ def connect_hosts(memory: SharedMemory, host: int, hosts: int) -> NodeTopology:
 
 
 def single_rank_hosts(group: dist.ProcessGroup, timeout_seconds: float) -> NodeTopology:
-    """The hosts of a gloo `group` with a single rank on each host, which shares its memory with no other rank."""
     rank, layout = group.rank(), MemoryLayout(1, bulk_bytes=4096)
     alone = MemoryPeer(rank, os.getpid(), 0, memoryview(bytearray(layout.total_bytes)))
     memory = SharedMemory([alone], 0, layout, timeout_seconds, group=group_name(rank))
@@ -214,7 +207,6 @@ class HierarchicalSum:
         return results
 
     def discard_exchanges(self) -> None:
-        """Discard the running exchanges after an error: they would keep connections open."""
         self._pending = deque[TreeAllReduce]()
         self._own: Sequence[TensorList | None] = ()
         self._gathered = True

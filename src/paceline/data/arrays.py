@@ -18,8 +18,7 @@ from paceline.seeding import derive_seed
 
 Rows = Tensor | NDArray[Any]
 """One row per sample. A numpy array can be memory-mapped: only the rows of a batch are read from the file."""
-DrawFunction = Callable[[int], Tensor]
-"""(k) -> (n, k) float32 in [0, 1): k new random numbers for each of n samples."""
+DrawFunction = Callable[[int], Tensor]  # (k) -> (n, k) float32 in [0, 1): k new random numbers for each of n samples
 GatherFunction = Callable[[Tensor, "SampleRandomNumbers"], Sequence[Tensor]]
 """(indices (n,), random numbers of the samples) -> the batch."""
 DatasetT = TypeVar("DatasetT", bound=Dataset[Any])
@@ -153,7 +152,6 @@ def batch_gatherer(dataset: object) -> GatherFunction | None:
 
 
 def dataset_arrays(dataset: object) -> Sequence[Rows] | None:
-    """The tensors or arrays of an ArrayDataset or TensorDataset; None for any other dataset."""
     if isinstance(dataset, ArrayDataset):
         return (dataset.inputs, dataset.targets)
     return dataset.tensors if type(dataset) is TensorDataset else None

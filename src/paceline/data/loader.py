@@ -17,6 +17,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar, cast
 
 import torch
@@ -29,6 +30,7 @@ from paceline.data.arrays import GatherFunction, SampleRandomNumbers, batch_gath
 from paceline.data.plan import BatchPlan, MicroBatchPlan, plan_rank_micro_batches
 from paceline.data.workers import (
     SLOTS_OF_A_LOADER,
+    SampleKey,
     SeededBatchDataset,
     SeededSampleDataset,
     collate_batch,
@@ -40,6 +42,7 @@ from paceline.data.workers import (
 from paceline.errors import UsageError
 from paceline.nested import map_tensors, tensors
 from paceline.protocol.status_page import StatusPage
+from paceline.seeding import derive_seed
 
 Item = TypeVar("Item")
 CPU = torch.device("cpu")
@@ -88,7 +91,27 @@ class Loading:
     """In training, a step calls it when the batches of the next step can be started."""
     workers: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Settings of torch's DataLoader that need worker processes: timeout, prefetch_factor, ..."""
+    worker_init_fn: Callable[[int], object] | None = None
+    kept_loaders: dict[bool, DataLoader[Any]] | None = None
+    """By `evaluates`, the loaders whose worker processes remain after an epoch; None if they end with it."""
     thin: Callable[[list[MicroBatchPlan]], list[MicroBatchPlan]] | None = None  # removes samples from a training step
+
+    def worker_settings(self, seed: int) -> dict[str, Any]:
+        """Arguments of DataLoader. With `seed` it does not take the seed of its workers from the global stream."""
+        settings: dict[str, Any] = {"num_workers": self.num_workers, "generator": torch.Generator().manual_seed(seed)}
+        if not self.num_workers:
+            return settings
+        start = partial(initialize_worker, os.getpid(), self.worker_init_fn)
+        is_kept = self.kept_loaders is not None
+        return {**settings, **self.workers, "worker_init_fn": start, "persistent_workers": is_kept}
+
+    def kept_loader(self, make: Callable[[], DataLoader[Any]]) -> DataLoader[Any]:
+        """The loader whose worker processes remain from the previous epoch, or a new one."""
+        if self.kept_loaders is None or not self.num_workers:
+            return make()
+        if self.evaluates not in self.kept_loaders:
+            self.kept_loaders[self.evaluates] = make()
+        return self.kept_loaders[self.evaluates]
 
 
 def load_steps(
@@ -179,20 +202,35 @@ def fetch_batches(
         yield from on_device
 
 
+class _Requests:
+    """A batch sampler: iterates over the keys of the samples of each batch, in a task over those of the whole run."""
+
+    keys: Iterable[list[SampleKey]] = ()
+
+    def __iter__(self) -> Iterator[list[SampleKey]]:
+        return iter(self.keys)
+
+
 def _by_loader(dataset: Dataset[Any], requests: Iterable[BatchRequest], seed: int, loading: Loading) -> Generator[Any]:
-    keys = ([(epoch, i) for i in cast("list[int]", indices.tolist())] for epoch, indices in requests)
+    requests = iter(requests)
+    first = next(requests, None)
+    epoch = 0 if first is None else first[0]
+
+    def make() -> DataLoader[Any]:
+        loads_batches = has_batched_getitems(dataset)
+        dataset_class = SeededBatchDataset if loads_batches else SeededSampleDataset
+        return DataLoader(
+            dataset_class(dataset, seed, page, SLOTS_OF_A_LOADER if loading.evaluates else 0),
+            batch_sampler=_Requests(), pin_memory=loading.device.type != "cpu",
+            collate_fn=partial(collate_batch, loading.collate) if loads_batches else loading.collate,
+            **loading.worker_settings(derive_seed(seed, "workers", epoch)),
+        )  # fmt: skip
+
     page = loading.page if loading.num_workers else None
-    loads_batches = has_batched_getitems(dataset)
-    dataset_class = SeededBatchDataset if loads_batches else SeededSampleDataset
-    loader = DataLoader(
-        dataset_class(dataset, seed, page, SLOTS_OF_A_LOADER if loading.evaluates else 0),
-        batch_sampler=keys,  # the whole run is one pass, so workers prefetch across epochs
-        num_workers=loading.num_workers, pin_memory=loading.device.type != "cpu",
-        collate_fn=partial(collate_batch, loading.collate) if loads_batches else loading.collate,
-        worker_init_fn=partial(initialize_worker, os.getpid()) if loading.num_workers else None,
-        generator=torch.Generator().manual_seed(0),  # otherwise DataLoader takes its base seed from the global stream
-        **(loading.workers if loading.num_workers else {}),
-    )  # fmt: skip
+    loader = loading.kept_loader(make)
+    all_requests = requests if first is None else chain([first], requests)
+    sampler: Any = loader.batch_sampler
+    sampler.keys = ([(epoch, i) for i in cast("list[int]", indices.tolist())] for epoch, indices in all_requests)
     with closing(iterate_loader(start_loader(loader), page)) as batches:
         yield from batches
 

@@ -57,7 +57,6 @@ class ProgressDisplay:
             self._bar.stop()
 
     def say(self, text: str) -> None:
-        """Print one line."""
         self._console.print(text, markup=False)
 
     def show_step(
@@ -88,7 +87,6 @@ class Throughput:
         self._later = [0.0, 0.0]
 
     def count_step(self, samples: int, data_seconds: float = 0.0, seconds: float = 0.0) -> None:
-        """Count a step that has just ended, on `samples` samples over all ranks, with its `seconds` on this rank."""
         self._steps += 1
         self._samples += samples
         sums = self._warm_up if self._steps <= WARMUP_STEPS else self._later
@@ -100,7 +98,6 @@ class Throughput:
             self._marks.append(mark)
 
     def exclude_pause(self, seconds: float) -> None:
-        """Exclude `seconds` since the last step, for example of an evaluation."""
         self._paused += seconds
 
     def recent_rate(self) -> float | None:
@@ -149,8 +146,6 @@ def format_rate(rate: float | None, samples_left: int | None) -> str:
 
 
 class ProgressWriter:
-    """Writes the progress to a file, a few times a second and at the end of each epoch."""
-
     of_process: ClassVar[ProgressWriter | None] = None  # of this process; None if no caller shows the progress
 
     def __init__(self, path: Path) -> None:
@@ -174,7 +169,6 @@ class ProgressLine:
         self._is_line_start, self._is_shown, self._due_seconds = True, True, -math.inf
 
     def show(self, text: str) -> None:
-        """Print output of the ranks above the line."""
         if not text:
             return
         self._stream.write(f"{self._erase_sequence()}{text}")
@@ -182,7 +176,6 @@ class ProgressLine:
         self._draw()
 
     def refresh(self) -> None:
-        """Show the progress if it has changed."""
         with suppress(OSError):  # the file does not exist yet
             line = str(decode(self._path, ProgressRecord))
             self._line, self._is_shown = line, self._is_shown and line == self._line
@@ -190,7 +183,6 @@ class ProgressLine:
             self._draw()
 
     def end(self) -> None:
-        """Print the last state."""
         self.refresh()
         if self._drawn:
             self._stream.write("\n")

@@ -63,7 +63,6 @@ class LoopChecks:
         ]
 
     def close(self) -> None:
-        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
@@ -202,7 +201,6 @@ class ForeignTensors:
         self._others: dict[int, Any] = {}  # all other leaves that require a gradient, at the end of the previous step
 
     def check_unchanged(self, leaves: Sequence[Tensor]) -> None:
-        """Raise UsageError for a leaf that was changed or replaced since `keep`."""
         for leaf in leaves:
             record, other_ref = self._seen.get(id(leaf)), self._others.get(id(leaf))
             is_changed = record is not None and record[0]() is leaf and record[1] != leaf._version  # pyright: ignore[reportPrivateUsage]
@@ -214,7 +212,6 @@ class ForeignTensors:
         self._seen, self._others = {}, {}
 
     def keep(self, leaves: Sequence[Tensor]) -> None:
-        """Record the tensors at the end of a step."""
         self._seen = {id(leaf): (weakref.ref(leaf), leaf._version) for leaf in leaves}  # pyright: ignore[reportPrivateUsage]
         tensors = instances(Tensor) if leaves else []
         others = (t for t in tensors if t.requires_grad and t.is_leaf and id(t) not in self._seen)
@@ -222,6 +219,5 @@ class ForeignTensors:
 
 
 def check_no_scaler(code: str) -> None:
-    """Raise UsageError with this code if the script has an enabled GradScaler."""
     if any(scaler.is_enabled() for scaler in instances(torch.amp.GradScaler)):
         raise UsageError(code=code)

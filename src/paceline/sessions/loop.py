@@ -15,7 +15,7 @@ from paceline.compute.flops import can_count
 from paceline.compute.phase_events import phase_events
 from paceline.config.choices import current_name
 from paceline.config.definition import EXACT_ONLY_SETTINGS, check_same
-from paceline.config.settings import dump_set_values
+from paceline.data.fingerprint import UNSTABLE_DATASET_TEXT
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan, plan_rank_micro_batches
 from paceline.errors import ExitCode, PacelineError, UsageError, plural
@@ -36,7 +36,7 @@ from paceline.sessions.state import SessionState, json_copy
 from paceline.stepping.totals import ControlFlags
 from paceline.stepping.trained_model import make_loss_scale
 from paceline.train.determinism import hardware_facts
-from paceline.train.fit import PhaseClock, StepRecord
+from paceline.train.step_record import PhaseClock, StepRecord
 from paceline.train.wording import batch_line, report_hint
 
 TRACK_EVERY = 50  # steps between two reports of the loss
@@ -241,7 +241,13 @@ class TrainingLoop:
         if not state.models:
             raise UsageError(code="loop-without-model")
         batch = {"global_batch": plan.global_batch, "last_batch": plan.last_batch, "accumulation": plan.accumulation}
-        self._data = {**batch, "data": {"training data": self.checks.fingerprint_data(loader)}}
+        fingerprint = self.checks.fingerprint_data(loader)
+        if UNSTABLE_DATASET_TEXT in fingerprint.values():
+            error = UsageError(code="samples-change", kind=type(loader.dataset).__name__)
+            if config.is_exact:
+                raise error
+            state.notes.once(str(error))
+        self._data = {**batch, "data": {"training data": fingerprint}}
         if self.is_open:
             return
         self.is_open = True
@@ -263,6 +269,8 @@ class TrainingLoop:
             if place.attempt_dir is not None:
                 settings = {"task": config.program_name, **run.definition, **batch, "epochs": self._epochs or 1}
                 run_folder.move_summary_to_attempt(place.folder, place.attempt)
+                from paceline.config.settings import dump_set_values  # most sessions have no folder
+
                 run_folder.write_settings(place.folder, dump_set_values(settings | config.settings_outside_definition))
         progress.open_run(
             state.models, plan, run.share, self._facts,

@@ -13,8 +13,7 @@ from paceline.collectives.replicate import broadcast_module
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.buffers import partition_of
-from paceline.strategies.inter_node import describe_division, inter_node_strategy
-from paceline.strategies.outer_optimizer import InterNodeOptions
+from paceline.strategies.inter_node import InterNodeOptions, describe_division, inter_node_strategy
 from paceline.strategies.validation import check_no_lazy_parameters, check_no_sparse_gradients
 
 
@@ -32,9 +31,6 @@ def bucketed(
     Hooks start each bucket during the backward of the last micro-batch. Ranks that all share memory use no buckets:
     they sum all gradients after backward, which is faster in memory. `options`: compression or local steps between
     nodes on a slow network. For the other arguments see MakeStrategy.
-
-    Raises:
-        ValueError: if the ranks' models differ in names, shapes or types, or the ranks do not support `options`.
     """
     check_no_lazy_parameters(model)
     check_no_sparse_gradients(model, "bucketed")

@@ -36,9 +36,9 @@ from paceline.stepping.totals import ControlFlags
 from paceline.stepping.trained_model import ModelInTraining
 from paceline.train.checkpointing import CheckpointedModels, CheckpointManager, CheckpointPolicy
 from paceline.train.costs import max_costs_over_ranks
-from paceline.train.fit import StepRecord
 from paceline.train.preemption import StopRequest
 from paceline.train.records import RunRecorder, StepTraces
+from paceline.train.step_record import StepRecord
 from paceline.train.streaming import Stream
 from paceline.train.weights import rescue, rescue_alone, save
 
@@ -90,9 +90,6 @@ class TrainingProgress(RunRecorder):
         `facts` returns additional fields of the summary. `of` follows the step number of a resumed run, e.g. " of 400".
         With `listed`, the events contain the index of each sample. `report_to` names the trackers. `others` returns the
         tensors that are saved in addition to the models.
-
-        Raises:
-            UsageError: on one rank, if the run's files cannot be written; ReportedByPeer on the others.
         """
         self._plan, self._share, self._facts, self._listed = plan, share, facts, listed
         self.use.devices *= len(getattr(parts[0].replica.module, "device_ids", None) or [0])  # several: DataParallel
@@ -130,7 +127,6 @@ class TrainingProgress(RunRecorder):
         return ControlFlags(stop, written, failed, due, end, save, samples)
 
     def record_step(self, record: StepRecord, samples: int, *, tracked: bool) -> None:
-        """Record a finished step on a global batch of `samples` samples; with `tracked`, also in trackers."""
         page, seconds = self._guard.page, record.phase_seconds
         self.step, self.samples = record.step, self.samples + samples
         page.steps[STEP] = self.step
@@ -146,11 +142,7 @@ class TrainingProgress(RunRecorder):
                 self.write_optional([events.FlopsCounted(flops, self.use.devices, self.use.peak_tflops())])
 
     def rollback_point(self, record: StepRecord) -> ResumePoint | None:
-        """The older state to restore if the step was skipped and the policy is `rollback` (then collective).
-
-        Raises:
-            TrainingError: if too many steps were skipped.
-        """
+        """The older state to restore if the step was skipped and the policy is `rollback` (then collective)."""
         skipped = record.result.skip_cause
         if skipped is None or not self._skipped.record_skip(self.step, skipped) or record.result.votes.stop:
             return None
@@ -187,11 +179,9 @@ class TrainingProgress(RunRecorder):
     ) -> PacelineError | None:
         """Save the state after the last step when `error` ends the run, without any collective.
 
-        Nothing is saved unless the state is `is_state_consistent`, i.e. not in the middle of an update.
-
-        Returns:
-            The error to raise instead, or None: the guard's error, if it aborted a collective; or an error that names
-            the file of the rescued weights, if another file could not be written.
+        Nothing is saved in the middle of an update. Returns the error to raise instead, if there is one: the guard's
+        error, if it aborted a collective; or an error that names the file of the rescued weights, if another file could
+        not be written.
         """
         phase, has_steps = self._guard.page.get("phase"), self.step > self.start
         stall_error = None if isinstance(error, PacelineError) else self._guard.stall_error(error)
@@ -210,9 +200,6 @@ class TrainingProgress(RunRecorder):
         """Save the weights, write the summary and print the result, `lines` (collective).
 
         With `stopped` (on request), the weights are not saved. `saved` is called after the weights are saved.
-
-        Raises:
-            TrainingError: the last checkpoint could not be written, or the weights differ between ranks.
         """
         assert self._checkpoints is not None
         assert self.place is not None
