@@ -29,7 +29,6 @@ class ModelParallelAdapter:
         shards: Mapping[str, ShardedParameter],
         is_elsewhere: Callable[[str], bool] = lambda _: False,
     ) -> None:
-        """`shards`: the sharded parameters by name. `is_elsewhere`: whether a different stage saves this tensor."""
         assert world.mesh is not None
         self._model, self._world, self._shards, self._is_elsewhere = model, world, shards, is_elsewhere
         # the number of this rank's copy of the unsharded tensors

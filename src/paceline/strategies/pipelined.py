@@ -134,7 +134,6 @@ class _Stage(ModelParallelAdapter):
 
 
 def _move_to_meta(model: nn.Module, names: Collection[str]) -> None:
-    """Replace these parameters and buffers by meta tensors, which are plain attributes and in no state_dict."""
     state = dict([*model.named_parameters(), *model.named_buffers()])
     shapes = {id(state[name]): state[name].detach().to("meta") for name in names}
     for owner in model.modules():
