@@ -17,8 +17,8 @@ from tests.rendered import rendered
 from tests.small_mnist import small_mnist as small_mnist
 from textual.widgets import Static
 
+from paceline.cli import live as command
 from paceline.cli import main
-from paceline.cli import watch as command
 from paceline.cli.run_state import NO_ACCESS, Access
 from paceline.protocol.evidence import LIVE, WATCHED_FILE, LiveState, Phase, WorkerSample
 from paceline.report.live import FileTail, LiveReader, RankSnapshot, RunSnapshot

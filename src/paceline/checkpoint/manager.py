@@ -34,11 +34,10 @@ from paceline.checkpoint.format import (
     read_manifest,
     step_of,
 )
-from paceline.errors import TrainingError, UsageError
+from paceline.errors import TrainingError
 from paceline.runs import writing
 from paceline.runs.reading import entry_names
 
-MIN_KEPT_CHECKPOINTS = 2  # a single one is lost if its disk blocks are damaged
 MAX_LISTINGS = 100  # a new listing is needed when a writer has published and deleted meanwhile
 LOCK_SECONDS = 30.0  # the fence is locked for a few renames; if it takes longer, the other process is frozen
 
@@ -77,7 +76,10 @@ class PublishFence:
             newest = _read_claim(descriptor, self._path)
             if newest is not None and claim < newest:
                 raise TrainingError(code="fence-taken-over", newest=newest, claim=claim)
-            _write_claim(descriptor, claim)
+            line = f"{claim.attempt:020d} {claim.generation:020d}\n".encode()
+            if (written := os.pwrite(descriptor, line, 0)) != len(line):  # one write: a crash leaves no partial claim
+                raise OSError(f"wrote only {written} of {len(line)} bytes")
+            os.fsync(descriptor)
 
     @contextlib.contextmanager
     def hold_claim(self, claim: Claim) -> Generator[None]:
@@ -113,15 +115,6 @@ def _read_claim(descriptor: int, path: Path) -> Claim | None:
     if not match:
         raise TrainingError(code="fence-damaged", path=path, value=text)
     return Claim(int(match[1]), int(match[2]))
-
-
-def _write_claim(descriptor: int, claim: Claim) -> None:
-    """Write a claim into a locked fence. One write of a fixed length: a crash leaves no partial claim."""
-    line = f"{claim.attempt:020d} {claim.generation:020d}\n".encode()
-    written = os.pwrite(descriptor, line, 0)
-    if written != len(line):
-        raise OSError(f"wrote only {written} of {len(line)} bytes")
-    os.fsync(descriptor)
 
 
 class CheckpointFolder(NamedTuple):
@@ -238,8 +231,6 @@ class Checkpoints:
         deleted, `report` is called. If the commit fails, no published checkpoint has changed. It fails if a newer
         generation has taken the fence, or if a file of the manifest is missing or has a different size.
         """
-        if keep < MIN_KEPT_CHECKPOINTS:
-            raise UsageError(code="keep-too-few-checkpoints", least=MIN_KEPT_CHECKPOINTS, value=keep)
         encoded = encode_manifest(manifest)
         decode_manifest(encoded)  # raises an error unless it can be read again
         try:
@@ -311,8 +302,7 @@ class Checkpoints:
         return writing.rename(path, trash)
 
     def _checked_claim(self) -> Claim:
-        if self._claim is None:
-            raise RuntimeError("call claim() before begin() and commit()")
+        assert self._claim is not None, "call claim_publishing() before begin() and commit()"
         if self._inode is not None and self._root_inode() != self._inode:
             raise TrainingError(code="checkpoints-exchanged", folder=self.root)
         return self._claim

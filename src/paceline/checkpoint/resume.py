@@ -129,14 +129,9 @@ def lock_run_folder(
 ) -> Generator[RunLocation]:
     """Lock the run folder. The folder, attempt and generation are the same on all ranks (a collective).
 
-    Args:
-        world: the ranks.
-        asked: the folder. None: a new one under runs/.
-        name: the prefix of a new folder's name.
-        prepared: the folder, if the agent has already created and locked it.
-        resume: whether the folder may contain a run. A restarted run always may.
-        restart: whether to move the checkpoints and weights of that run aside.
-        trust: whether other users may own the folder or write to it.
+    `asked` is the folder; None: a new one under runs/, whose name begins with `name`. `prepared` is set if the agent
+    has already created and locked it. It may contain a run with `resume`, or if the run is restarted. `restart` moves
+    the checkpoints and weights of that run aside. With `trust` other users may own the folder or write to it.
     """
     generation, spec = restart_count(), WorkerSpec.from_environment()
     launched_dir = Path(spec.attempt_dir).resolve() if spec is not None and spec.attempt_dir else None

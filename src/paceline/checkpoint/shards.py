@@ -49,7 +49,7 @@ def select_shards_to_save(shards: Sequence[TensorShard], rank: int, world_size: 
     """The tensors that `rank` saves: those that only it holds, and its portion, by bytes, of the replicated ones."""
     replicated = sorted((h for h in shards if h.replicated), key=lambda h: h.name)
     portion = assign_balanced([h.tensor.nbytes for h in replicated], world_size)[rank]
-    return [h for h in shards if not (h.replicated or h.is_saved_elsewhere)] + [replicated[i] for i in portion]
+    return [h for h in shards if h.is_unique] + [replicated[i] for i in portion]
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ def full_state(held: Sequence[TensorShard], world: World) -> dict[str, Tensor]:
     """
     shards: dict[str, list[TensorShard]] = defaultdict(list)
     for h in held:
-        if not (h.replicated or h.is_saved_elsewhere):
+        if h.is_unique:
             shards[h.name].append(h)
     parts = [(name, list(h.full_shape), str(h.tensor.dtype).removeprefix("torch.")) for name, (h, *_) in shards.items()]
     shapes = {name: (shape, dtype) for entries in all_gather_object(parts, world) for name, shape, dtype in entries}

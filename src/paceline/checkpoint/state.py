@@ -39,6 +39,11 @@ class TensorShard:
     def full_shape(self) -> torch.Size:
         return self.tensor.shape if self.unsharded_shape is None else self.unsharded_shape
 
+    @property
+    def is_unique(self) -> bool:
+        """Whether only this rank saves it."""
+        return not (self.replicated or self.is_saved_elsewhere)
+
     def view_in(self, flat: Tensor) -> Tensor:
         """A view, (count, elements of each), of these elements in the full tensor `flat`."""
         return view_ranges(flat, self.start, self.tensor.numel() // self.count, self.count, self.range_stride)
@@ -56,14 +61,8 @@ def unsharded_parameter_shards(named: Iterable[tuple[str, Tensor]]) -> list[Tens
 class Source(Protocol):
     """A saved state, in memory or on disk."""
 
-    def names(self, prefix: str) -> Iterable[str]:
-        """All names that begin with `prefix`."""
-        ...
-
-    def shape(self, name: str) -> torch.Size:
-        """The full shape of the tensor `name`, which must exist."""
-        ...
-
+    def names(self, prefix: str) -> Iterable[str]: ...  # all that begin with `prefix`
+    def shape(self, name: str) -> torch.Size: ...  # the full shape of a tensor that exists
     def tensor(self, name: str, start: int = 0, stop: int | None = None) -> Tensor | None:
         """The tensor in its full shape, or its elements [start, stop) as (stop - start,); None if it does not exist.
 

@@ -215,7 +215,6 @@ def _check_out(config: ExportConfig, out: Path, file_format: str) -> None:
 
 
 def _weights(config: ExportConfig, run_dir: Path) -> tuple[Weights, str]:
-    """The requested weights, under all their names, and a description of their origin."""
     summary = read_summary(run_dir)
     if config.step == "best":
         return _saved_weights(config, run_dir, BEST_WEIGHTS), f"the best weights of {run_dir.name}"

@@ -49,7 +49,6 @@ FOLLOW_UP_HINT = "paceline status {} shows the progress; also: paceline logs, pa
 
 
 def check_cluster_options(cluster: ClusterConfig) -> None:
-    """Check the settings, and that each has an effect with this launcher."""
     for field in dataclasses.fields(cluster):
         allowed = launchers_of(field.name)
         if cluster.on not in allowed and getattr(cluster, field.name) != field.default:
@@ -111,7 +110,6 @@ def make_job_spec(cluster: ClusterConfig, nproc: int | None) -> JobSpec:
 
 
 def check_balance(job: JobSpec) -> None:
-    """Raise UsageError if `--balance` has a wrong number of speeds, or nothing measures them."""
     if job.balance == AUTO and job.hang_timeout.off:
         raise UsageError(code="balance-without-guard", value=job.balance)
     if speeds := parse_balance(job.balance or None):

@@ -84,7 +84,6 @@ def _process_use(process: psutil.Process, cores: float, gpu_bytes: int) -> Proce
 
 
 def _program(command: list[str]) -> str:
-    """The program with its script or module, which is the first argument that is not an option."""
     arguments = command[1:4]
     script = "-c" if "-c" in arguments else next((arg for arg in arguments if not arg.startswith("-")), "")
     return f"{Path(command[0]).name} {script}".strip()[:200]

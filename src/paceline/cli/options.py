@@ -111,7 +111,6 @@ class Option:
 
     @property
     def usage_form(self) -> str:
-        """The form in the help and the usage line, e.g. -o, --out FILE."""
         if not self.names:
             form = f"{self.metavar} ..." if self.types == [tuple] else self.metavar
             return form if self.default is MISSING else f"[{form}]"
@@ -138,7 +137,6 @@ class Option:
         raise argparse.ArgumentTypeError(f"must be {wanted}, got {text!r}")
 
     def add(self, add_argument: Callable[..., argparse.Action], *, hidden: bool) -> None:
-        """Add the option to a group of a parser. The help omits a `hidden` option."""
         default = self.file_value or (f"default: {self.default_text}" if self.default_text else "")
         text = f"{self.text} ({default})" if default else self.text
         how: dict[str, Any] = {"help": argparse.SUPPRESS if hidden else text.replace("%", "%%")}
@@ -250,15 +248,11 @@ class CommandLine:
         return parser
 
     def parse(self, arguments: Sequence[str]) -> Any:
-        return build_settings(self.settings, self.parse_values_or_print_help(arguments))
-
-    def parse_values_or_print_help(self, arguments: Sequence[str]) -> dict[str, Any]:
-        """As `values`, but --help prints the help and exits with code 0."""
         values = self.values(arguments)
         if help_option := values.get("help"):
             self.print_help(help_option)
             raise SystemExit(0)
-        return values
+        return build_settings(self.settings, values)
 
     def values(self, arguments: Sequence[str]) -> dict[str, Any]:
         """The values from the command line, by `Option.dest`. The key `help` has the help option, if there is one."""

@@ -213,7 +213,6 @@ def _holds_lock(pid: int, run_dir: Path) -> bool:
 
 
 def _run_on_coordinator(submission: SubmitRecord | None, ssh: Sequence[str], command: str) -> str | None:
-    """The output of a shell command on the host of node 0; None if the host cannot be reached."""
     if not ssh or submission is None or submission.on != "ssh" or not submission.hosts:
         return None
     argv = ssh_command(ssh, submission.hosts[0], f"sh -c {shlex.quote(command)}")
@@ -274,7 +273,6 @@ def run_state(run_dir: Path, access: Access = NO_ACCESS) -> RunState:
 
 
 def _speed(run_dir: Path, progress: _Progress, *, running: bool, summary: Summary) -> dict[str, float | None]:
-    """The speed: over the last steps if the run is running, over the whole run if it has ended."""
     if not running:
         speeds = {"tokens_per_second": summary.tokens_per_second, "mfu": summary.mfu}
         return speeds | {"goodput": summary.goodput or goodput(run_dir)}
@@ -286,7 +284,6 @@ def _speed(run_dir: Path, progress: _Progress, *, running: bool, summary: Summar
 
 
 def _progress_fields(summary: Summary, settings: TrainConfig, progress: _Progress) -> dict[str, Any]:
-    """The task, strategy and progress of a run, from its summary if it has one, otherwise from its events."""
     started, steps, run = progress.started, progress.steps, settings.run
     start_step = started.start_step or None if started else None
     step = summary.steps if summary.steps is not None else steps[-1].step if steps else start_step

@@ -67,7 +67,6 @@ class LaunchArguments:
     script_words: tuple[str, ...]  # the script and its arguments
 
     def torchrun_value(self, name: str) -> str | None:
-        """The value of an option of torchrun. The command line takes precedence over the environment."""
         return self.torchrun.get(name, self.environment_values.get(name))
 
     def value_origin(self, name: str) -> str:
@@ -111,7 +110,6 @@ class LaunchArguments:
 
     @property
     def paceline_arguments(self) -> list[str]:
-        """The command line in paceline's options: the typed ones, and the translated ones of torchrun."""
         options, ignored = list(self.paceline_options), self._ignored()
         for name, ours in PACELINE_EQUIVALENTS.items():
             value = self.torchrun_value(name)

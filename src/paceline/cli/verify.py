@@ -3,10 +3,10 @@
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 
@@ -25,7 +25,6 @@ from paceline.tasks.registry import check_no_training_at_import, check_task, is_
 
 WORKER = "paceline.lab.ranks.verify"
 STALL_SECONDS = 60.0  # window of the guard for a custom loop, whose epochs are short here
-ReportType = TypeVar("ReportType", verify.VerifyReport, verify.BitsReport)
 OPTIMIZERS = ("sgd", "adamw", verify.TASK_OPTIMIZER)
 
 
@@ -116,11 +115,9 @@ def main(arguments: Sequence[str]) -> int:
         schedule_pipeline=config.schedule_pipeline,
         bitwise=config.bitwise,
     )
-    if config.bitwise:
-        if {*strategies} - {*EXACT_STRATEGIES}:
-            raise UsageError(code="verify-bitwise", allowed=[*EXACT_STRATEGIES], value=chosen)
-        return _verify(spec, ranks, verify.BitsReport, verify.compare_and_print_bits, config.json)
-    return _verify(spec, meshes or ranks, verify.VerifyReport, verify.print_report, config.json)
+    if config.bitwise and {*strategies} - {*EXACT_STRATEGIES}:
+        raise UsageError(code="verify-bitwise", allowed=[*EXACT_STRATEGIES], value=chosen)
+    return _verify(spec, meshes or ranks, config.json)
 
 
 def _verify_loop(config: VerifyConfig, ranks: Sequence[int], strategies: Sequence[str], arguments: list[str]) -> int:
@@ -153,14 +150,11 @@ def _verify_loop(config: VerifyConfig, ranks: Sequence[int], strategies: Sequenc
     return ExitCode.DONE if (not bits or verify.compare_and_print_bits(None, bits)) and equal else ExitCode.FAILED
 
 
-def _verify(
-    spec: verify.VerifySpec,
-    sizes: Sequence[int | Mesh],
-    report_type: type[ReportType],
-    print_all: Callable[[verify.VerifySpec, Sequence[ReportType]], bool],
-    json: Path | None,
-) -> int:
-    reports: list[ReportType] = []
+def _verify(spec: verify.VerifySpec, sizes: Sequence[int | Mesh], json: Path | None) -> int:
+    report_type, print_all = verify.VerifyReport, verify.print_report
+    if spec.bitwise:
+        report_type, print_all = verify.BitsReport, verify.compare_and_print_bits
+    reports: list[Any] = []
     for size in sizes:
         nproc, mesh = (size, "") if isinstance(size, int) else (size.size, str(size))
         print(f"{plural(nproc, 'process', 'processes')} {mesh} ...", file=sys.stderr, flush=True)

@@ -38,7 +38,7 @@ from paceline.collectives.memory_sum import (
     spare_buffer_count,
     sum_parts,
 )
-from paceline.collectives.shared_memory import GROUP_NAME, MemoryLayout, MemoryOperation, MemoryPeer, SharedMemory
+from paceline.collectives.shared_memory import GROUP_NAME, MemoryLayout, MemoryPeer, SharedMemory
 from paceline.collectives.torch_collectives import TreeAllReduce
 from paceline.collectives.tree import ALIGNMENT_ELEMENTS, LeafPartition, TreeNode
 
@@ -159,7 +159,7 @@ class HierarchicalSum:
         # if no tensor has elements, an empty bundle sends the flags
         self._bundles, self._dtype = _bundle_chunks(self._lanes.chunks, self._memory.size) or [()], dtypes[0]
         self.discard_exchanges()
-        self._call = self._memory.describe_call("reduce_scatter", name, *describe_tensors(sizes, dtypes))
+        self._operation = self._memory.operation("reduce_scatter", name, *describe_tensors(sizes, dtypes))
 
     def begin(self, partials: Sequence[TensorList | None], after: HierarchicalSum | None = None) -> None:
         """Add up the tensors of this host's ranks, and start to send the sums (a collective).
@@ -171,7 +171,7 @@ class HierarchicalSum:
             after: the previous sum; starts to send its second half.
         """
         self._own = partials
-        with MemoryOperation(self._memory, self._memory.bulk, self._call):
+        with self._operation:
             for bundle in self._bundles:
                 exchange = self._send(bundle, first=not self._pending)
                 before = self if self._pending else after

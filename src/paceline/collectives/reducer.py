@@ -106,6 +106,9 @@ class Reducer:
             while self._sent < len(self._buckets):  # also buckets without a gradient
                 self._send_next()
             return self._transport.finish_buckets(divisor)
+        except BaseException:
+            self._transport.discard_sums()
+            raise
         finally:
             self._forget()
 
@@ -119,7 +122,6 @@ class Reducer:
         self.finish(None)
 
     def _forget(self) -> None:
-        self._transport.discard_sums()
         self._leaf: int | None = None
         self._leaving = False
         for sums in self._sums if self._single_leaf is None else ():

@@ -241,6 +241,7 @@ class ShardBucketReduction:
                 size = 0 if all(used) else len(shard) - bucket.shard_size
                 self._assign_grads(bucket, divide(shard[: bucket.shard_size], divisor), flags[:size] or used)
                 del flags[:size]
+        self.discard_sums()
         return False
 
     def discard_sums(self) -> None:

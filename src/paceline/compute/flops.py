@@ -132,9 +132,6 @@ class Utilization:
         self.count, self._half = count or FlopCount(), HALF_DTYPES.get(precision)
         self.tokens = self.samples = 0  # computed by this rank so far
 
-    def add(self, consumed: tuple[int, int]) -> None:
-        self.tokens, self.samples = self.tokens + consumed[0], self.samples + consumed[1]
-
     def peak_tflops(self, *, measure: bool = False, samples_per_second: float | None = None) -> float:
         """The peak of one device: given, measured earlier on this node, or measured now if `measure`. 0: unknown.
 

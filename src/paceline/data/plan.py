@@ -181,7 +181,7 @@ def ranks_share(virtual_ranks: int, rank: int, world_size: int) -> range:
 def shuffled_indices(positions: Tensor | slice, num_samples: int, seed: int, epoch: int) -> Tensor:
     """(n,) int64: the samples at `positions`, (n,) or a slice, in the shuffled epoch.
 
-    For a slice, the result is a view without a copy, up to LISTED samples.
+    For a slice of at most MAX_LISTED_SAMPLES samples, the result is a view without a copy.
     """
     if num_samples <= MAX_LISTED_SAMPLES:
         return _shuffled_order(num_samples, seed, epoch)[positions]

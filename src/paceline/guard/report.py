@@ -68,7 +68,6 @@ def format_report(
 
 
 def printable(text: str) -> str:
-    """`text` with spaces for characters that do not print or that change the writing direction."""
     return "".join(char if char.isprintable() else " " for char in text)
 
 
@@ -216,7 +215,6 @@ class DiagnosisRecord(msgspec.Struct, frozen=True):
 
 
 def same_diagnosis(diagnosis: Diagnosis, other: Diagnosis) -> bool:
-    """Whether two diagnoses have the same cause at the same step. The numbers of collectives may differ."""
     return _essence(diagnosis) == _essence(other)
 
 

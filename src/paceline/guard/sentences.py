@@ -57,7 +57,6 @@ def format_op(op: Op) -> str:
 
 
 def format_caller(op: Op) -> str:
-    """The call site of an operation as the end of a sentence; empty if it is unknown."""
     return f", called from {op.site}" if op.site else ""
 
 
@@ -107,18 +106,15 @@ def make_diagnosis(
     at: str = "",
 ) -> Diagnosis:
     """A complete diagnosis. `at` is the line of the first rank in `causes`; by default its current line."""
-    lines = [*lines, *_about_blocks(ranks, [*causes, *(n for party in tie for n in party)])]
+    involved = [*causes, *(n for party in tie for n in party)]
+    if any(op.name.startswith(BLOCK_PREFIX) for n in involved for op in ranks[n].evidence.ops[-1:]):
+        rule = "with fsdp each call of a block is a collective: all ranks must call the same blocks in the same order"
+        lines = [*lines, rule]
     step = max((rank.evidence.step for rank in ranks.values()), default=0)
     first = ranks[causes[0]].evidence if causes else None
     site = "" if first is None else at or format_rank_location(first) or (first.ops[-1].site if first.ops else "")
     parties = tuple(sorted(tuple(sorted(party)) for party in tie))
     return Diagnosis(kind, tuple(causes), parties, tuple(lines), op, site, step)
-
-
-def _about_blocks(ranks: RankStates, involved: Sequence[int]) -> list[str]:
-    if not any(op.name.startswith(BLOCK_PREFIX) for n in involved for op in ranks[n].evidence.ops[-1:]):
-        return []
-    return ["with fsdp each call of a block is a collective: all ranks must call the same blocks in the same order"]
 
 
 def stuck_loader_workers(evidence: Evidence) -> list[LoaderWorker]:
@@ -270,7 +266,6 @@ def describe_stuck_op(ranks: RankStates, pending: Mapping[int, Op]) -> list[str]
 
 
 def describe_stuck_ranks(ranks: RankStates, causes: Sequence[int], op: Op) -> list[str]:
-    """Sentences about ranks that are in an operation with all others, but cannot complete it."""
     lines = [
         f"{format_ranks([n])} is in {format_op(op)}, as all are; it is {format_position(ranks[n].evidence)}"
         for n in causes

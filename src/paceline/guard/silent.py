@@ -64,7 +64,6 @@ class ReplicaDifference:
 
     @property
     def is_round_off(self) -> bool:
-        """Whether it is as small as the rounding differences between machines of different kinds."""
         sums = [mark.sums[self.part_index] for mark in self.fingerprints.values()]
         is_close = max(sums) - min(sums) <= ROUND_OFF_TOLERANCE * max(map(abs, sums))
         return is_close and bool(self.any_fingerprint.flags & SUMMED)
@@ -126,12 +125,9 @@ def _part(mark: ReplicaFingerprint, at: int) -> tuple[int, int, int]:
 
 
 class CallOrderComparison:
-    """Compares the order of the collectives of the ranks of one generation, for each group."""
-
     def __init__(self) -> None:
         self._done: dict[int, int] = defaultdict(int)  # group -> number of compared calls
-        self.agreed: set[int] = set()
-        """Hashes of the calls that all ranks have made at the same position."""
+        self.agreed: set[int] = set()  # hashes of the calls that all ranks have made at the same position
 
     def update(
         self, orders: Mapping[int, Sequence[CallHistory]], *, last: bool
@@ -166,10 +162,7 @@ class CallOrderComparison:
 
 
 def find_order_mismatch(windows: Mapping[int, Sequence[Op]], known: frozenset[str]) -> Mismatch | None:
-    """The mismatch between the ranks' calls at one position; None if the script calls from different branches.
-
-    `known` are the lines from which all ranks have called at the same position.
-    """
+    """The mismatch at one position; None if the script calls from different branches. `known`: lines of all ranks."""
     ranks = sorted(windows)  # all ranks of the world
     mismatch = compare_orders([windows[rank] for rank in ranks], frozenset(), known)
     if isinstance(mismatch, Mismatch):
@@ -205,8 +198,7 @@ class SilentFaultDetector:
         self._reported: set[tuple[object, ...]] = set()
         self._looks: dict[str, int] = {}  # calls of `update` since the first rank reported a finding of this kind
         self._known: Mapping[int, Mapping[int, Op]] = {}
-        self.notices: list[Notice] = []
-        """Notices to print; the caller empties the list."""
+        self.notices: list[Notice] = []  # to print; the caller empties the list
 
     def update(self, ranks: Sequence[WorkerSample], *, last: bool = False) -> list[Diagnosis]:
         """Process samples of all ranks, including ended ones. `last`: all ranks have ended without failure."""

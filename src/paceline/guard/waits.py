@@ -181,18 +181,14 @@ def _with_frozen(ranks: dict[int, RankState]) -> dict[int, RankState]:
 
 def drop_abandoned_messages(ranks: Mapping[int, RankState]) -> dict[int, RankState]:
     """Remove the messages that a rank has started, if it is now in different code of the script."""
-    return {n: _without_messages(rank) if is_outside_ops(rank) else rank for n, rank in ranks.items()}
-
-
-def _without_messages(rank: RankState) -> RankState:
-    messages = [op for op in rank.pending if op.is_message]
-    if not messages:
-        return rank
-    return replace(
-        rank,
-        pending=tuple(op for op in rank.pending if op not in messages),
-        waits_for={other: op for other, op in rank.waits_for.items() if op not in messages},
-    )
+    kept = dict(ranks)
+    for n, rank in ranks.items():
+        messages = [op for op in rank.pending if op.is_message]
+        if messages and is_outside_ops(rank):
+            pending = tuple(op for op in rank.pending if op not in messages)
+            edges = {other: op for other, op in rank.waits_for.items() if op not in messages}
+            kept[n] = replace(rank, pending=pending, waits_for=edges)
+    return kept
 
 
 def is_outside_ops(rank: RankState) -> bool:
@@ -225,13 +221,11 @@ def group_ranks(values: Mapping[int, T], key: Callable[[T], Hashable]) -> tuple[
 
 
 def majority(parties: Sequence[Mapping[int, T]]) -> Mapping[int, T] | None:
-    """The party with more than half of the ranks in all parties; None if there is none."""
     total = sum(map(len, parties))
     return next((party for party in parties if 2 * len(party) > total), None)
 
 
 def minority(parties: Sequence[Mapping[int, T]]) -> tuple[int, ...]:
-    """The ranks outside the majority; none without a majority."""
     right = majority(parties)
     return () if right is None else tuple(sorted(n for party in parties if party is not right for n in party))
 
@@ -242,8 +236,6 @@ RAGGED_COLLECTIVES = frozenset({"all_gather", "gather", "scatter", "all_to_all",
 
 @dataclass(frozen=True)
 class OpMismatch:
-    """Different operations that ranks have entered under one number of a stream."""
-
     sequence_key: OpSequenceKey
     seq: int
     parties: tuple[Mapping[int, Op], ...]  # rank -> its operation; the largest party first

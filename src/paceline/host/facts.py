@@ -53,8 +53,6 @@ class Limit(msgspec.Struct, frozen=True):
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """The facts of a machine, from the view of a process on it. Sizes are in bytes."""
-
     host: str
     pid: int
     python: str
@@ -272,7 +270,6 @@ def compare_hosts(hosts: Mapping[str, Facts], workers: Mapping[str, int], thread
 
 
 def find_differences(hosts: Mapping[str, Facts]) -> Iterator[Finding]:
-    """The differences between hosts; each finding is on a host in the minority."""
     for severity, subject, read, remedy in DIFFERENCE_RULES:
         values = {name: read(facts) for name, facts in hosts.items()}
         yield from _differing(severity, subject, {name: value for name, value in values.items() if value}, remedy)

@@ -47,10 +47,7 @@ def roster_path(attempt_dir: Path, node: int = 0) -> Path:
 
 
 def agent_mark(pid: int, started: int, generation: int | None = None) -> str:
-    """The value of AGENT_MARK in the environment of all processes that an agent has started, directly or indirectly.
-
-    Without `generation`: the common prefix of all generations.
-    """
+    """The value of AGENT_MARK in all processes that an agent has started; without `generation`: the common prefix."""
     return f"{pid}-{started}-" + ("" if generation is None else f"{generation}-")
 
 

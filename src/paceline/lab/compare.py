@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from statistics import median, quantiles
+from typing import Any
 
 import msgspec
 from rich.table import Table
@@ -63,7 +64,6 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def needed_bytes(self) -> int:
-        """The memory that a rank needs; 0 if this is unknown."""
         return self.memory.needed_bytes if self.memory else 0
 
 
@@ -88,13 +88,11 @@ def compared_rows(rounds: Sequence[Sequence[Measurement]], base: str, steps: int
 
 def _row(chunks: Sequence[Measurement], ratios: Sequence[float], reference: Mapping[int, str], steps: int) -> Row:
     first = chunks[0]
+    same = ("name", "strategy", "world_size", "threads", "batch_size", "global_batch", "mesh", "mfu_words")
+    fields: dict[str, Any] = {name: getattr(first, name) for name in same}
+    fields |= {name: median(c.use[name] for c in chunks) for name in USE if all(name in c.use for c in chunks)}
     return Row(
-        name=first.name,
-        strategy=first.strategy,
-        world_size=first.world_size,
-        threads=first.threads,
-        batch_size=first.batch_size,
-        global_batch=first.global_batch,
+        **fields,
         rate=spread([chunk.rate for chunk in chunks]),
         ratio=spread(ratios or [0.0]),
         cpu_ms=1000 * median(chunk.cpu_seconds / steps for chunk in chunks),
@@ -103,10 +101,7 @@ def _row(chunks: Sequence[Measurement], ratios: Sequence[float], reference: Mapp
         sent_bytes=next((chunk.sent_bytes for chunk in chunks if chunk.sent_bytes is not None), None),
         memory=next((chunk.memory for chunk in chunks if chunk.memory is not None), None),
         bits=describe_bit_equality(first, [chunk.digest for chunk in chunks], reference.get(first.batch_size)),
-        mesh=first.mesh,
         sync_share=median(chunk.sync_share for chunk in chunks),
-        mfu_words=first.mfu_words,
-        **{name: median(c.use[name] for c in chunks) for name in USE if all(name in c.use for c in chunks)},
     )
 
 
@@ -172,7 +167,6 @@ def recommend_strategy(rows: Sequence[Row], alone: Row | None, room_bytes: int |
 
 
 def _is_sharded(row: Row, rows: Sequence[Row]) -> bool:
-    """Whether a rank holds clearly less state than with the strategy that holds the most."""
     state = {other.name: other.memory.state_bytes if other.memory else 0 for other in rows}
     return state[row.name] < 0.9 * max(state.values())
 
@@ -201,7 +195,8 @@ def print_compared(
     title = "memory of a rank, MB; peak: all tensors together; process: including libraries"
     memory = make_table(MEMORY_COLUMNS, title)
     for row in rows:
-        memory.add_row(*_memory_cells(row))
+        sizes = msgspec.structs.astuple(row.memory) if row.memory else [None] * len(Memory.__struct_fields__)
+        memory.add_row(*_identity_cells(row), *map(_megabytes, sizes))
     if any(row.memory for row in rows):
         console.print(memory)
     for failure in failures:
@@ -231,12 +226,6 @@ def _speed_cells(row: Row) -> list[str]:
         "?" if row.sent_bytes is None else f"{row.sent_bytes / 1e6:.2f}",
         "-" if row.strategy == NO_EXCHANGE else row.bits,
     ]
-
-
-def _memory_cells(row: Row) -> list[str]:
-    m = row.memory
-    sizes = (m.weights, m.gradients, m.optimizer, m.activations, m.exchange, m.peak, m.rss_peak) if m else (None,) * 7
-    return [*_identity_cells(row), *(_megabytes(size) for size in sizes)]
 
 
 def _identity_cells(row: Row) -> list[str]:

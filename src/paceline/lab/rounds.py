@@ -8,7 +8,7 @@ fair. A candidate that fails ends its set. The set is started again for the rema
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,10 +26,7 @@ QUIET_ENV = {"KINETO_LOG_LEVEL": "99"}  # otherwise the profiler prints several 
 MAX_REASON_CHARS = 300
 
 
-@dataclass(frozen=True)
-class CandidateGroup:
-    nproc: int
-    candidates: Sequence[m.Candidate]
+CandidateGroups = Mapping[int, Sequence[m.Candidate]]  # by number of processes
 
 
 @dataclass
@@ -58,28 +55,27 @@ def candidate_dir(root: Path, number: int, nproc: int, name: str = "") -> Path:
 
 
 def measure_rounds(
-    sets: Sequence[CandidateGroup], settings: str, root: Path, *, rounds: int, warmup: int, steps: int, memory: bool
+    groups: CandidateGroups, settings: str, root: Path, *, rounds: int, warmup: int, steps: int, memory: bool
 ) -> MeasuredRounds:
-    """Measure all sets in each round, memory in the first one only. `settings`: of the training, as TOML."""
+    """Measure all groups in each round, memory in the first one only. `settings`: of the training, as TOML."""
     results = MeasuredRounds()
     for number in range(rounds):
         results.rounds.append([])
-        for process_set in sets:
-            _print(f"round {number + 1} of {rounds}: {plural(process_set.nproc, 'process', 'processes')} ...")
-            shift = number % max(1, len(process_set.candidates))
-            failed = {failure.name for failure in results.failures if failure.world_size == process_set.nproc}
-            rotated = [*process_set.candidates[shift:], *process_set.candidates[:shift]]
+        for nproc, candidates in groups.items():
+            _print(f"round {number + 1} of {rounds}: {plural(nproc, 'process', 'processes')} ...")
+            shift = number % max(1, len(candidates))
+            failed = {failure.name for failure in results.failures if failure.world_size == nproc}
+            rotated = [*candidates[shift:], *candidates[:shift]]
             remaining = [candidate for candidate in rotated if candidate.name not in failed]
-            folder = candidate_dir(root, number, process_set.nproc)
+            folder = candidate_dir(root, number, nproc)
             order = m.MeasurementRequest(remaining, warmup, steps, str(folder), time.time(), memory and number == 0)
-            _measure_set(results, order, settings, process_set.nproc)
+            _measure_set(results, order, settings, nproc)
             if results.code != ExitCode.DONE:
                 return results
     return results
 
 
 def _measure_set(results: MeasuredRounds, order: m.MeasurementRequest, settings: str, nproc: int) -> None:
-    """Measure one set of processes, and start it again after each candidate that fails."""
     remaining, folder = order.candidates, Path(order.folder)
     while remaining:
         if folder.exists():  # a candidate has failed: keep the events of its set
@@ -104,7 +100,6 @@ def _measure_set(results: MeasuredRounds, order: m.MeasurementRequest, settings:
 
 
 def _start_set(order: m.MeasurementRequest, settings: str, nproc: int) -> int:
-    """Start `nproc` workers on `order`, whose folder must not exist, and wait for them. Return their exit code."""
     folder = Path(order.folder)
     folder.mkdir(parents=True)
     (folder / m.CONFIG).write_text(settings)

@@ -85,8 +85,6 @@ class NodeTraffic:
 
 @dataclass(frozen=True)
 class TrainingProperties:
-    """The properties of the machine and the training, the same for all measured points."""
-
     cores: int
     threads: int  # per rank
     weight_bytes: int  # that ranks exchange per step
@@ -96,7 +94,6 @@ class TrainingProperties:
     uses_gloo: bool = True  # its receiver requests each message first, so a message takes the latency twice
 
     def threads_per_core(self, ranks: int) -> float:
-        """Threads per core, at least 1."""
         return max(1.0, ranks * self.threads / self.cores)
 
 
@@ -137,7 +134,6 @@ def read_run(folder: Path, *, skip: int) -> step_parts.RecordedSteps:
 
 
 def read_runs(folders: Sequence[Path], *, skip: int) -> Runs:
-    """The runs in these folders, by point. Several runs at the same point are its rounds."""
     runs: dict[ScalePoint, list[step_parts.RecordedSteps]] = {}
     for folder in folders:
         run = read_run(folder, skip=skip)
@@ -282,7 +278,6 @@ def estimated_step(points: StepPartsByPoint, machine: TrainingProperties, count:
 
 
 def _ranks_each(points: StepPartsByPoint, machine: TrainingProperties) -> int:
-    """The largest measured number of ranks that do not compete for cores."""
     if machine.exchanges_over_network:
         return 1
     return max((at.ranks for at in points if machine.threads_per_core(at.ranks) <= 1), default=1)

@@ -109,8 +109,6 @@ class LoopSpec(msgspec.Struct, frozen=True, tag=True):
 
 
 class Case(msgspec.Struct, frozen=True):
-    """A training that is compared with one process."""
-
     strategy: str
     world_size: int
     batchnorm: BatchNormPolicy
@@ -127,8 +125,6 @@ class Case(msgspec.Struct, frozen=True):
 
 
 class Diagnosis(msgspec.Struct, frozen=True):
-    """The first difference, and its likely cause."""
-
     step: int
     cause: str  # a key of CAUSES or LOOP_CAUSES
     tensor: str
@@ -136,8 +132,6 @@ class Diagnosis(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """The largest differences of a case over all steps, by kind, and the first finding."""
-
     case: Case
     errors: dict[str, float]
     round_off: list[str]

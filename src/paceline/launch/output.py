@@ -1,13 +1,10 @@
 """Relay the output of ranks and hosts to logs and terminals: in complete lines, without control characters.
 
-`relay_output` passes the output of a rank to its log and to the output of the agent. A progress bar (of tqdm, for
-example) redraws its line about ten times a second. A log gets the state of the bar every ten seconds, and its last
-state. A terminal shows one redrawn line for all ranks.
+A progress bar (of tqdm, for example) redraws its line about ten times a second. A log gets the state of the bar every
+ten seconds, and its last state. A terminal shows one redrawn line for all ranks.
 
-`HostRelay` shows the output of several hosts. The output of node 0 stays unchanged. Lines of the other nodes begin with
-the host, and equal lines of several hosts appear once: `[n2-n4] out of memory`.
-
-`Tail` and `read_lines` read the output from a file.
+The output of node 0 stays unchanged. Lines of the other nodes begin with the host, and equal lines of several hosts
+appear once: `[n2-n4] out of memory`.
 """
 
 import math
@@ -94,7 +91,6 @@ class LineSplitter:
         return [LinePart(state + b"\n", is_bar=True)]
 
     def end(self) -> list[LinePart]:
-        """The rest of the output at its end: a line without a line end, or the last state of a bar."""
         state = self.bar_state
         if self._rest and not self._redraws:
             return [LinePart(self._rest)]
@@ -204,10 +200,7 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u
 
 
 class Screen:
-    """stdout and stderr of this process, written by a thread.
-
-    A stopped terminal (Ctrl-S) or a pager can block a write forever. Heartbeats and signals must not wait for it.
-    """
+    """stdout and stderr, written by a thread: a stopped terminal (Ctrl-S) or a pager can block a write forever."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[int, bytes] | None] = SimpleQueue()
@@ -227,7 +220,6 @@ class Screen:
         return self._unwritten_bytes > MAX_UNWRITTEN_BYTES
 
     def close(self) -> None:
-        """End the thread after it has written all data."""
         self._queue.put(None)
 
     def wait_closed(self, seconds: float) -> bool:
@@ -296,7 +288,6 @@ class HostRelay:
         self._show(math.inf)
 
     def end(self, node: int) -> None:
-        """Process the end of a node's output: its last line may have no line end."""
         for descriptor in (1, 2):
             if rest := self._unfinished.pop((node, descriptor), b""):
                 self._add(node, descriptor, sanitize_line(rest))

@@ -33,8 +33,6 @@ _SHELL_VALUE = re.compile(rf"(?m)^(\s*(?:export\s+)?\w*(?:{SECRET_NAME.pattern})
 
 @dataclass(frozen=True)
 class Command:
-    """One process to start. `env` is added to the environment of the process that starts it."""
-
     name: str
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -78,7 +76,6 @@ def node_plan(job: JobSpec, node: int = 0, *, nproc: int = 0, node0: tuple[str, 
 
 
 def format_plan_file(plan: NodePlan) -> str:
-    """The text of a plan file, for an agent that reads no stdin."""
     return msgspec.json.format(msgspec.json.encode(plan), indent=2).decode() + "\n"
 
 
@@ -86,16 +83,16 @@ def describe(plan: Plan) -> str:
     """The plan as text, for `--dry-run`. It contains no secrets, since users may show it to others."""
     lines: list[str] = []
     for command, node in zip(plan.agents, plan.nodes, strict=True):
-        lines += [f"# {command.name}", f"{_typed(command)} <<'PLAN'", _masked(format_plan_file(node)) + "PLAN"]
+        lines += [f"# {command.name}", f"{typed_command(command)} <<'PLAN'", _masked(format_plan_file(node)) + "PLAN"]
     for name, text in plan.files.items():
         lines += [f"# the file {name}", _masked(text).rstrip("\n")]
     for command in (plan.submit_command, *plan.manual_commands):
         if command is not None:
-            lines += [f"# {command.name}", _typed(command)]
+            lines += [f"# {command.name}", typed_command(command)]
     return "\n".join([*lines, *(f"# {note}" for note in plan.notes)]) + "\n"
 
 
-def _typed(command: Command) -> str:
+def typed_command(command: Command) -> str:
     env = [f"{name}={'…' if SECRET_NAME.search(name) else shlex.quote(value)}" for name, value in command.env.items()]
     return " ".join([*env, shlex.join(command.argv)])
 
@@ -229,7 +226,6 @@ def next_submit_dir(run_dir: Path) -> Path:
 
 
 def submit_number(folder: Path) -> int:
-    """The number of a submit folder; 0 if its name has none."""
     return attempt_number(folder, "submit")
 
 

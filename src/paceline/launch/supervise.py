@@ -71,10 +71,7 @@ def run(plan: Plan, *, keep_open: Sequence[int] = ()) -> int:
 def run_workers(
     module: str, arguments: Sequence[str], attempt_dir: Path, nproc: int, threads: int, **options: Any
 ) -> int:
-    """Run `python -m MODULE ARGUMENTS` as `nproc` ranks on this machine; return the exit code.
-
-    `options` are further fields of JobSpec.
-    """
+    """Run `python -m MODULE ARGUMENTS` as `nproc` ranks on this machine. `options` are further fields of JobSpec."""
     attempt_dir.mkdir(parents=True)
     argv = (sys.executable, "-P", "-m", module, *arguments)
     job = JobSpec(argv, nproc, token_hex(8), threads, attempt_dir=str(attempt_dir), **options)

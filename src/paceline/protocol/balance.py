@@ -19,7 +19,6 @@ MIN_GAIN = 0.1  # of the time of a step; a new assignment restarts the ranks
 
 
 def parse_balance(text: str | None) -> tuple[float, ...]:
-    """The relative speeds in `--balance 3:1`; empty for auto and None. Raises UsageError if the text is neither."""
     if text is None or text == AUTO:
         return ()
     is_ratio = re.fullmatch(r"[0-9]{1,6}(?:\.[0-9]{1,6})?(?::[0-9]{1,6}(?:\.[0-9]{1,6})?)+", text)
@@ -30,7 +29,6 @@ def parse_balance(text: str | None) -> tuple[float, ...]:
 
 
 def speeds_of_ranks(speeds: Sequence[float], ranks_of_nodes: Sequence[int]) -> tuple[float, ...]:
-    """The speed of each rank, from one number for each rank or each node. Raises UsageError for any other number."""
     ranks, nodes = sum(ranks_of_nodes), len(ranks_of_nodes)
     if len(speeds) not in (ranks, nodes):
         raise UsageError(
@@ -69,8 +67,7 @@ class SpeedMeter:
     """
 
     def __init__(self) -> None:
-        self.speeds: tuple[float, ...] = ()
-        """The speeds that decide the present assignment. Empty: equal."""
+        self.speeds: tuple[float, ...] = ()  # they decide the present assignment; empty: equal
         self._needed = WINDOWS
         self._nodes: Sequence[object] = ()
         self._first: dict[int, int] = {}

@@ -21,8 +21,6 @@ SITE_CHARS, BY = 72, ", by "
 
 
 class Activity(Enum):
-    """The activity of a rank whose innermost frame is in a given kind of code."""
-
     WAITS = 1  # only waits for other ranks, also if the frame is further out on the stack
     MEETS = 2  # the same, before there is any group
     WRAPS = 3  # waits, unless code of the user runs further inside
@@ -75,7 +73,6 @@ def _is_library(frame: Frame) -> bool:
 
 
 def main_thread_frames(evidence: Evidence) -> Sequence[Frame]:
-    """The main thread's stack, the innermost frame first; from faulthandler if the interpreter did not answer."""
     return evidence.stacks[0].frames if evidence.stacks else native_frames(evidence.native)
 
 
@@ -136,12 +133,10 @@ def waits_for_ranks(evidence: Evidence) -> bool | None:
 
 
 def imports_torch(stack: Sequence[Frame]) -> bool:
-    """Whether the stack imports a module of torch; the first use of DDP imports modules for seconds."""
     return any(frame.function == "<module>" and _is_torch(frame) for frame in stack)
 
 
 def is_calling(evidence: Evidence, op: Op) -> bool:
-    """Whether the line that called `op` is still on the stack."""
     caller, _, library_line = op.site.partition(BY)
     lines = {caller.partition(" ")[0], *([library_line] if library_line else [])}
     return bool(caller) and lines <= {line_of(frame) for frame in main_thread_frames(evidence)}

@@ -98,7 +98,6 @@ class WorkerSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def restart_count(env: Mapping[str, str] = os.environ) -> int:
-    """The number of restarts of this process's run so far, by our agent or by torchrun's."""
     spec = WorkerSpec.from_environment()
     return spec.generation if spec is not None else int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
@@ -114,7 +113,6 @@ def as_bytes(env: Mapping[str, str]) -> tuple[tuple[bytes, bytes], ...]:
 
 
 def import_time_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables that libraries may read during their import. They are equal on all ranks."""
     return {
         name: value for name, value in env.items() if name not in LATE_VARIABLES and not name.startswith(LATE_PREFIXES)
     }
@@ -145,10 +143,7 @@ Message = Hello | Rendezvous | Goodbye
 
 
 def agent_address(env: Mapping[str, str], job: str) -> bytes:
-    """The name of the agent's socket: equal for all ranks of a job on this node, and different for every other job.
-
-    `env` has torchrun's variables, `job` is a name that all ranks of the job have in common.
-    """
+    """The name of the agent's socket: equal for all ranks of a job on this node, different for every other `job`."""
     import hashlib  # takes milliseconds, and every command imports this module
 
     names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "GROUP_RANK", "SLURM_NODEID")
@@ -157,7 +152,6 @@ def agent_address(env: Mapping[str, str], job: str) -> bytes:
 
 
 def peer_pid(connection: socket.socket) -> int:
-    """The pid of the process at the other end; 0 if it belongs to a different user."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _ = struct.unpack("3i", credentials)
     return max(0, pid) if uid == os.geteuid() else 0
@@ -209,7 +203,7 @@ def signal_wakeup(signals: Iterable[signal.Signals]) -> Generator[socket.socket]
     wanted = [
         s for s in signals if s in (signal.SIGCHLD, *TERMINAL_SIGNALS) or signal.getsignal(s) is not signal.SIG_IGN
     ]
-    previous_handlers = {s: signal.signal(s, _only_wake) for s in wanted}
+    previous_handlers = {s: signal.signal(s, lambda *_: None) for s in wanted}  # the byte is sufficient
     previous_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, wanted)  # the launcher starts agents with them blocked
     try:
@@ -222,10 +216,6 @@ def signal_wakeup(signals: Iterable[signal.Signals]) -> Generator[socket.socket]
         writer.close()
 
 
-def _only_wake(number: int, frame: object) -> None:
-    """A signal handler without action: the byte in the socket is sufficient."""
-
-
 def read_stop_signals(wakeup: socket.socket) -> list[signal.Signals]:
     try:
         return [signal.Signals(n) for n in wakeup.recv(4096) if n in STOP_SIGNALS]
@@ -234,7 +224,6 @@ def read_stop_signals(wakeup: socket.socket) -> list[signal.Signals]:
 
 
 def wait_readable(descriptors: Sequence[Readable | int], seconds: float) -> set[int]:
-    """The numbers of the descriptors that become readable within `seconds`."""
     poll = select.poll()  # select.select supports no descriptor above 1023
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)

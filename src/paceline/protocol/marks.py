@@ -82,7 +82,6 @@ def put_call(own: StatusPage, table: int, order: CallHistory, call: int) -> None
 
 
 def read_call_tables(descriptor: int) -> bytes:
-    """The tables of calls of a worker, as bytes for messages."""
     data = os.pread(descriptor, GROUPS * ORDER_BYTES, ORDERS_AT)
     later_data = os.pread(descriptor, GROUPS * ORDER_BYTES, ORDERS_AT)
     return b"".join(
@@ -93,7 +92,7 @@ def read_call_tables(descriptor: int) -> bytes:
 
 
 def _is_whole(before: bytes, after: bytes) -> bool:
-    """Whether a table that was read between these two headers is valid, except for its UNSURE oldest calls.
+    """Whether a table that was read between these two headers is valid, except for its NUM_UNSTABLE_CALLS oldest calls.
 
     A worker may make many calls while the agent waits for a core.
     """
@@ -104,7 +103,6 @@ def _is_whole(before: bytes, after: bytes) -> bool:
 
 
 def parse_call_tables(data: bytes) -> list[CallHistory]:
-    """The tables of calls in the bytes of `read_call_tables`."""
     orders: list[CallHistory] = []
     for at in range(0, len(data) - ORDER_BYTES + 1, ORDER_BYTES):
         count, group, parties = ORDER.unpack_from(data, at)
@@ -161,7 +159,6 @@ def put_finding(own: StatusPage, finding: ScriptFinding) -> None:
 
 
 def read_fingerprints(descriptor: int) -> bytes:
-    """The fingerprints of a worker, as bytes for messages."""
     data = os.pread(descriptor, TABLES * TABLE_BYTES, MARKS_AT)
     slots = (data[at : at + MARK.size] for at in range(0, len(data) - MARK.size + 1, MARK.size))
     return b"".join(slot for slot in slots if any(slot[:8]))
@@ -186,7 +183,6 @@ def read_calls(descriptor: int) -> dict[str, Op]:
 
 
 def read_findings(descriptor: int) -> Sequence[ScriptFinding]:
-    """The findings of a worker, in no order."""
     findings: list[ScriptFinding] = []
     for number in range(FINDINGS):
         data = os.pread(descriptor, FINDING_MAX, FINDINGS_AT + number * FINDING_MAX).partition(b"\0")[0]
@@ -217,8 +213,8 @@ def compare_orders(
 ) -> Mismatch | frozenset[str]:
     """The mismatch between the ranks' calls (the oldest first), or all lines that only some ranks use.
 
-    `local` are known lines that only some ranks use; the comparison ignores these lines. `known` are lines from which
-    all ranks have called in earlier steps.
+    The comparison ignores `rank_local_lines`, which only some ranks use. From `common_lines`, all ranks have called in
+    earlier steps.
     """
     counts = [Counter(op.site for op in history) for history in histories]
     sites = {site for count in counts for site in count}

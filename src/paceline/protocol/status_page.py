@@ -49,7 +49,6 @@ class Counters(NamedTuple):
 
     step: int  # steps done
     phase: Phase
-    phase_since_ns: int
     changes: int  # raised by any progress: steps, phases, items of an evaluation
     ops: int  # records written to the ring so far
     enqueued: int  # number of collectives of all groups so far, by torch's count
@@ -103,9 +102,9 @@ MARKS_AT = PAGE_BYTES - (1 << 17)
 ANSWER_AT, ANSWER_MAX = 131072, MARKS_AT - 131072
 NATIVE_MAX = 1 << 18
 # In words: offsets in the page and in a record.
-_SINCE, _PHASE, _CHANGES = _INDEX["phase_since_ns"], _INDEX["phase"], _INDEX["changes"]
-_STEP, _OPS, _PHASES, _LAST = _INDEX["step"], _INDEX["ops"], PHASES_AT // WORD.size, RECORD.size // WORD.size - 1
-RELEASED = _INDEX["released"]
+_PHASE, _CHANGES, _OPS = _INDEX["phase"], _INDEX["changes"], _INDEX["ops"]
+_PHASES, _LAST = PHASES_AT // WORD.size, RECORD.size // WORD.size - 1
+STEP, RELEASED, SAVES_ASKED, REGROUPS = (_INDEX[name] for name in ("step", "released", "saves_asked", "regroups"))
 SEPARATOR = "\x1f"
 IN_FLIGHT = 0  # state of a record; the state of a completed one is 1 + its duration in microseconds
 NO_PEER = -1
@@ -117,7 +116,7 @@ class StatusPage:
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self._map(descriptor)
-        self._steps = self._loaders = self.words  # stay in shared memory if `_map` replaces the rest
+        self.steps = self._loaders = self.words  # stay in shared memory if `_map` replaces the rest
         self._phase, self._since_ns = Phase.USER, time.monotonic_ns()
         self.spent_ns = [0] * len(Phase)  # up to the last change of phase
         self.on_device: Callable[[Phase], Iterable[tuple[Phase, int]]] | None = None
@@ -129,7 +128,12 @@ class StatusPage:
     @classmethod
     def from_descriptor(cls, descriptor: int) -> Self | None:
         """The page that this worker's agent made; None if the descriptor is not, or no longer, a status page."""
-        return cls(descriptor) if _is_status_page(descriptor) else None
+        # a program that a worker starts also sees the variable, but does not inherit the file: the number may be reused
+        try:
+            target = str(Path(f"/proc/self/fd/{descriptor}").readlink())
+        except OSError:
+            return None
+        return cls(descriptor) if target.startswith(f"/memfd:{NAME}") else None
 
     def put(self, name: str, value: int) -> None:
         self.words[_INDEX[name]] = value
@@ -139,17 +143,17 @@ class StatusPage:
 
     def get_request(self, what: str) -> int:
         """A request of the agent for the end of this step, for example `saves_asked`. Works with the guard off."""
-        return self._steps[_INDEX[what]]
+        return self.steps[_INDEX[what]]
 
     def tick(self) -> None:
         self.words[_CHANGES] += 1
 
     def put_stops(self, name: str, value: int) -> None:
         """Set one of the counters that concern stops. Works with the guard off."""
-        self._steps[_INDEX[name]] = value
+        self.steps[_INDEX[name]] = value
 
     def set_step(self, done: int) -> None:
-        self._steps[_STEP] = done
+        self.steps[STEP] = done
         self.words[_CHANGES] += 1
 
     def enter(self, phase: Phase) -> Phase:
@@ -165,7 +169,6 @@ class StatusPage:
             for past_phase, spent_ns in self.on_device(phase):
                 self._spend(past_phase, spent_ns)
         self._phase, self._since_ns = phase, now
-        self.words[_SINCE] = now
         self.words[_PHASE] = phase
         self.words[_CHANGES] += 1
         return previous
@@ -175,7 +178,6 @@ class StatusPage:
         self.words[_PHASES + phase] = self.spent_ns[phase]
 
     def move_time(self, phase: Phase, other: Phase, spent_ns: int) -> None:
-        """Count this time for the `other` phase instead of `phase`."""
         self._spend(phase, -spent_ns)
         self._spend(other, spent_ns)
 
@@ -212,7 +214,6 @@ class StatusPage:
         return number
 
     def end(self, number: int) -> None:
-        """Record that this rank has completed the operation with this record."""
         at = RING_AT + (number - 1) % RECORDS * RECORD.size
         if WORD.unpack_from(self._memory, at)[0] == number:  # else a later record has replaced it
             took_ns = time.monotonic_ns() - WORD.unpack_from(self._memory, at + BEGAN_AT)[0]
@@ -263,11 +264,11 @@ class StatusPage:
     def share_only_loader_items(self) -> None:
         """In a forked process: share only the item that it loads, and nothing for its parent."""
         self._map(-1)
-        self._steps = self.words
+        self.steps = self.words
 
     def close(self) -> None:
         """Unmap the memory; the agent keeps the data."""
-        for words in (self.words, self._steps, self._loaders):
+        for words in (self.words, self.steps, self._loaders):
             words.release()  # mmap.close() raises BufferError while there is a view
         self._memory.close()
 
@@ -277,24 +278,14 @@ class StatusPage:
 
 
 def encode_op(op: Op) -> bytes:
-    """The text of an operation in the ring, with shortened fields."""
     fields = (op.group[:24], op.kind, op.shape[:48], op.dtype[:24], op.name[:40], op.site[:72])
     return SEPARATOR.join(field.replace(SEPARATOR, " ") for field in fields).encode(errors="replace")[:TEXT_BYTES]
 
 
 def decode_op(text: bytes) -> Op:
-    """The operation of a `encode_op`, without its number."""
     fields = text.decode(errors="replace").split(SEPARATOR)  # a long text may lack fields at its end
     group, kind, shape, dtype, name, site = [*fields, *[""] * 6][:6]
     return Op(group, 0, kind, name, shape, dtype, site)
-
-
-def _is_status_page(descriptor: int) -> bool:
-    # a program that a worker starts also sees the variable, but does not inherit the file: the number may be reused
-    try:
-        return str(Path(f"/proc/self/fd/{descriptor}").readlink()).startswith(f"/memfd:{NAME}")
-    except OSError:
-        return False
 
 
 def decode_ring(data: bytes) -> list[tuple[int, Op]]:
@@ -325,7 +316,6 @@ def read_counters(descriptor: int) -> Counters:
 
 
 def set_counter(descriptor: int, name: str, value: int) -> None:
-    """Set one of the counters that the agent sets."""
     os.pwrite(descriptor, WORD.pack(value), COUNTERS_AT[name])
 
 

@@ -56,8 +56,7 @@ def attach() -> None:
     die_with_parent(spec.agent_pid)
 
 
-def _share_gradients(*, late: bool) -> None:
-    del late  # the class is changed in place, so that earlier imports get the change
+def _share_gradients() -> None:
     ddp_class: Any = sys.modules[DDP_MODULE].DistributedDataParallel
     original = ddp_class.__init__
 

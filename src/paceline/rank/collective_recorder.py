@@ -275,7 +275,7 @@ class CollectiveRecorder:
         """Record the start of a paceline operation, for `end_internal_op`; None if nothing is recorded. Never raises.
 
         `owner` takes the role of a process group for its `ranks` of the world: numbers rise during its lifetime. `op`
-        has no number and no line yet. `has_all_ranks`: these are all ranks of the world.
+        has no number and no line yet. `of_all`: these are all ranks of the world.
         """
         if not self.active:
             return None

@@ -1,10 +1,5 @@
 """The part of the hang guard in a rank: it reports the state of the rank to the agent, and unblocks the rank.
 
-    guard = Guard.of_process()
-    with guard.phase(Phase.EVALUATE): ...        # the phase on the status page
-    guard.ledger.take_order()                    # a hash of the collectives so far, which ranks compare
-    guard.stall_error(error)                     # the reason, if the guard caused `error`
-
 Each process has one guard, which the first call makes. A process has one agent and one status page, and torch's
 functions can be wrapped only once. With `--hang-timeout off` the guard only counts steps.
 """
@@ -108,7 +103,10 @@ class HangGuard:
     def watch_torch(self) -> Self:
         """Record torch.distributed's calls from now on, or from its import. Never raises."""
         try:
-            when_imported(C10D_MODULE, self._wrap_torch)
+            if C10D_MODULE in sys.modules:
+                self._wrap_torch(late=True)
+            else:
+                when_imported(C10D_MODULE, self._wrap_torch)
         except Exception as error:
             self.warn_once(error)
         return self
@@ -170,7 +168,7 @@ class HangGuard:
             reason, code = _ReleaseReason(), ExitCode.STALLED
         return StallError(reason.page or "another rank made no progress: the hang guard has ended this wait", code)
 
-    def _wrap_torch(self, *, late: bool) -> None:
+    def _wrap_torch(self, *, late: bool = False) -> None:
         module = sys.modules[C10D_MODULE]
         others = [sys.modules["torch.distributed"]] if late else []
         if self.on:

@@ -131,7 +131,7 @@ def user_line_of_error(error: BaseException) -> str:
     return lines[-1] if lines else ""
 
 
-def user_site() -> str:
-    """The line of the user's program that called this, directly or through frameworks; empty without one."""
-    frame = call_site(sys._getframe(1)).frame  # pyright: ignore[reportPrivateUsage]
+def user_site(frame: FrameType | None = None) -> str:
+    """The line of the user's program in `frame`, by default that of the caller, or outside of it; empty without one."""
+    frame = call_site(frame or sys._getframe(1)).frame  # pyright: ignore[reportPrivateUsage]
     return format_frame(frame_record(frame)) if frame is not None else ""

@@ -29,7 +29,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -76,13 +76,11 @@ class StepStops:
         self.begun = self._warned = False
         self._trainings: dict[Path, StoppableTraining] = {}  # by folder
 
-    def watch_frameworks(self) -> Self:
+    def watch_frameworks(self) -> None:
         for module, hook in FRAMEWORKS.items():
             when_imported(module, partial(self._install, module, hook))
-        return self
 
-    def _install(self, module: str, hook: str, *, late: bool) -> None:
-        del late
+    def _install(self, module: str, hook: str) -> None:
         try:
             getattr(importlib.import_module(HOOKS), hook)(self, module)
         except Exception as error:  # a version with different names

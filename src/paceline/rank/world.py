@@ -226,14 +226,10 @@ def _store(world: World, timeout: timedelta, meeting_seconds: float) -> Store:
 
 
 def resolve_device(choice: str, index: int, workers: int, backend: str) -> torch.device:
-    """The device of the rank with number `index` of `workers` on this machine.
+    """The device of the rank with number `index` of `workers` on this machine; `index` counts the visible devices.
 
-    Args:
-        choice: "auto" (the accelerator that torch supports here, else the CPU), "cpu", or a kind of accelerator: "cuda"
-            (also for AMD, with a torch built for ROCm), "xpu".
-        index: the index among the visible devices of this process.
-        workers: the number of processes. Each needs a device, unless `backend` allows several on one.
-        backend: the backend of torch.distributed, or "auto".
+    `choice` is "auto" (the accelerator that torch supports here, else the CPU), "cpu", or a kind of accelerator: "cuda"
+    (also for AMD, with a torch built for ROCm), "xpu". Each process needs a device, unless `backend` allows several.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     kind = "" if accelerator is None or unsupported_reason(accelerator.type) else accelerator.type

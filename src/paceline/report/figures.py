@@ -1,8 +1,4 @@
-"""The figures of a run's page, and the diagrams of `paceline report --explain`.
-
-Figures are thinned data for plotly's JavaScript, without HTML. The diagrams are templates/explain.svg with the numbers
-of the run.
-"""
+"""The figures of a run's page as thinned data for plotly, and the diagrams of --explain from templates/explain.svg."""
 
 from __future__ import annotations
 
@@ -66,7 +62,6 @@ def select_rows_to_draw(xs: Sequence[float], ys: Sequence[float]) -> list[int]:
 
 
 def make_line_trace(name: str, axes: Sequence[Sequence[float]], ys: Sequence[float], style: int = 0) -> dict[str, Any]:
-    """A line, thinned over the first of its x axes."""
     rows = select_rows_to_draw(axes[0], ys)
     trace: dict[str, Any] = {
         "name": remove_controls(name)[:80], "colour": COLOURS[style % len(COLOURS)],
@@ -155,7 +150,6 @@ def _scores(runs: Sequence[RunData]) -> Iterable[Figure]:
 
 
 def phase_figures(runs: Sequence[RunData]) -> Iterable[Figure]:
-    """The mean step by phase, with a bar for each rank, or for each run."""
     rows: list[tuple[str, list[float]]] = []
     for run in runs:
         logs = [log for log in run.newest_rank_logs() if log.valid_rows][:MAX_ROWS]
@@ -177,7 +171,6 @@ def phase_figures(runs: Sequence[RunData]) -> Iterable[Figure]:
 
 
 def waiting_figures(run: RunData, waits: Mapping[int, Mapping[int, float]]) -> Iterable[Figure]:
-    """The matrix of waiting between ranks; `waits` as in Bottleneck."""
     ranks = sorted(log.rank for log in run.newest_rank_logs())[:MAX_ROWS]
     if len(ranks) < 3 or not waits:  # for two ranks the summary is sufficient
         return

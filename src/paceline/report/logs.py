@@ -32,8 +32,6 @@ class MergedLine(NamedTuple):
 
 @dataclass(frozen=True)
 class LineFilter:
-    """Selects the lines to show: the `last` ones (0: all), since a time, that match a pattern."""
-
     last: int = 0
     since: float | None = None
     pattern: re.Pattern[str] | None = None
@@ -108,7 +106,6 @@ class RankLogs:
         return iter(deque(merged, wanted.last)) if wanted.last else merged
 
     def truncated_ranks(self, wanted: LineFilter) -> Sequence[int]:
-        """The ranks whose logs are not shown from their beginning."""
         if wanted.last or wanted.pattern is not None or wanted.since is not None:
             return []
         return [rank for rank, end in self.ends.items() if end > MAX_SHOWN_BYTES]
@@ -135,7 +132,6 @@ class RankLogs:
 
 
 def log_times(log: Path) -> LogTimes | None:
-    """The times of a log's lines; None if they are missing or unreadable."""
     try:
         return LogTimes(log)
     except OSError:

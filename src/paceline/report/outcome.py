@@ -1,8 +1,4 @@
-"""The outcome of a run: its events, whether its loss fell, its failures, and its bottleneck.
-
-A step = computing + waiting for data + waiting for the slowest rank + exchange + between steps + rest, as in
-`paceline scale`.
-"""
+"""The outcome of a run: its events, whether its loss fell, its failures, and its bottleneck."""
 
 import math
 from collections import Counter
@@ -119,7 +115,6 @@ def wall_seconds_by_use(run: RunData) -> dict[str, float]:
 
 
 def learning_summary(run: RunData) -> str:
-    """A sentence about the loss and the test metrics; empty without steps."""
     if not (first := run.first_rank_log) or not first.valid_rows:
         return ""
     losses = [loss for row in first.valid_rows if math.isfinite(loss := first.steps.loss[row])]
@@ -134,7 +129,6 @@ def learning_summary(run: RunData) -> str:
 
 
 def restart_summary(run: RunData) -> str:
-    """A sentence about the starts after the first; empty if there are none."""
     again = run.first_rank_log.start_events[1:] if run.first_rank_log else []
     if not again:
         return ""
@@ -144,7 +138,6 @@ def restart_summary(run: RunData) -> str:
 
 
 def root_failures(run: RunData) -> list[tuple[str, str]]:
-    """The ranks that failed, with their errors, without ranks that failed because a different rank had failed."""
     causes = [failure for failure in run.failures if not failure.victim] or run.failures
     return [(f"rank {f.rank} ({remove_controls(f.host)})", remove_controls(f.message or f.type)) for f in causes[:20]]
 
@@ -294,7 +287,6 @@ def _describe_exchange(run: RunData, parts: StepParts) -> tuple[str, str]:
 
 
 def step_gradient_bytes(run: RunData) -> int:
-    """The bytes of the gradients of a step; 0: unknown."""
     memory = run.first_rank_log.memory if run.first_rank_log else None
     return memory.gradient_bytes if memory else 0
 

@@ -184,13 +184,11 @@ class RunData:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks of the newest start; 0: unknown."""
         of_summary = self.summary.world_size if self.summary else None
         return (self.newest_start.world_size if self.newest_start else of_summary) or 0
 
     @property
     def hosts(self) -> dict[int, str]:
-        """The host of each rank of the newest start."""
         size = self.world_size
         return {rank: log.start_events[-1].host for rank, log in self.ranks.items() if log.start_events and rank < size}
 
@@ -200,7 +198,6 @@ class RunData:
         return str(of_summary or self.settings.get("strategy") or "")
 
     def newest_rank_logs(self) -> list[RankLog]:
-        """The ranks of the newest start that have events."""
         logs = (self.ranks.get(rank) for rank in range(self.world_size))
         return [log for log in logs if log is not None and log.start_events]
 

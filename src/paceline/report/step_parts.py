@@ -42,8 +42,6 @@ class PhaseSeconds:
 
 @dataclass(frozen=True)
 class RecordedSteps:
-    """The steps that all ranks have recorded, without the warm-up."""
-
     steps: Sequence[Mapping[int, PhaseSeconds]]  # each by rank
     mean_global_batch: float  # mean size of the global batch
     hosts: Mapping[int, str]
@@ -131,7 +129,6 @@ def split_step(run: RecordedSteps, backward_per_forward: float | None = None) ->
 
 
 def backward_per_forward(run: RecordedSteps) -> float:
-    """The duration of a backward without exchange, divided by that of a forward."""
     means = _means(run, sorted(run.hosts)).values()
     forward = sum(rank_means["forward"] for rank_means in means)
     return sum(rank_means["backward"] for rank_means in means) / forward if forward > 0 else 0.0

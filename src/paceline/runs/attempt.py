@@ -83,7 +83,6 @@ def write_nodes(attempt_dir: Path, nodes: NodesStatus) -> None:
 
 
 def read_nodes(attempt_dir: Path) -> NodesStatus | None:
-    """The last state of the nodes; None for a run with a fixed number of nodes."""
     return decode_if_readable(attempt_dir / NODES, NodesStatus)
 
 
@@ -114,8 +113,6 @@ def times_path(log: Path) -> Path:
 
 
 class LogTimesWriter:
-    """Records the growth of a log. On a full disk the times are missing."""
-
     def __init__(self, log: Path) -> None:
         self._log, self._size, self._due_seconds, self._descriptor = log, 0, 0.0, -1
         with suppress(OSError):

@@ -97,7 +97,6 @@ def print_text(console: Console, text: str, style: str = "") -> None:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The last `width` values as bars, scaled from their minimum to their maximum."""
     shown = [value for value in values[-width:] if math.isfinite(value)] if width > 0 else []
     if not shown:
         return ""
@@ -128,7 +127,6 @@ def format_duration(seconds: float) -> str:
 
 
 def one_line(text: str, most: int) -> str:
-    """Text in one line of at most `most` characters, without control sequences."""
     line = " ".join(remove_controls(text[: 4 * most]).split())
     return line if len(line) <= most else f"{line[: max(0, most - 1)]}…"
 

@@ -1,19 +1,4 @@
-"""The run folder: all files of a run, created once and never overwritten.
-
-runs/mnist-cnn-20260131-093000/
-    config.toml         every setting, resolved: `paceline train --config` repeats the run
-    environment.json    versions, host, device, threads
-    events-<rank>.jsonl the events of each step, see events.py
-    machine-<node>.jsonl the use of each node, once a second, see machine.py
-    checkpoints/        step-<steps done>/ for each, see checkpoint/format.py
-    model.safetensors   the weights
-    summary.json        the result, see summary.py
-    .lock               held by the processes of the active run
-    attempt-1/          files of each start: config.toml, agent-<node>.json, rank-<r>.log, rank-<r>.times,
-                        error-<r>.json, ended.json (the exit code and the diagnosis); nodes.json if hosts can join
-                        and leave, and join.json while they can join; launch.txt: see log_attempt_dir
-    submit-1/           files of each start on other machines, see launch/plan.py
-"""
+"""The run folder: all files of a run, created once and never overwritten. docs/run-folder.md describes its files."""
 
 import os
 import re
@@ -176,7 +161,6 @@ def move_summary_to_attempt(run_dir: Path, attempt: int) -> None:
 
 
 def write_settings(folder: Path, text: str) -> None:
-    """Write `folder`/config.toml atomically, because other ranks and restarted workers read it."""
     try:
         writing.replace_file(folder / CONFIG, text.encode())
     except OSError as error:

@@ -74,16 +74,24 @@ class ProgressDisplay:
 
 
 class Throughput:
-    """Samples per second of the global batch over a window of steps, without a warm-up and without pauses."""
+    """Samples per second of the global batch over a window of steps, without a warm-up and without pauses.
+
+    It also has the fraction of the step time spent waiting for data. There warm-up steps count only in a short run.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock, self._steps, self._samples, self._paused = clock, 0, 0, 0.0
         self._marks: deque[tuple[float, int]] = deque(maxlen=WINDOW_STEPS + 1)  # (time, samples so far)
         self._first: tuple[float, int] | None = None
+        self._warm_up = [0.0, 0.0]  # [seconds of waiting for data, seconds in total]
+        self._later = [0.0, 0.0]
 
-    def count_step(self, samples: int) -> None:
+    def count_step(self, samples: int, data_seconds: float = 0.0, seconds: float = 0.0) -> None:
         self._steps += 1
         self._samples += samples
+        sums = self._warm_up if self._steps <= WARMUP_STEPS else self._later
+        sums[0] += data_seconds
+        sums[1] += seconds
         if self._steps >= WARMUP_STEPS:
             mark = (self._clock() - self._paused, self._samples)
             self._first = self._first or mark
@@ -99,6 +107,12 @@ class Throughput:
     def overall_rate(self) -> float | None:
         """Samples per second since the warm-up; None if the run was shorter."""
         return self._rate_since(self._first) if self._first else None
+
+    def data_fraction(self) -> float | None:
+        """The fraction of the time spent waiting for data, in [0, 1]; None before the first step."""
+        counted = [self._later] if self._steps > 2 * WARMUP_STEPS else [self._warm_up, self._later]
+        data_seconds, seconds = (sum(column) for column in zip(*counted, strict=True))
+        return data_seconds / seconds if seconds else None
 
     def _rate_since(self, start: tuple[float, int]) -> float | None:
         (now, samples), (before, samples_before) = self._marks[-1], start

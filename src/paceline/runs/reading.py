@@ -54,7 +54,6 @@ def decode(path: Path, kind: type[T], *, limit_bytes: int = MAX_RECORD_BYTES, ou
 
 
 def decode_if_readable(path: Path, kind: type[T], *, limit_bytes: int = MAX_RECORD_BYTES) -> T | None:
-    """The record in a JSON file; None if it does not exist or cannot be read."""
     with suppress(OSError):
         return decode(path, kind, limit_bytes=limit_bytes)
     return None
@@ -136,7 +135,6 @@ def symlinks(folder: Path) -> list[str]:
 
 
 def folders(folder: Path) -> list[str]:
-    """The subfolders of a folder, without links to folders; see `entry_names`."""
     return _listed(folder, lambda entry: entry.is_dir(follow_symlinks=False))
 
 

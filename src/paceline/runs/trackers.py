@@ -1,7 +1,6 @@
 """Reports a run to trackers, in addition to its records: tensorboard, wandb, mlflow (no torch here).
 
-Trackers run in a separate thread. Their errors (no network, a full disk, a server that does not answer) are printed
-once and never stop training.
+Trackers run in a thread. Their errors (no network, a full disk) are printed once and never stop training.
 """
 
 import os

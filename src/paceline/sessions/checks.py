@@ -94,7 +94,8 @@ class LoopChecks:
         """Compare values that must be equal on all ranks in this step. `_compared_names` has their names."""
         position = self._position
         data = self._fingerprints[id(loader.dataset)][2] or 0
-        numbers = (position.epoch, position.loop_in_run, position.batch, data, loader.order_hash(position.batch))
+        order = loader.order.hash_at(position.batch) if loader.order else loader.plan.num_samples
+        numbers = (position.epoch, position.loop_in_run, position.batch, data, order)
         for part in self._state.models:
             numbers += part.values_to_compare()
         self._order.compared = numbers
@@ -162,10 +163,9 @@ class LoopChecks:
         finally:
             hook.remove()
 
-    def check_periodically(self, step: int) -> None:
-        """In steps 1, 2, 4, 8, ... and the step after each: check foreign tensors and the weights of losses."""
-        begins, follows = step & (step - 1) == 0, (step - 1) & (step - 2) == 0
-        if not (begins or follows) or (self._world.size == 1 and self._step.phases.alone):
+    def check_losses(self, *, begins: bool, follows: bool) -> None:
+        """In steps 1, 2, 4, 8, ... (`begins`) and the step after each: check foreign tensors and weights of losses."""
+        if self._world.size == 1 and self._step.phases.alone:
             return
         leaves = self._step.foreign_leaves()
         try:

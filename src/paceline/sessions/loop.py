@@ -15,6 +15,7 @@ from paceline.compute.flops import can_count
 from paceline.compute.phase_events import phase_events
 from paceline.config.choices import current_name
 from paceline.config.definition import EXACT_ONLY_SETTINGS, check_same
+from paceline.data.fingerprint import UNSTABLE_DATASET_TEXT
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan, plan_rank_micro_batches
 from paceline.errors import ExitCode, PacelineError, UsageError, plural
@@ -240,7 +241,13 @@ class TrainingLoop:
         if not state.models:
             raise UsageError(code="loop-without-model")
         batch = {"global_batch": plan.global_batch, "last_batch": plan.last_batch, "accumulation": plan.accumulation}
-        self._data = {**batch, "data": {"training data": self.checks.fingerprint_data(loader)}}
+        fingerprint = self.checks.fingerprint_data(loader)
+        if UNSTABLE_DATASET_TEXT in fingerprint.values():
+            error = UsageError(code="samples-change", kind=type(loader.dataset).__name__)
+            if config.is_exact:
+                raise error
+            state.notes.once(str(error))
+        self._data = {**batch, "data": {"training data": fingerprint}}
         if self.is_open:
             return
         self.is_open = True
@@ -317,10 +324,14 @@ class TrainingLoop:
         self, loader: Loader, micro_batches: Sequence[MicroBatch], plan: BatchPlan, *, was_left: bool = False
     ) -> None:
         state, position, progress = self._state, self.position, self._run.progress
-        self.checks.check_periodically(progress.step + 1)
+        number = progress.step + 1
+        begins, follows = number & (number - 1) == 0, (number - 1) & (number - 2) == 0
+        if begins or follows:
+            self.checks.check_losses(begins=begins, follows=follows)
         done = self.step.end()
         batch = position.batch
-        samples = loader.global_batch_samples(micro_batches[0].work)
+        stream = progress.stream
+        samples = micro_batches[0].work.global_samples if stream is None else stream.global_batch_samples()
         position.batch += 1
         lr = float(state.models[0].replica.optimizer.param_groups[0]["lr"])
         record = StepRecord(progress.step + 1, done, lr, micro_batches, self._clock.take(), self._clock.starts)
@@ -335,17 +346,19 @@ class TrainingLoop:
             )
         self._stopped = done.votes.stop > 0
         self._at_end = is_end = loader.is_last_batch(batch, done.votes.next_batch_samples) and not was_left
-        for part in state.models:
-            part.finish_step()
+        if progress.step == progress.start + 1:
+            for part in state.models:
+                part.check_state_after_first_step()
         if state.saves:
             if state.unsaved.after_step():
                 self._restore_random_streams()
                 state.search_unsaved_state(only_known_containers=True)
             if state.values:
                 json_copy(state.values, strict=True)
-        progress.after_step(
-            done.votes, partial(self._checkpoint_values, self._run.world), save=self._stopped or is_end, wait=is_end
-        )
+        if progress.is_open:
+            progress.after_step(
+                done.votes, partial(self._checkpoint_values, self._run.world), save=self._stopped or is_end, wait=is_end
+            )
 
     def _report(self, plan: BatchPlan, loss: float) -> ProgressRecord:
         step, steps = self.position.batch, plan.known_steps_per_epoch

@@ -9,9 +9,9 @@ compares the hash.
 import base64
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from operator import methodcaller
 from typing import Any
 
@@ -35,13 +35,17 @@ _to_list = methodcaller("tolist")  # an array of a generator's state, for JSON
 class SampleOrder:
     """The batches of one epoch, drawn on demand."""
 
-    def __init__(self, loader: DataLoader[Any], short: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], short: tuple[int, int] | None = None, *, draws_seed: bool = True
+    ) -> None:
         """Begin an epoch in the same way as DataLoader, from the current random streams.
 
         `short`: (batches, samples of the next batch) after which the epoch ends.
+        `draws_seed`: whether DataLoader draws the seed of its workers.
         """
-        self._batches = _batches(loader)
-        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # as the seed of DataLoader's workers
+        self._batches = chain.from_iterable(_batches(loader))
+        if draws_seed:
+            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         self._drawn: dict[int, tuple[Tensor, int]] = {}
         self._next = self._hash = 0
         self._is_over, self.needed = False, 0
@@ -84,28 +88,28 @@ class SampleOrder:
         return self._drawn[batch][1]
 
 
-def _batches(loader: DataLoader[Any]) -> Iterator[Tensor]:
-    """The sample indices of each batch, (n,) int64. Nothing is drawn before the first batch."""
+def _batches(loader: DataLoader[Any]) -> Iterator[Iterable[Tensor]]:
+    """The sample indices of each batch, (n,) int64, in few groups. Nothing is drawn before the first batch."""
     batches: Any = loader.batch_sampler
     if not covers_each_sample_once(loader):
-        yield from map(_indices, batches)
+        yield map(_indices, batches)
         return
     # torch draws the whole order for the first batch. Slices of one tensor are faster than a list for each batch.
     sampler: Any = loader.sampler
     samples, count, size = iter(sampler), len(sampler), batches.batch_size
     order = torch.arange(count) if is_sequential(loader) else torch.tensor([*islice(samples, count)], dtype=torch.int64)
-    for start in range(0, count - count % size, size):
-        yield order[start : start + size]
+    whole = count - count % size
+    yield map(order.__getitem__, map(slice, range(0, whole, size), range(size, whole + 1, size)))
     next(samples, None)  # at its end RandomSampler draws once more from its generator
-    if count % size and not batches.drop_last:
-        yield order[count - count % size :]
+    if whole < count and not batches.drop_last:
+        yield [order[whole:]]
 
 
 def _indices(batch: Any) -> Tensor:
     try:
         indices = torch.as_tensor(batch)
         if indices.ndim == 1 and not indices.is_floating_point() and not indices.is_complex():
-            return indices.to(torch.int64)
+            return indices.to(torch.int64, copy=True)  # a sampler may write the next batch into the same memory
     except (TypeError, ValueError, RuntimeError):
         pass
     raise UsageError(code="sampler-gives-keys", value=str(batch)[:80])
@@ -163,13 +167,19 @@ class SamplerState:
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
         self._first = self._attributes()
+        self._has_workers = False  # whether persistent workers exist
 
     def capture(self) -> dict[str, Any]:
         sources: dict[str, Any] = {name: generator_state(source) for name, source in self._sources().items()}
         changed = {name: value for name, value in self._attributes().items() if value != self._first.get(name)}
         owners = {name: owner for name, owner in self._owners() if _has_state_dict(owner)}
         states = {name: _encode_tensors(owner.state_dict()) for name, owner in owners.items()}
-        return {"sources": sources, "attributes": {**changed, **states}}
+        return {"sources": sources, "attributes": {**changed, **states}, "has_workers": self._has_workers}
+
+    def begin_epoch(self) -> bool:
+        """Whether DataLoader draws a seed of its workers now: in each epoch, or once for persistent workers."""
+        draws_seed, self._has_workers = not self._has_workers, self._loader.persistent_workers
+        return draws_seed
 
     def restore_generators(self, state: Mapping[str, Any]) -> None:
         sources = self._sources()
@@ -179,6 +189,7 @@ class SamplerState:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.restore_generators(state)
+        self._has_workers = state.get("has_workers", False)
         owners = dict(self._owners())
         for name, owner in owners.items():
             saved = state.get("attributes", {}).get(name)

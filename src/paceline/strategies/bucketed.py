@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from paceline.checkpoint.state import Source
 from paceline.collectives.buckets import grad_of
 from paceline.collectives.communicator import print_notice
-from paceline.collectives.control import Deferred
+from paceline.collectives.control import Deferred, scale_gradients
 from paceline.collectives.reducer import check_gradients, make_rank_reducer
 from paceline.collectives.replicate import broadcast_module
 from paceline.rank.world import World
@@ -54,9 +54,10 @@ class Bucketed(Strategy):
         self._numels = [p.numel() for p in self.parameters]
 
     def _reduce(self, divisor: float | Tensor) -> bool | Deferred[bool] | None:
-        if self.reducer is None:
-            check_gradients(self.parameters, [*map(grad_of, self.parameters)], self._numels, self._names)
-        return super()._reduce(divisor)
+        if self.reducer is not None:
+            return self.reducer.finish(divisor) or None
+        check_gradients(self.parameters, [*map(grad_of, self.parameters)], self._numels, self._names)
+        return scale_gradients(self.parameters, 1 / divisor, self.world.device)
 
     def _load(self, source: Source) -> None:
         super()._load(source)

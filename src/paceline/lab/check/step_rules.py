@@ -327,7 +327,6 @@ def _joint_rows(steps_by_rank: Sequence[Sequence[SeenStep]]) -> StepRows:
 
 
 def _is_sum(row: Sequence[SeenStep]) -> bool:
-    """Whether the optimizer uses the sum of the ranks' gradients, not their mean."""
     total, applied = sum(step.local for step in row), row[0].applied
     size = sum(abs(step.local) for step in row)
     return abs(applied - total) < TOLERANCE * size and abs(total) > 10 * TOLERANCE * size

@@ -147,7 +147,6 @@ def run_checks(survey: Survey) -> list[Check]:
 
 
 def worst_link_values(survey: Survey) -> tuple[float, float]:
-    """The slowest link's bytes per second, and the longest round trip in seconds; 0 if not measured."""
     by_address = survey.links_by_address.values()
     trips = [[link.round_trip_seconds for link in links.values() if not link.error] for links in by_address]
     slowest = min((link.bytes_per_second for link in survey.measured_links.values()), default=0.0)

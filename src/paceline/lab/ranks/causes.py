@@ -116,8 +116,6 @@ def _largest(tensors: NamedTensors) -> float:
 
 
 class RankDifferences(NamedTuple):
-    """The first tensors that differ between ranks; None if there is none."""
-
     first_start_difference: str | None  # between ranks or from one process, before the step
     first_gradient_difference: str | None  # after synchronisation
     first_difference_after_step: str | None  # a parameter or merged buffer, after the step
@@ -275,7 +273,6 @@ def _stream_difference(got: StepValues, want: StepValues) -> str:
 
 
 def _is_factor(ratio: float) -> bool:
-    """Whether a ratio is a whole number or its reciprocal, for example if a sum replaces a mean."""
     return any(abs(r - round(r)) < 1e-9 and round(r) > 1 for r in (abs(ratio), 1 / abs(ratio))) if ratio else False
 
 

@@ -16,10 +16,8 @@ from paceline.checkpoint.resume import ResumePoint
 from paceline.checkpoint.shards import sha256_of
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import MicroBatchPlan
-from paceline.lab.diff import Difference, Kind, Recorded, Recording, Request
 from paceline.lab.ranks.replay import Watch, replay_script, replay_task
-from paceline.lab.replay import Request as ReplayRequest
-from paceline.lab.replay import Source
+from paceline.lab.replay import Difference, Kind, Recorded, Recording, RecordRequest, Request, Source
 from paceline.nested import tensors
 from paceline.rank.world import World
 from paceline.strategies.base import Strategy
@@ -130,20 +128,13 @@ class Recorder(Watch):
         self.records.append(Recorded(self._step, kind, name, digest, (virtual_rank, micro_batch, call), samples))
 
 
-def record(source: Source, request: Request, folder: Path) -> Recording:
+def record(source: Source, request: RecordRequest, folder: Path) -> Recording:
     """Repeat the steps of a request. A wanted tensor is saved in `folder`."""
-    made: list[Recorder] = []
-
-    def make_watch(asked: ReplayRequest, source: Source) -> Recorder:
-        made.append(recorder := Recorder(asked, source, last=request.last, fetch=request.fetch))
-        return recorder
-
-    asked = ReplayRequest(request.first)
+    recorder = Recorder(Request(request.first), source, last=request.last, fetch=request.fetch)
     if request.script:
-        replay_script(source, asked, Path(request.script), request.arguments, make_watch)
+        replay_script(recorder, Path(request.script), request.arguments)
     else:
-        replay_task(source, asked, make_watch)
-    (recorder,) = made
+        replay_task(recorder)
     if recorder.fetched is not None:
         torch.save(recorder.fetched, folder / "tensor.pt")
     device = next(iter(recorder.replicas.values())).world.device

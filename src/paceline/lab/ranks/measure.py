@@ -1,8 +1,7 @@
-"""A rank of `paceline compare` or `paceline scale`: trains each candidate for a chunk of steps, and times it.
+"""A rank of `paceline compare` or `paceline scale`: `python -m paceline.lab.ranks.measure FOLDER`.
 
-Start it with `python -m paceline.lab.ranks.measure FOLDER` and torchrun's environment variables. The folder has
-order.json and config.toml. Rank 0 adds a line to chunks.jsonl for each candidate. Each rank records its steps in
-FOLDER/<candidate>/events-<rank>.jsonl, like a training.
+The folder has order.json and config.toml. Rank 0 adds a line to chunks.jsonl for each candidate. Each rank records its
+steps in FOLDER/<candidate>/events-<rank>.jsonl, like a training.
 """
 
 import gc
@@ -150,18 +149,17 @@ class CandidateTraining:
         self._taken = self._open.enter_context(closing(taken))
 
     def take_steps(self, steps: int) -> int:
-        """Take `steps` steps (a collective). Return their number of samples, over all ranks."""
         self.sync_seconds = 0.0
         return sum(self._record(next(self._taken)) for _ in range(steps))
 
     def take_one(self) -> Sequence[MicroBatch]:
-        """Take a step (a collective). Return its data on this rank."""
         record = next(self._taken)
         self._record(record)
         return record.microbatches
 
     def _record(self, record: StepRecord) -> int:
-        self.use.add(record.num_tokens_and_samples())
+        tokens, samples = record.num_tokens_and_samples()
+        self.use.tokens, self.use.samples = self.use.tokens + tokens, self.use.samples + samples
         self.sync_seconds += record.phase_seconds.get(Phase.SYNC.word, 0.0)
         samples = len(self.plan.global_indices(*divmod(record.step - 1, self.plan.steps_per_epoch)))
         self._records.log_step(record, samples, self._share, listed=self._lists_samples)
@@ -193,7 +191,6 @@ def _without_exchange(model: torch.nn.Module, maker: MakeOptimizer, world: World
 
 
 def measure_candidates(order: MeasurementRequest, workload: Workload) -> None:
-    """Measure all candidates (a collective). Rank 0 writes the measurements."""
     folder, world, compute = Path(order.folder), workload.world, workload.config.compute
     _trigger_lazy_imports(world)
     launch_seconds = time.time() - order.started_unix

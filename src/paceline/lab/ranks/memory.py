@@ -126,7 +126,6 @@ def compute_memory_levels(events: Sequence[int | str], known: int) -> tuple[int,
 
 
 def release_free_memory() -> None:
-    """Return free memory to the system, and reset the process's peak (both Linux with glibc)."""
     gc.collect()
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -119,7 +119,6 @@ class Reference:
         return [(v, part, indices) for v, part, indices in microbatches if len(indices)]
 
     def _forward(self, virtual_rank: int, indices: Tensor) -> tuple[Tensor, float]:
-        """The weighted sum of a micro-batch's losses, with its graph, and the sum of its weights."""
         self._load_buffers(virtual_rank)
         samples = [self.dataset[i] for i in indices.tolist()]
         batch = (self.task.collate or default_collate)(samples)
@@ -189,8 +188,6 @@ class Reference:
 
 @dataclass(frozen=True)
 class _StepStart:
-    """The state before a step, from which `Reference.gradient_parts` computes the step again."""
-
     parameters: dict[str, Tensor]
     buffers: dict[int, dict[str, Tensor]]
     batch: Tensor

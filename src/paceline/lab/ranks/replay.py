@@ -22,7 +22,8 @@ from msgspec import structs
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from paceline.checkpoint.format import DamagedCheckpoint
+from paceline.checkpoint.format import DamagedCheckpoint, read_manifest
+from paceline.checkpoint.manager import Checkpoints
 from paceline.checkpoint.resume import ResumePoint, RunLocation, newest_on_disk
 from paceline.checkpoint.shards import ShardFileSource, full_state, sha256_of
 from paceline.checkpoint.state import TensorShard
@@ -36,6 +37,7 @@ from paceline.lab.replay import EXPECTED, NonFinite, Replayed, Request, SampleLo
 from paceline.nested import tensors
 from paceline.rank.world import World, joined
 from paceline.runs.console import print_to_stderr
+from paceline.runs.folder import CHECKPOINTS
 from paceline.seeding import preserve_generator_states
 from paceline.sessions.lifecycle import MIN_RANDOM_SEED, close_all
 from paceline.sessions.loader import Loader
@@ -53,6 +55,20 @@ from paceline.train.training import TaskTrainer
 
 SAME_LOSS = 1e-2  # relative difference of a loss and the mean over samples, which bf16 can round
 OTHER_SAMPLES = "the run has used different samples in this step: their order has no seed, or the data differ"
+
+
+def checkpoints_of(source: Source) -> Checkpoints:
+    return Checkpoints(source.run_dir / CHECKPOINTS, trust=source.trust)
+
+
+def definition_of(source: Source) -> Mapping[str, Any]:
+    """The definition of the attempt in its first checkpoint. Without one, it has only the hardware."""
+    for _, path in reversed(checkpoints_of(source).entries()):
+        with suppress(DamagedCheckpoint):
+            manifest = read_manifest(path, trust=source.trust)
+            if manifest.attempt == source.logged.attempt:
+                return manifest.definition
+    return {"hardware": source.environment.get("bits_hold_for")}
 
 
 @dataclass
@@ -77,7 +93,7 @@ class Watch:
 
     def _next_checkpoint(self) -> tuple[int, ShardFileSource] | None:
         """The intact checkpoint to compare the state with, and its step."""
-        request, checkpoints = self.request, self.source.checkpoints
+        request, checkpoints = self.request, checkpoints_of(self.source)
         for step, path in reversed(checkpoints.entries()):
             if step == request.step or (request.check and step > request.step):
                 try:
@@ -90,7 +106,7 @@ class Watch:
 
     def begin(self, world: World) -> ResumePoint | None:
         """The newest intact checkpoint before the step; None: the replay begins at the start of the run."""
-        origin = newest_on_disk(self.source.checkpoints, world, print_to_stderr, after=0, before=self.request.step)
+        origin = newest_on_disk(checkpoints_of(self.source), world, print_to_stderr, after=0, before=self.request.step)
         self.result.start = origin.step if origin else 0
         self.is_on = self.result.start + 1 == self.request.step
         return origin
@@ -242,11 +258,7 @@ class Watch:
         return result
 
 
-MakeWatch = Callable[[Request, Source], Watch]
-
-
 def missing_samples(request: Request, indices: Sequence[int]) -> UsageError:
-    """The error for samples that the step does not have, or if no other sample would be left."""
     missing = sorted(request.without - {*indices})
     if not missing:
         return UsageError(code="replay-without-all", value=request.step)
@@ -272,7 +284,7 @@ def explain(watch: Watch, now: Mapping[str, Any], origin: ResumePoint | None) ->
     """Set the reasons why the bits can differ, and the expected difference."""
     source, request, result = watch.source, watch.request, watch.result
     config = source.config
-    saved = origin.trainer_state.definition if origin else {"strategy": config.strategy, **source.definition()}
+    saved = origin.trainer_state.definition if origin else {"strategy": config.strategy, **definition_of(source)}
     if saved.get("hardware") is None:
         saved = {name: value for name, value in saved.items() if name != "hardware"}
     of_task = [name for name in saved if name.startswith(TASK_SETTING_PREFIX)]
@@ -310,10 +322,9 @@ class _TaskReplay(TaskTrainer):
         return self._watch.note_step(record)
 
 
-def replay_task(source: Source, request: Request, make_watch: MakeWatch = Watch) -> Replayed:
-    """Repeat a step of a task, observed by a new watch."""
-    config = source.config
-    watch = make_watch(request, source)
+def replay_task(watch: Watch) -> Replayed:
+    """Repeat a step of a task."""
+    request, source, config = watch.request, watch.source, watch.source.config
     world = World.from_env({}, device=config.launch.device)
     with joined(world), use_deterministic_kernels() if config.strategy in EXACT_STRATEGIES else nullcontext():
         make_communicator()
@@ -475,11 +486,8 @@ def _reducing() -> dict[Any, Any]:
     return found
 
 
-def replay_script(
-    source: Source, request: Request, script: Path, arguments: Sequence[str], make_watch: MakeWatch = Watch
-) -> Replayed:
-    """Repeat a step of a session by running its script, observed by a new watch."""
-    watch = make_watch(request, source)
+def replay_script(watch: Watch, script: Path, arguments: Sequence[str]) -> Replayed:
+    """Repeat a step of a session by running its script."""
     observer = _SessionReplay(watch)
     try:
         with use_observer(observer), observer.inside, _as_program(script, arguments):
@@ -493,7 +501,7 @@ def replay_script(
         return watch.finish(error)
     if watch.result.loss is None:
         close_all()
-        raise UsageError(code="replay-step-not-reached", value=request.step, script=script)
+        raise UsageError(code="replay-step-not-reached", value=watch.request.step, script=script)
     if not watch.samples:
         watch.result.unknown_losses = "not known. Pass one loss per sample to s.backward, or only a loss of torch"
     return watch.finish()
@@ -501,7 +509,6 @@ def replay_script(
 
 @contextmanager
 def _as_program(script: Path, arguments: Sequence[str]) -> Generator[None]:
-    """Inside, the command line and the module path are those of `python SCRIPT ARGUMENTS`."""
     before = sys.argv, [*sys.path]
     sys.argv, sys.path[:0] = [str(script), *arguments], [str(script.resolve().parent)]
     try:

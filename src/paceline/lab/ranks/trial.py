@@ -67,7 +67,6 @@ def task_of(spec: VerifySpec) -> Task:
 
 
 def optimizers_of(spec: VerifySpec, task: Task, model: nn.Module) -> dict[str, VerifiedOptimizer]:
-    """The verified optimizers, by name. Each is created once for `model`, with its schedule."""
     by_task = task.make_optimizer is not None
     names = spec.optimizers or ([TASK_OPTIMIZER] if by_task else [*OPTIMIZERS])
     if TASK_OPTIMIZER in names and not by_task:
@@ -107,7 +106,6 @@ def _add_schedule(name: str, task: Task, optimizer: Optimizer, steps: int) -> No
 
 
 def make_setup(spec: VerifySpec, task: Task, policy: BatchNormPolicy, world: World) -> VerificationSetup:
-    """Select the samples, and plan the batches (a collective)."""
     with raise_on_all_ranks(world):
         dataset, global_batch = _uneven_dataset_and_batch(task, spec, policy)
     samples: int = len(dataset)  # pyright: ignore[reportArgumentType]
@@ -208,7 +206,6 @@ class Trial:
 
 
 def make_trial(case: Case, setting: VerificationSetup, optimizer: VerifiedOptimizer) -> Trial:
-    """Build the model, apply the strategy and prepare its batches (a collective)."""
     model = _model(setting, setting.spec.seed + setting.world.rank)
     tensors = (*model.named_parameters(), *model.named_buffers())
     shapes = {name: torch.empty_like(t, device="meta", requires_grad=t.requires_grad) for name, t in tensors}
@@ -309,7 +306,6 @@ def _first_difference(local: Mapping[str, int], world: World) -> str | None:
 
 
 def digests_of(replica: Strategy) -> tuple[str, str]:
-    """SHA-256 of the weights with merged buffers, and of the whole state (a collective)."""
     with replica.merged_buffers():
         weights = sha256_of(replica.weights())
     return weights, sha256_of(full_state(replica.state(), replica.world))

@@ -46,8 +46,6 @@ PROOF_FILE = ".shared"  # the file in the attempt's folder that all nodes must s
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """The first message."""
-
     node: int  # -1: any free node of a running run
     nodes: int
     nproc: int
@@ -155,8 +153,6 @@ class StopStep(msgspec.Struct, frozen=True, tag=True):
 
 
 class CoordinatorHeartbeat(msgspec.Struct, frozen=True, tag=True):
-    """At the beginning and then every two seconds."""
-
     unix_time: float | None = None  # send time, by the coordinator's clock
 
 
@@ -202,7 +198,6 @@ class Link:
         self.peer_port: int = connection.getpeername()[1]
 
     def fileno(self) -> int:
-        """The descriptor for select; -1 once the link is closed."""
         return self._socket.fileno()
 
     def send(self, message: Message) -> None:
@@ -377,7 +372,6 @@ class Poller(selectors.EpollSelector):
     """
 
     def set_links(self, links: Iterable[Link]) -> None:
-        """Poll these links, and no others."""
         open_links = {link.fileno(): link for link in links if not link.ended}
         for key in [*self.get_map().values()]:
             if open_links.get(key.fd) is not key.fileobj:  # ended, or a new link has reused its number
@@ -449,6 +443,12 @@ def _listen(ports: Sequence[int]) -> socket.socket:
     taken = ", ".join(f"{port} (by {holder})" if holder else str(port) for port, holder in holders.items())
     taken = f"port {taken} is" if len(holders) == 1 else f"ports {taken} are"
     raise UsageError(code="ports-in-use", host=socket.gethostname(), ports=taken)
+
+
+def port_taken_error(name: str, port: int, error: OSError) -> UsageError:
+    holder = port_holder(port)
+    holder_text = f" by {holder}" if holder else ""
+    return UsageError(code="port-taken", port=name, by=holder_text, strerror=error.strerror)
 
 
 # ---- the clocks of two nodes ----

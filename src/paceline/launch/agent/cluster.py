@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from msgspec.structs import replace
 
@@ -21,7 +21,6 @@ from paceline.guard.collect import ADVANCE_INTERVAL_SECONDS, NATIVE_STACK_SECOND
 from paceline.guard.deaths import diagnosis_due_seconds
 from paceline.host.procfs import raise_open_file_limit
 from paceline.launch.agent import channel
-from paceline.launch.agent.store import StoreProxy
 from paceline.launch.agent.workers import InheritedResources, Workers
 from paceline.protocol.balance import speeds_of_ranks
 from paceline.protocol.control import LIFELINE_GRACE_SECONDS, STOP_SIGNALS, StopOrders
@@ -29,6 +28,9 @@ from paceline.protocol.evidence import Evidence, WorkerSample
 from paceline.protocol.job import NodePlan
 from paceline.runs import writing
 from paceline.runs.console import print_to_stderr
+
+if TYPE_CHECKING:
+    from paceline.launch.agent.store_proxy import StoreProxy
 
 
 class RemoteNode:
@@ -65,7 +67,6 @@ class RemoteNode:
         self.link.send(start)
 
     def samples(self) -> Sequence[WorkerSample]:
-        """The last state of its workers in this generation, also if the node is lost."""
         if self._cached is None or self._cached[0] is not self._samples or self._cached[1] != self.lost:
             self._cached = self._samples, self.lost, [self._sample(rank) for rank in self.ranks]
         return self._cached[2]
@@ -86,8 +87,11 @@ class RemoteNode:
         match message:
             case channel.NodeHeartbeat():
                 return self._process_beat(message)
-            case channel.EvidenceReply():
-                self._process_answer(message)
+            case channel.EvidenceReply(question, evidence):
+                if question == self.asked and evidence is None:
+                    self.shown = self._partial_answer
+                elif question == self.asked and evidence and len(self._partial_answer) < self.hello.nproc:
+                    self._partial_answer.append(evidence.swap_times_and_ages(time.monotonic()))
                 return False  # the caller of `request_evidence` polls ten times a second
             case channel.StartReply():
                 self.started = message
@@ -110,12 +114,6 @@ class RemoteNode:
             if beat.workers:
                 self._samples = {worker.rank: worker.swap_times_and_ages(now) for worker in beat.workers}
         return self._ends != previous_ends
-
-    def _process_answer(self, answer: channel.EvidenceReply) -> None:
-        if answer.question == self.asked and answer.evidence is None:
-            self.shown = self._partial_answer
-        elif answer.question == self.asked and answer.evidence and len(self._partial_answer) < self.hello.nproc:
-            self._partial_answer.append(answer.evidence.swap_times_and_ages(time.monotonic()))
 
 
 NODE_END_SECONDS = 3.0
@@ -157,7 +155,6 @@ class RemoteNodes:
 
     @property
     def launcher_gone(self) -> bool:
-        """Whether any agent has lost its launcher."""
         return self._orders.launcher_gone or any(0 in orders for orders in self._orders_by_node.values())
 
     @property
@@ -176,7 +173,6 @@ class RemoteNodes:
             self._orders.signals += [signal.Signals(r.stop_signal) for r in ranks if r.stop_signal in STOP_SIGNALS][:1]
 
     def wait(self, seconds: float) -> None:
-        """Wait up to `seconds` for news, and process all messages of other nodes."""
         if self._listener is None:
             self._orders.wait(seconds)
             return
@@ -368,10 +364,7 @@ class Generation:
     # ---- its state ----
 
     def samples(self) -> list[WorkerSample]:
-        samples = self.own.samples()
-        for member in self.members:
-            samples += member.samples()
-        return samples
+        return [*self.own.samples(), *(sample for member in self.members for sample in member.samples())]
 
     @property
     def interrupted(self) -> bool:
@@ -383,9 +376,6 @@ class Generation:
 
     def oom_kills(self) -> int:
         return self.own.oom_kills() + sum(member.beat.oom_kills for member in self.cluster.present_nodes)
-
-    def surviving_pids(self) -> list[int]:
-        return [*self.own.left, *(pid for member in self.cluster.present_nodes for pid in member.beat.left)]
 
     def collect_evidence(self, patience_seconds: float, *, to_its_end: bool = False) -> list[Evidence]:
         """Details of the state of each rank, sorted by rank. A worker may take `patience_seconds` to answer.
@@ -403,11 +393,14 @@ class Generation:
                 break
         by_rank = {evidence.rank: evidence for evidence in collection.evidence(self.own.samples())}
         by_rank |= {evidence.rank: evidence for member in self.cluster.present_nodes for evidence in member.shown or ()}
-        samples = sorted(self.samples(), key=lambda sample: sample.rank)
-        return [_complete(sample, by_rank.get(sample.rank)) for sample in samples]
+        completed: list[Evidence] = []
+        for sample in sorted(self.samples(), key=lambda sample: sample.rank):
+            found = by_rank.get(sample.rank) or Evidence.from_sample(sample)
+            failure, text = sample.failure or found.failure, sample.error_text or found.error_text
+            completed.append(replace(found, failure=failure, error_text=text))
+        return completed
 
     def write_clocks(self) -> None:
-        """Record the clock differences of other nodes, if their bounds have become narrower."""
         if (machine := self.own.machine) is None:
             return
         for member in self.cluster.present_nodes:
@@ -507,9 +500,3 @@ def _proof(plan: NodePlan) -> str:
     proof = secrets.token_hex(8)
     writing.replace_file(Path(plan.attempt_dir) / channel.PROOF_FILE, proof.encode(), sync=True)
     return proof
-
-
-def _complete(sample: WorkerSample, found: Evidence | None) -> Evidence:
-    if found is None:
-        return Evidence.from_sample(sample)
-    return replace(found, failure=sample.failure or found.failure, error_text=sample.error_text or found.error_text)

@@ -4,6 +4,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -134,7 +135,10 @@ class Follower:
             writing.make_folder(attempt_dir, exist_ok=True)
             return
         deadline = time.monotonic() + 5.0  # a network file system may show a new file with a delay
-        while not _has_proof(attempt_dir, proof):
+        while True:
+            with suppress(OSError):  # the file does not exist yet
+                if read(attempt_dir / channel.PROOF_FILE, limit_bytes=100, ours=True) == proof.encode():
+                    return
             if time.monotonic() > deadline:
                 raise UsageError(code="run-dir-not-shared", run_dir=attempt_dir.parent)
             time.sleep(0.1)
@@ -211,10 +215,3 @@ class Follower:
             f"stopped its workers{resume if self.plan.run_dir and not self.plan.plain_store else ''}"
         )
         return 128 + self.orders.signals[0] if self.orders.signals else ExitCode.FAILED
-
-
-def _has_proof(attempt_dir: Path, proof: str) -> bool:
-    try:
-        return read(attempt_dir / channel.PROOF_FILE, limit_bytes=100, ours=True) == proof.encode()
-    except OSError:  # does not exist yet
-        return False

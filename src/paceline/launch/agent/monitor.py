@@ -185,7 +185,6 @@ class Monitor:
         return self._make_stop_report(faults[0], self._generation.collect_evidence(WAITING_CALLS_TIMEOUT_SECONDS), 0.0)
 
     def _notify(self, message: str, step: int = 0, *, kind: str = "", on_screen: bool = True) -> None:
-        """Record a message in the attempt's folder, and print it if `on_screen`."""
         if on_screen:
             print_to_stderr(message)
         if self._plan.attempt_dir:

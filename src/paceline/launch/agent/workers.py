@@ -6,6 +6,7 @@ A worker starts with an environment, a log, and inherited descriptors.
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 import msgspec
 
@@ -24,8 +25,8 @@ from paceline.host.cgroup import oom_kills
 from paceline.host.machine_log import MachineLog
 from paceline.host.procfs import read_process
 from paceline.host.sweep import Roster, RosterWorker, agent_mark, roster_path, sweep
+from paceline.launch.agent.channel import port_taken_error
 from paceline.launch.agent.preload import ForkedProcess, Preloader
-from paceline.launch.agent.store import Store, StoreProxy
 from paceline.launch.output import relay_output
 from paceline.protocol.control import AGENT_MARK, RANK_PACKAGE, RUN_ID, SHARED_MEMORY, WorkerSpec
 from paceline.protocol.evidence import SUCCESS_EXIT_CODES, Failure, WorkerSample
@@ -42,16 +43,80 @@ from paceline.runs import writing
 from paceline.runs.attempt import LogTimesWriter
 from paceline.runs.folder import compile_cache
 
+if TYPE_CHECKING:
+    from paceline.launch.agent.store_proxy import StoreProxy
+
 VARIABLE_PREFIX = "PACELINE_"
 USER_VARIABLES = (SHARED_MEMORY,)  # variables with our prefix that the user sets for a run
 
 
 @dataclass(frozen=True)
-class InheritedResources:
-    """Resources that last as long as the agent. The workers of every generation inherit the descriptors.
+class Store:
+    """The rendezvous store of a generation.
 
-    A descriptor has the same number in all workers.
+    On one host, the store is in `memory_fd`: an anonymous file that the ranks inherit, and that no other user can
+    open. On several hosts, it is at a port, and the ranks reach it through a `proxy`: see store_proxy.py. Rank 0
+    inherits the socket bound and listening, since another process could take a port that is closed in between.
+
+    A script opens its store itself, at a port that is open to all. The agent only binds this port. So the kernel does
+    not assign it to another process that asks for any free port, and the script can still bind it with SO_REUSEADDR.
     """
+
+    listening_socket: socket.socket | None
+    memory_fd: int = -1
+    proxy: "StoreProxy | None" = None
+
+    @classmethod
+    def make(cls, plan: NodePlan) -> Self:
+        if plan.nodes > 1 and not plan.plain_store:
+            from paceline.launch.agent import store_proxy  # it imports asyncio, which takes time
+
+            if plan.node:
+                port, secret = plan.node0_ports[0], bytes.fromhex(plan.secret)
+                return cls(None, proxy=store_proxy.remote_store_proxy(plan.master_addr, port, secret))
+            store, gate = store_proxy.open_node0_store(plan.ranks.master_port)
+            return cls(store, proxy=gate)
+        return cls(_bound(plan), os.memfd_create("paceline-store") if plan.nodes == 1 else -1)
+
+    def inherited_fd(self, rank: int, *, plain: bool) -> int:
+        """The descriptor of the store that this rank inherits; -1 if the rank connects instead."""
+        if self.memory_fd >= 0:
+            return self.memory_fd
+        return self.listening_socket.fileno() if rank == 0 and self.listening_socket is not None and not plain else -1
+
+    def port_number(self, plan: NodePlan) -> int:
+        if self.proxy is not None:
+            return self.proxy.port
+        return self.listening_socket.getsockname()[1] if self.listening_socket is not None else plan.ranks.master_port
+
+    def address(self, plan: NodePlan) -> str:
+        return plan.master_addr if self.proxy is None else "127.0.0.1"
+
+    def close(self) -> None:
+        """Close the agent's descriptors. With its socket open, connections to an ended rank 0 would not be refused."""
+        if self.listening_socket is not None:
+            self.listening_socket.close()
+        if self.memory_fd >= 0:
+            os.close(self.memory_fd)
+
+
+def _bound(plan: NodePlan) -> socket.socket | None:
+    if plan.node != 0:
+        return None
+    port = plan.ranks.master_port
+    store = socket.socket(socket.AF_INET6 if ":" in plan.master_addr else socket.AF_INET)
+    store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # despite closing connections of the last run
+    try:
+        store.bind(("" if plan.plain_store else plan.master_addr, port))
+    except OSError as error:
+        store.close()
+        raise port_taken_error(f"port {port} on {plan.master_addr}", port, error) from error
+    return store
+
+
+@dataclass(frozen=True)
+class InheritedResources:
+    """They last as long as the agent. Workers of every generation inherit the descriptors, with the same numbers."""
 
     snapshot_fds: tuple[tuple[int, int], ...] = ()  # two memory files for each local rank, which writes and reads them
     keep_open: tuple[int, ...] = ()  # e.g. a lock that must last until the last worker has ended
@@ -85,8 +150,6 @@ class Process(Protocol):
 
 @dataclass(frozen=True)
 class Worker:
-    """One worker, its memory files that the agent reads, and the threads that relay its output."""
-
     member: RosterWorker
     process: Process
     log: Path
@@ -263,10 +326,7 @@ LAST_OUTPUT_SECONDS = 0.2
 
 
 class Workers:
-    """The workers of an agent in one generation. Its methods do not wait for the workers: its owner does.
-
-    `plan` is that of the agent, with the ranks of this generation. `port` is the port of the store.
-    """
+    """The workers of an agent in one generation. Its methods do not wait for the workers: its owner does."""
 
     def __init__(self, plan: NodePlan, number: int, port: int) -> None:
         self.plan, self.number, self.port = plan, number, port
@@ -282,10 +342,8 @@ class Workers:
         self._drained: set[int] = set()  # ranks with complete last output
         self._oom_kills_before = oom_kills()
         self._idle_clock, self._saves_asked = IdleClock(), 0
-        self.machine: MachineLog | None = None
-        """Log of the use of this machine in the run folder; None for a run without a folder."""
-        self.gate: StoreProxy | None = None
-        """Relays the workers' connections to the store, for several hosts."""
+        self.machine: MachineLog | None = None  # in the run folder; None for a run without a folder
+        self.gate: StoreProxy | None = None  # relays the workers' connections to the store, for several hosts
 
     @classmethod
     def start(cls, plan: NodePlan, number: int, inherited: InheritedResources) -> Self:
@@ -306,14 +364,11 @@ class Workers:
             raise
         finally:
             store.close()
-        workers._log_machine()
+        folder = Path(plan.run_dir).resolve()  # each node may have different links
+        if plan.run_dir and folder.is_dir():
+            pids = {worker.rank: worker.process.pid for worker in workers._workers}
+            workers.machine = MachineLog(folder, plan.node, pids)
         return workers
-
-    def _log_machine(self) -> None:
-        folder = Path(self.plan.run_dir).resolve()  # each node may have different links
-        if self.plan.run_dir and folder.is_dir():
-            pids = {worker.rank: worker.process.pid for worker in self._workers}
-            self.machine = MachineLog(folder, self.plan.node, pids)
 
     def _write_roster(self) -> None:
         agent = read_process(os.getpid())
@@ -385,7 +440,6 @@ class Workers:
         return max(0.0, self._deadline_seconds - time.monotonic())
 
     def _codes(self) -> list[int | None]:
-        """The exit code of each worker; None while it runs, -n if signal n killed it."""
         return [worker.process.poll() for worker in self._workers]
 
     def samples(self) -> list[WorkerSample]:
@@ -421,10 +475,7 @@ class Workers:
                 release_from_collective(worker.status_page_fd, word)
 
     def ask_to_save(self) -> None:
-        """Have the first worker vote for a checkpoint after its next step. A script does not react.
-
-        Only the first worker gets the request: two workers that vote at different steps would save twice.
-        """
+        """Have the first worker vote for a checkpoint after its next step: two votes at different steps save twice."""
         self._saves_asked += 1
         set_counter(self._workers[0].status_page_fd, "saves_asked", self._saves_asked)
 
@@ -436,7 +487,6 @@ class Workers:
         return read_names(self._workers[0].status_page_fd).tensors
 
     def oom_kills(self) -> int:
-        """The number of processes that the kernel has killed for lack of memory since the start of this generation."""
         before, now = self._oom_kills_before, oom_kills()
         return 0 if before is None or now is None else now - before
 

@@ -104,7 +104,6 @@ def submit(plan: Plan, env: Mapping[str, str]) -> str:
 
 
 def query_job_state(job_id: str) -> JobState | None:
-    """The state of a job; None if Slurm has no record of it any more."""
     done = run_slurm("scontrol", "show", "job", "-o", job_id)
     if done.returncode == 0:
         return parse_job(done.stdout)
@@ -120,10 +119,7 @@ def writes_to(job_id: str, folder: Path) -> bool:
 
 
 def parse_job(text: str) -> JobState:
-    """Parse the output of `scontrol show job -o`.
-
-    The output begins with the name of the job, which paceline sets, so a user's text cannot be read as a field.
-    """
+    """Parse `scontrol show job -o`. It begins with the job's name, which paceline sets: a user's text is no field."""
 
     def value(name: str) -> str:
         match = re.search(rf"(?:^| ){name}=(\S*)", text)
@@ -229,7 +225,6 @@ class NodeSet:
 
 
 def check_fits(job: JobSpec, env: Mapping[str, str]) -> None:
-    """Check that the partitions of the cluster have the nodes of a job. sbatch checks the other options."""
     all_nodes, names = _partitions(job, env)
     if not names:
         raise UsageError(code="no-default-partition", partitions=_choices(all_nodes))
@@ -251,7 +246,6 @@ def _partitions(job: JobSpec, env: Mapping[str, str]) -> tuple[list[NodeSet], st
 
 
 def misfit(name: str, nodes: Sequence[NodeSet], job: JobSpec) -> str:
-    """Why a job cannot run in a partition; empty if it can."""
     alloc, cpus = job.slurm, job.nproc * job.slurm.cpus_per_rank
     if not any(n.up for n in nodes):
         return f"partition {name} is down"
@@ -394,5 +388,4 @@ def run_in_allocation(script: Path) -> int:
 
 
 def _stop_with_parent() -> None:
-    """If this process is killed, the kernel signals the script, which saves and stops the run."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGUSR2, 0, 0, 0)

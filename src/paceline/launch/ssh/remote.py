@@ -83,7 +83,6 @@ class _RemoteRun:
         session.has_plan = True
 
     def run(self) -> int:
-        """Send every agent its plan, and wait until the agent of node 0 ends or a deadline expires."""
         for session in self._sessions.all:
             self._send_plan(session)
         while not self._head.is_drained:
@@ -223,10 +222,7 @@ class _LostHost:
 
 
 class Reconnector:
-    """Reconnects to the lost hosts of a run, with growing pauses. A host that answers gets a new agent, which joins.
-
-    `send_plan` sends an agent its plan; `say` prints a message.
-    """
+    """Reconnects to the lost hosts of a run, with growing pauses. A host that answers gets a new agent, which joins."""
 
     def __init__(
         self, sessions: Sessions, send_plan: Callable[[HostSession], object], say: Callable[[str], object]
@@ -237,7 +233,6 @@ class Reconnector:
         self._over = False
 
     def handle_lost(self, session: HostSession, *, for_good: bool) -> None:
-        """Handle the end of an agent. If `for_good`, do not reconnect to its host."""
         if for_good or self._over:
             self._lost.pop(session.node, None)
             return

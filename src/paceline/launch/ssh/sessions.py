@@ -64,7 +64,6 @@ class HostSession:
 
     @property
     def stdin(self) -> IO[bytes] | None:
-        """The lifeline, while it is open."""
         stdin = self.process.stdin if self.process is not None else None
         return None if stdin is None or stdin.closed else stdin
 
@@ -83,8 +82,6 @@ class Output:
 
 
 class Sessions:
-    """The sessions of all hosts, node 0 first. At most MAX_CONCURRENT_LOGINS of them log in at the same time."""
-
     def __init__(
         self, commands: Sequence[Command], wakeup: socket.socket, fan_out: int = MAX_CONCURRENT_LOGINS
     ) -> None:
@@ -125,7 +122,6 @@ class Sessions:
             self._poll.register(pipe, select.POLLIN)
 
     def send_line(self, session: HostSession, line: bytes) -> None:
-        """Send a line. If the pipe is full, the rest is sent later."""
         if session.process is None or session.stdin is not None:
             session.unsent += line + b"\n"
             self._send(session)
@@ -163,7 +159,6 @@ class Sessions:
                         session.process.poll()
 
     def reap(self) -> tuple[list[HostSession], list[Output]]:
-        """The sessions that have ended since the last call, and their last output."""
         self._poll_processes()
         ended_sessions = [session for session in self.all if session.has_ended and not session.is_drained]
         pieces: list[Output] = []

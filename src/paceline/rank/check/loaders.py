@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import ctypes
 import gc
 import linecache
 import mmap
@@ -214,7 +215,7 @@ class LoaderWatch(ScriptListener):
         for number, data in self._live.items():
             record = self._facts.loaders[number]
             try:
-                if record.batches >= 0 and not record.probes:
+                if record.batches >= 0 and record.samples > 0 and not record.probes:
                     record.probes = _probe_samples(data, record.samples)
             except Exception:  # data of the user may raise any error; they are not compared then
                 record.probes = []
@@ -263,14 +264,12 @@ def _probe_samples(data: Any, samples: int) -> list[list[str]]:
 
     with preserve_generator_states():
         digests: list[list[str]] = []
-        for index in (
-            sorted({samples * k // NUM_PROBED_SAMPLES for k in range(NUM_PROBED_SAMPLES)}) if samples > 0 else ()
-        ):
-            looks: list[list[str]] = []
-            for _ in range(2):
-                seed_streams(0)
-                looks.append(leaf_digests(data[index]))
-            digests.append([a if a == b else "" for a, b in zip(*looks, strict=True)])  # other generators: unknown
+        for index in sorted({samples * k // NUM_PROBED_SAMPLES for k in range(NUM_PROBED_SAMPLES)}):
+            seed_streams(0)
+            first = leaf_digests(data[index])
+            seed_streams(0)
+            again = leaf_digests(data[index])  # differs with other generators: unknown
+            digests.append([a if a == b else "" for a, b in zip(first, again, strict=True)])
         return digests
 
 
@@ -284,8 +283,9 @@ class LoaderRngRecorder:
     """
 
     def __init__(self) -> None:
+        states = ctypes.c_char * DIGEST_BYTES * len(GENERATOR_NAMES) * SLOTS  # by loader and generator
         # common memory with forked loader processes
-        self._states = mmap.mmap(-1, SLOTS * len(GENERATOR_NAMES) * DIGEST_BYTES)
+        self._states: Any = states.from_buffer(mmap.mmap(-1, ctypes.sizeof(states)))
         self._count: defaultdict[int, int] = defaultdict(int)
 
     def wrap_fetch(self, fetch: Any, number_of: Callable[[Any], int]) -> Any:
@@ -304,23 +304,15 @@ class LoaderRngRecorder:
             generators = RngSnapshots()
             batch = fetch(fetcher, indices)
             for name, state in generators.used_since(len(indices) if isinstance(indices, list) else 1).items():
-                at = self._state_offset(number, name)
-                if not self._states[at]:
-                    self._states[at : at + DIGEST_BYTES] = state.encode()
+                first = self._states[number][GENERATOR_NAMES.index(name)]
+                first.value = first.value or state.encode()
             return batch
 
         return fetched
 
     def states_before_use(self, number: int) -> dict[str, str]:
-        states: dict[str, str] = {}
-        for name in GENERATOR_NAMES if number < SLOTS else ():
-            at = self._state_offset(number, name)
-            if state := self._states[at : at + DIGEST_BYTES].strip(b"\0"):
-                states[name] = state.decode()
-        return states
-
-    def _state_offset(self, number: int, name: str) -> int:
-        return (number * len(GENERATOR_NAMES) + GENERATOR_NAMES.index(name)) * DIGEST_BYTES
+        states = zip(GENERATOR_NAMES, self._states[number], strict=True) if number < SLOTS else ()
+        return {name: state.value.decode() for name, state in states if state.value}
 
 
 class RngSnapshots:
@@ -348,7 +340,7 @@ def wrap_generator_setters() -> None:
         when_imported(module, partial(_wrap_setters_of_module, module))
 
 
-def _wrap_setters_of_module(module: str, *, late: bool) -> None:
+def _wrap_setters_of_module(module: str) -> None:
     generator, names = GENERATOR_STATE_SETTERS[module]
     for name in names:
         wrap_function(sys.modules[module], name, after=partial(_on_generator_set, generator))

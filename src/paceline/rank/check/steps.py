@@ -24,9 +24,17 @@ from paceline.protocol.facts import (
 from paceline.rank.check.loaders import LoaderWatch
 from paceline.rank.guard import HangGuard
 from paceline.rank.imports import hide_from_warnings, when_imported
-from paceline.rank.probes import MAX_ELEMENTS, ScriptListener, digest_of, leaf_digests, short_hash, wrap_function
+from paceline.rank.probes import (
+    MAX_ELEMENTS,
+    ScriptListener,
+    digest_of,
+    leaf_digests,
+    leaves,
+    short_hash,
+    wrap_function,
+)
 from paceline.rank.probes.steps import JointOptimizerDetector, is_sharded
-from paceline.rank.sites import CodeOwner, call_site, code_owner, format_frame, frame_record, user_site
+from paceline.rank.sites import CodeOwner, call_site, code_owner, user_site
 
 MAX_UNJOINED_STEPS = 1000  # replaces MAX_STEPS while there is no evidence that the rank trains with others
 MAX_RECORDS, MAX_PRIVATE = 400, 100
@@ -164,8 +172,7 @@ class StepWatch(ScriptListener):
         outer = frame
         while outer is not None and id(outer.f_locals.get("self")) in self._parts:
             outer = call_site(outer.f_back).frame
-        frame = outer or frame
-        return format_frame(frame_record(frame)) if frame is not None else ""
+        return user_site(outer or frame)
 
     def on_forward_begin(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         self._inside += 1
@@ -184,7 +191,7 @@ class StepWatch(ScriptListener):
         record = self._replicas.get(id(ddp))
         if record is None or not record.find_unused or record.looked >= MAX_UNUSED_CHECKS or not ddp.training:
             return
-        used_ids = parameters_reached(grad_fns_of(output))
+        used_ids = parameters_reached([getattr(leaf, "grad_fn", None) for leaf in leaves(output)])
         if used_ids:
             # DDP reduces the parameters from its construction, not later replacements
             num_unused = sum(p.requires_grad and id(p) not in used_ids for p in ddp._module_parameters)
@@ -238,7 +245,7 @@ class StepWatch(ScriptListener):
     def on_backward_end(self) -> None:
         if self._facts.session:
             return
-        if self._called_ns and self._joint.has_called_collective:
+        if self._called_ns and self._joint.num_calls():
             calls = HangGuard.of_process().page.calls_since(self._called_ns)
             self._exchanged = sum(
                 op.kind.startswith(VARYING_SHAPE_OPS) or op.shape not in SCALAR_SHAPES for _, _, op in calls
@@ -388,7 +395,7 @@ class ModelParallelDetector:
     def wrap_fully_shard(self) -> None:
         when_imported(FULLY_SHARD_MODULES[0], self._wrap_after_import)
 
-    def _wrap_after_import(self, *, late: bool) -> None:
+    def _wrap_after_import(self) -> None:
         first: Any = sys.modules[FULLY_SHARD_MODULES[0]]
         original = first.fully_shard
         wrap_function(first, "fully_shard", before=self._record_fsdp_ranks)
@@ -429,13 +436,6 @@ def loss_factors(losses: Any) -> list[float]:
             factors.append(1 / value if node.name() == "DivBackward0" else value)
         node = next((following for following, _ in node.next_functions if following is not None), None)
     return factors
-
-
-def grad_fns_of(output: Any, depth: int = 0) -> list[Any]:
-    if getattr(output, "grad_fn", None) is not None:
-        return [output.grad_fn]
-    inner = output.values() if isinstance(output, dict) else output if isinstance(output, (list, tuple)) else ()
-    return [root for value in inner for root in grad_fns_of(value, depth + 1)] if depth < 4 else []
 
 
 def parameters_reached(nodes: list[Any]) -> set[int]:

@@ -69,9 +69,9 @@ class JointOptimizerDetector(ScriptListener):
 
     def __init__(self, calls: Callable[[], int]) -> None:
         """`calls` counts the collectives that the process has called."""
-        self._calls = calls
+        self.num_calls = calls
         self._turns: WeakKeyDictionary[Any, OptimizerHistory] = WeakKeyDictionary()
-        self._replicas: WeakSet[Any] = WeakSet()
+        self.replicas: WeakSet[Any] = WeakSet()
         self._made = 0
         self._forwards: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
         self._stepped: WeakKeyDictionary[Any, StepCounts] = WeakKeyDictionary()  # by replica: until its last step
@@ -83,17 +83,9 @@ class JointOptimizerDetector(ScriptListener):
         self._own = False  # whether there was an optimizer of a replica
 
     @property
-    def replicas(self) -> Iterator[Any]:
-        return iter(self._replicas)
-
-    @property
-    def has_called_collective(self) -> bool:
-        return self._calls() > 0
-
-    @property
     def replicas_version(self) -> object:
         """A value that changes with the replicas."""
-        return self._made, len(self._replicas)
+        return self._made, len(self.replicas)
 
     def history_of(self, optimizer: Any) -> OptimizerHistory:
         return (self._turns.get(optimizer) if self._turns else None) or OptimizerHistory()
@@ -110,7 +102,7 @@ class JointOptimizerDetector(ScriptListener):
         return max((history.evidence_level for history in self._turns.values()), default=PRIVATE)
 
     def on_replica_created(self, ddp: Any) -> None:
-        self._replicas.add(ddp)
+        self.replicas.add(ddp)
         self._made += 1
 
     def on_forward_begin(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -130,8 +122,10 @@ class JointOptimizerDetector(ScriptListener):
         history = self._turns.setdefault(optimizer, OptimizerHistory())
         self._find_replica(history, optimizer)
         now, before = self._current_counts(history), history.counts_at_last_step or StepCounts()
+        # backwards until the last step of an optimizer of another model belong to that optimizer
+        of_others = max((count for model, count in self._taken_by.items() if model != history.model_id), default=0)
         history.counts_since_step = new = StepCounts(
-            now.backwards - max(before.backwards, self._backwards_of_other_models(history)),
+            now.backwards - max(before.backwards, of_others),
             max(0, now.forwards - before.forwards),  # a deleted replica has no count
             max(0, now.synced_forwards - before.synced_forwards),
         )
@@ -157,14 +151,10 @@ class JointOptimizerDetector(ScriptListener):
             self._stepped[replica] = now
         self._own = self._own or history.has_shared_parameters
 
-    def _backwards_of_other_models(self, history: OptimizerHistory) -> int:
-        """Backwards until the last step of an optimizer of another model, which belong to that optimizer."""
-        return max((count for model, count in self._taken_by.items() if model != history.model_id), default=0)
-
     def _current_counts(self, history: OptimizerHistory) -> StepCounts:
         replica = history.replica and history.replica()
         forwards, synced = (0, 0) if replica is None else self._forwards.get(replica, (0, 0))
-        return StepCounts(self._backwards, forwards, synced, self._calls() + self._synced)
+        return StepCounts(self._backwards, forwards, synced, self.num_calls() + self._synced)
 
     def _find_replica(self, history: OptimizerHistory, optimizer: Any) -> None:
         version = self.replicas_version, [len(group["params"]) for group in optimizer.param_groups]
@@ -172,7 +162,7 @@ class JointOptimizerDetector(ScriptListener):
             return
         history.version = version
         parameters = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-        owners = (ddp for ddp in self._replicas if any(id(p) in parameters for _, p in synced_parameters(ddp)))
+        owners = (ddp for ddp in self.replicas if any(id(p) in parameters for _, p in synced_parameters(ddp)))
         replica = next(owners, None)
         if replica is not None and (history.replica is None or history.replica() is not replica):
             history.replica, history.model_id = weakref.ref(replica), id(replica.module)
