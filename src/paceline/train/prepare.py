@@ -87,8 +87,6 @@ class ResolvedCompute:
 
 @dataclass(frozen=True)
 class TrainingComponents:
-    """Everything a training needs, on one rank."""
-
     config: TrainConfig
     task: Task
     train_set: Dataset[Any]
@@ -114,7 +112,6 @@ class TrainingComponents:
 
     @property
     def definition(self) -> dict[str, Any]:
-        """The settings and facts that define the run, without its initial weights."""
         facts = {"data": self.data_fingerprints, "hardware": hardware_facts(self.replica.world.device)}
         return {**settings(self.config), **self.task_settings, **facts}
 
@@ -227,7 +224,6 @@ def make_replica(
     config: TrainConfig, maker: MakeOptimizer, model: nn.Module, world: World, virtual_ranks: int,
     parallelism: ParallelPlan = NO_PARALLELISM,
 ) -> Strategy:  # fmt: skip
-    """Apply the batch norm setting, the strategy, and the model parallelism (collective)."""
     try:
         if config.model.batchnorm == "sync":
             # A separate group, because the order of its collectives relative to those of gradient buckets depends on

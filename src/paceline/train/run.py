@@ -111,7 +111,6 @@ def train(config: TrainConfig) -> Outcome:
 
 
 def restore_auto_precision(config: TrainConfig, place: RunLocation) -> TrainConfig:
-    """Replace `--precision auto` of a resumed run with the precision that the run chose at its first start."""
     path = place.folder / run_folder.CONFIG
     resumes = place.generation or config.checkpoint.resume == "auto"
     if config.compute.precision != "auto" or not resumes or config.checkpoint.restart or not path.is_file():

@@ -49,8 +49,6 @@ class StepOptions(TypedDict, total=False):
 
 
 class TaskSteps:
-    """Takes the steps of a task."""
-
     def __init__(
         self, replica: Strategy, loss: Loss, *, scale: LossScale | None = None, one_each: bool = False,
         **options: Unpack[StepOptions],
