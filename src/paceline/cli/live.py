@@ -18,15 +18,6 @@ from rich.console import Console
 from paceline.checkpoint.manager import Checkpoints
 from paceline.cli import command_line, run_state
 from paceline.cli.options import check_positive, print_json
-from paceline.cli.run_state import (
-    NO_ACCESS,
-    Access,
-    NewestRunFlags,
-    RunFlags,
-    attempts,
-    read_run_status,
-    resolve_run_access,
-)
 from paceline.errors import ExitCode, TrainingError, UsageError
 from paceline.guard.report import DiagnosisRecord, describe_rank, diagnosis_file, format_report, read_diagnosis
 from paceline.launch.output import find_last_lines, read_lines
@@ -59,7 +50,7 @@ LOG_LINES = 40
 
 
 @dataclass(frozen=True)
-class CancelConfig(RunFlags):
+class CancelConfig(run_state.RunFlags):
     """Stop a run after it has saved its state. The run does not requeue itself."""
 
     now: bool = False
@@ -67,7 +58,7 @@ class CancelConfig(RunFlags):
 
 
 @dataclass(frozen=True)
-class JoinConfig(RunFlags):
+class JoinConfig(run_state.RunFlags):
     """Add this host to a running job that was started with --nodes MIN:MAX and has fewer than MAX nodes.
 
     Run the command on the new host, in a folder from which RUN is the same folder as on the other hosts. The run
@@ -81,8 +72,8 @@ class JoinConfig(RunFlags):
 
 def cancel(arguments: Sequence[str]) -> int:
     config: CancelConfig = command_line("cancel").parse(arguments)
-    run_dir, access = resolve_run_access(config, act=True)
-    state, details, *_ = read_run_status(run_dir, access)
+    run_dir, access = run_state.resolve_run_access(config, act=True)
+    state, details, *_ = run_state.read_run_status(run_dir, access)
     if state not in LIVE_STATES:
         details = f" ({details})" if details else ""
         print(remove_controls(f"there is nothing to cancel: the run is {state}{details}"), file=sys.stderr)
@@ -91,7 +82,7 @@ def cancel(arguments: Sequence[str]) -> int:
     return _wait_for_end(run_dir, access)
 
 
-def ask_to_stop(run_dir: Path, access: Access, *, now: bool = False) -> None:
+def ask_to_stop(run_dir: Path, access: run_state.Access, *, now: bool = False) -> None:
     """Ask Slurm or the agent to end the run after it has saved, or `now` without saving. Do not wait for the end."""
     folder, submission = last_submission(run_state.agent_run_folder(run_dir))
     slurm_job = submission.slurm_job if submission is not None else ""
@@ -103,7 +94,7 @@ def ask_to_stop(run_dir: Path, access: Access, *, now: bool = False) -> None:
         _stop_agent(run_dir, submission, access, now=now)
 
 
-def _stop_agent(run_dir: Path, submission: SubmitRecord | None, access: Access, *, now: bool) -> None:
+def _stop_agent(run_dir: Path, submission: SubmitRecord | None, access: run_state.Access, *, now: bool) -> None:
     roster = run_state.coordinator_roster(run_dir)
     if roster is None or not run_state.is_agent_alive(run_dir, roster, submission, access.ssh):
         try:
@@ -120,10 +111,10 @@ def _stop_agent(run_dir: Path, submission: SubmitRecord | None, access: Access, 
         raise TrainingError(code="agent-unreachable", host=roster.host)
 
 
-def _wait_for_end(run_dir: Path, access: Access) -> int:
+def _wait_for_end(run_dir: Path, access: run_state.Access) -> int:
     print("stop requested; waiting for the run to end ...", file=sys.stderr, flush=True)
     deadline = time.monotonic() + END_TIMEOUT_SECONDS
-    while (end := read_run_status(run_dir, access)).state in LIVE_STATES or run_state.is_locked(run_dir):
+    while (end := run_state.read_run_status(run_dir, access)).state in LIVE_STATES or run_state.is_locked(run_dir):
         if time.monotonic() > deadline:
             print(
                 f"the run has not ended after {END_TIMEOUT_SECONDS:g} s: see paceline status {run_dir}", file=sys.stderr
@@ -144,13 +135,13 @@ def join(arguments: Sequence[str]) -> int:
     config: JoinConfig = command_line("join").parse(arguments)
     check_positive(config, "nproc")
     # its plan is executed here: no other user may have written it
-    run_dir, access = resolve_run_access(config, act=True)
+    run_dir, access = run_state.resolve_run_access(config, act=True)
     run = shlex.quote(str(run_dir))
-    file = next((attempt / JOIN_FILE for attempt in reversed(attempts(run_dir))), run_dir / JOIN_FILE)
+    file = next((attempt / JOIN_FILE for attempt in reversed(run_state.attempts(run_dir))), run_dir / JOIN_FILE)
     try:
         decode(file, NodePlan, limit_bytes=MAX_INVITATION_BYTES, ours=True)
     except FileNotFoundError:
-        state = read_run_status(run_dir, access).state
+        state = run_state.read_run_status(run_dir, access).state
         if state in LIVE_STATES:
             why = "was not started with --nodes MIN:MAX, or is still starting"
         else:
@@ -163,7 +154,7 @@ def join(arguments: Sequence[str]) -> int:
 
 
 @dataclass(frozen=True)
-class HangConfig(NewestRunFlags):
+class HangConfig(run_state.NewestRunFlags):
     """Show which rank is blocking a run, with the stack of every rank. Exit code 0 for any result."""
 
     json: bool = False
@@ -183,7 +174,7 @@ class HangReport(msgspec.Struct, frozen=True):
 
 def hang(arguments: Sequence[str]) -> int:
     config: HangConfig = command_line("hang").parse(arguments)
-    report = _hang_report(*resolve_run_access(config))
+    report = _hang_report(*run_state.resolve_run_access(config))
     if config.json:
         print_json(report)
     else:
@@ -191,13 +182,15 @@ def hang(arguments: Sequence[str]) -> int:
     return ExitCode.DONE
 
 
-def _hang_report(run_dir: Path, access: Access) -> HangReport:
+def _hang_report(run_dir: Path, access: run_state.Access) -> HangReport:
     """A new diagnosis of the run's agent, if it runs, may be queried and answers. Otherwise the newest recorded one."""
-    state = read_run_status(run_dir, access).state
-    starts = attempts(run_dir)
+    state = run_state.read_run_status(run_dir, access).state
+    starts = run_state.attempts(run_dir)
     if not starts:
         raise UsageError(code="not-started", run_dir=run_dir)
-    may_ask = access != NO_ACCESS  # a request is a file, and paceline writes no file into a run of another user
+    may_ask = (
+        access != run_state.NO_ACCESS
+    )  # a request is a file, and paceline writes no file into a run of another user
     diagnosis = request_diagnosis(starts[-1]) if state == "running" and may_ask else None
     if diagnosis is not None:
         waited = f"{diagnosis.waited_seconds:.1f} s"
@@ -205,7 +198,7 @@ def _hang_report(run_dir: Path, access: Access) -> HangReport:
         if diagnosis.waited_seconds < RECENT_PROGRESS_SECONDS:
             line = f"the run is making progress (last {waited} ago). The present stacks of its ranks:"
         return HangReport(str(run_dir), state, True, line, "", diagnosis)
-    state = read_run_status(run_dir, access).state  # it may have ended meanwhile
+    state = run_state.read_run_status(run_dir, access).state  # it may have ended meanwhile
     silence = f"its agent has not answered within {ANSWER_TIMEOUT_SECONDS:g} s"
     no_answer = "" if state != "running" else silence if may_ask else "its agent was not queried"
     folder = _newest_diagnosis(run_dir)
@@ -220,7 +213,7 @@ def _hang_report(run_dir: Path, access: Access) -> HangReport:
 
 def _newest_diagnosis(run_dir: Path) -> Path | None:
     """The folder of the newest diagnosis of all attempts. Folders without a complete diagnosis are skipped."""
-    for attempt in reversed(attempts(run_dir)):
+    for attempt in reversed(run_state.attempts(run_dir)):
         matches = (re.fullmatch(r"(?:diagnosis|verdict)-([0-9]{1,9})", name) for name in entry_names(attempt))
         for _, name in sorted(((int(m[1]), m[0]) for m in matches if m), reverse=True):
             if os.path.lexists(diagnosis_file(attempt / name)):
@@ -286,7 +279,7 @@ def _show_hang(report: HangReport) -> None:
 
 
 @dataclass(frozen=True)
-class WatchConfig(NewestRunFlags):
+class WatchConfig(run_state.NewestRunFlags):
     """Watch a run live, rank by rank, until it ends.
 
     Keys show stacks and logs, save a checkpoint and stop the run. q leaves the view; the run continues.
@@ -295,7 +288,7 @@ class WatchConfig(NewestRunFlags):
 
 def watch(arguments: Sequence[str]) -> int:
     config: WatchConfig = command_line("watch").parse(arguments)
-    run_dir, access = resolve_run_access(config)
+    run_dir, access = run_state.resolve_run_access(config)
     run = _Run(run_dir, access)
     try:
         if run.standing.state in LIVE_STATES:
@@ -319,8 +312,8 @@ def watch(arguments: Sequence[str]) -> int:
 
 
 class _Run:
-    def __init__(self, run_dir: Path, access: Access) -> None:
-        self.run_dir, self.access, self.may_act = run_dir, access, access != NO_ACCESS
+    def __init__(self, run_dir: Path, access: run_state.Access) -> None:
+        self.run_dir, self.access, self.may_act = run_dir, access, access != run_state.NO_ACCESS
         self._reader = LiveReader(run_dir, may_ask=self.may_act)
         self.standing = self._standing()
 
@@ -335,10 +328,10 @@ class _Run:
 
     def _ended(self, now: float) -> bool:
         self._ended_seconds = now
-        return read_run_status(self.run_dir, self.access).state not in LIVE_STATES
+        return run_state.read_run_status(self.run_dir, self.access).state not in LIVE_STATES
 
     def _standing(self) -> RunState:
-        self._attempt = next(reversed(attempts(self.run_dir)), None)
+        self._attempt = next(reversed(run_state.attempts(self.run_dir)), None)
         self._stood_seconds = self._ended_seconds = time.monotonic()
         return run_state.run_state(self.run_dir, self.access)
 

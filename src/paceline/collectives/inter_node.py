@@ -249,11 +249,8 @@ class InterNodeSum:
         self._state = self._kept
 
     def reset_residual(self) -> None:
-        self._state: tuple[CodecState, Tensor] = (
-            self._codec.initial_state(),
-            torch.zeros(len(self._parameters), dtype=torch.uint8),
-        )
-        self._kept = self._state
+        used = torch.zeros(len(self._parameters), dtype=torch.uint8)
+        self._kept = self._state = self._codec.initial_state(), used
 
     def state(self) -> dict[str, Tensor]:
         return {**self._state[0], "used": self._state[1]}
@@ -276,10 +273,8 @@ class TwoLevelBucketReduction:
         self.buckets: Sequence[Sequence[nn.Parameter]] = [parameters]
         self._parameters, self._across = parameters, across
         memory = hosts.memory
-        partition, shared = (
-            LeafPartition.one_leaf_per_rank(memory.size, memory.rank),
-            memory if memory.size > 1 else None,
-        )
+        partition = LeafPartition.one_leaf_per_rank(memory.size, memory.rank)
+        shared = memory if memory.size > 1 else None
         self._inside = SharedMemoryBucketReduction(parameters, shared, partition, ranks=hosts.size)
 
     def start_bucket(self, number: int, partials: list[Grads | None]) -> None:

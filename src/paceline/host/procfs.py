@@ -117,11 +117,12 @@ def processes() -> Iterator[Process]:
             yield process
 
 
-def open_files(pid: int | str = "self") -> dict[int, str]:
+def open_files() -> dict[int, str]:
+    """The targets of this process's descriptors: paths, `socket:[inode]`, `/memfd:name (deleted)`."""
     files: dict[int, str] = {}
-    for name in os.listdir(PROC / str(pid) / "fd"):  # noqa: PTH208 - names only
+    for name in os.listdir(PROC / "self" / "fd"):  # noqa: PTH208 - names only
         with suppress(OSError):  # closed meanwhile, as the descriptor of the listing
-            files[int(name)] = os.readlink(PROC / str(pid) / "fd" / name)  # noqa: PTH115 - no file behind it
+            files[int(name)] = os.readlink(PROC / "self" / "fd" / name)  # noqa: PTH115 - no file behind it
     return files
 
 
@@ -147,7 +148,8 @@ def port_holder(port: int) -> str | None:
     import psutil  # only for an error message: the import takes time
 
     for connection in psutil.net_connections("tcp"):
-        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid is not None:
+        at = connection.laddr
+        if connection.status == psutil.CONN_LISTEN and at and at.port == port and connection.pid is not None:
             with suppress(psutil.Error):  # it belongs to a different user, or has just ended
                 # two arguments identify the program; further ones may contain passwords
                 arguments = psutil.Process(connection.pid).cmdline()[:2]

@@ -195,7 +195,8 @@ def print_compared(
     title = "memory of a rank, MB; peak: all tensors together; process: including libraries"
     memory = make_table(MEMORY_COLUMNS, title)
     for row in rows:
-        memory.add_row(*_memory_cells(row))
+        sizes = msgspec.structs.astuple(row.memory) if row.memory else [None] * len(Memory.__struct_fields__)
+        memory.add_row(*_identity_cells(row), *map(_megabytes, sizes))
     if any(row.memory for row in rows):
         console.print(memory)
     for failure in failures:
@@ -225,12 +226,6 @@ def _speed_cells(row: Row) -> list[str]:
         "?" if row.sent_bytes is None else f"{row.sent_bytes / 1e6:.2f}",
         "-" if row.strategy == NO_EXCHANGE else row.bits,
     ]
-
-
-def _memory_cells(row: Row) -> list[str]:
-    m = row.memory
-    sizes = (m.weights, m.gradients, m.optimizer, m.activations, m.exchange, m.peak, m.rss_peak) if m else (None,) * 7
-    return [*_identity_cells(row), *(_megabytes(size) for size in sizes)]
 
 
 def _identity_cells(row: Row) -> list[str]:

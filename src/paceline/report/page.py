@@ -66,7 +66,9 @@ def report_page(runs: Sequence[RunData], command: str, drawings: Sequence[Drawin
     drawn = {figure.name: asdict(figure) for section in body for figure in section.figures}
     title = _page_title(runs[0]) if len(runs) == 1 else f"{len(runs)} runs compared"
     data = msgspec.json.encode({"name": runs[0].name if len(runs) == 1 else "compared", "figures": drawn}).decode()
-    plotly, js = _plotly(), _template("report.js")
+    plotly = (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
+    plotly = plotly.replace("</script", "<\\/script")  # it must not end the script element
+    js = _template("report.js")
     digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in (plotly, js)]
     hashes = " ".join(f"'sha256-{digest}'" for digest in digests)
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
@@ -143,12 +145,6 @@ def _header_values(run: RunData, bottleneck: Bottleneck) -> dict[str, Any]:
 
 def _template(name: str) -> str:
     return (files("paceline.report") / "templates" / name).read_text(encoding="utf-8")
-
-
-def _plotly() -> str:
-    """plotly's JavaScript from its package, escaped so that it cannot end the script element."""
-    text = (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
-    return text.replace("</script", "<\\/script")
 
 
 def _cell(value: Any) -> str:

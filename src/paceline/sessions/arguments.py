@@ -159,8 +159,5 @@ def format_argument(option: str, value: Any = None) -> str:
 def use_argument_names(error: BaseException | None) -> None:
     """Let a PacelineError name arguments instead of flags, and begin with the line of the user's code."""
     if isinstance(error, PacelineError) and error.front_end != "session":
-        error.front_end, error.render_option, error.prefix = (
-            "session",
-            format_argument,
-            user_line_of_error(error) + error.prefix,
-        )
+        error.front_end, error.render_option = "session", format_argument
+        error.prefix = user_line_of_error(error) + error.prefix

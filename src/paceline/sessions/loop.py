@@ -15,6 +15,7 @@ from paceline.compute.flops import can_count
 from paceline.compute.phase_events import phase_events
 from paceline.config.choices import current_name
 from paceline.config.definition import EXACT_ONLY_SETTINGS, check_same
+from paceline.data.fingerprint import UNSTABLE_DATASET_TEXT
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan, plan_rank_micro_batches
 from paceline.errors import ExitCode, PacelineError, UsageError, plural
@@ -240,7 +241,13 @@ class TrainingLoop:
         if not state.models:
             raise UsageError(code="loop-without-model")
         batch = {"global_batch": plan.global_batch, "last_batch": plan.last_batch, "accumulation": plan.accumulation}
-        self._data = {**batch, "data": {"training data": self.checks.fingerprint_data(loader)}}
+        fingerprint = self.checks.fingerprint_data(loader)
+        if UNSTABLE_DATASET_TEXT in fingerprint.values():
+            error = UsageError(code="samples-change", kind=type(loader.dataset).__name__)
+            if config.is_exact:
+                raise error
+            state.notes.once(str(error))
+        self._data = {**batch, "data": {"training data": fingerprint}}
         if self.is_open:
             return
         self.is_open = True

@@ -70,10 +70,8 @@ class Session:
         self._loop = TrainingLoop(config, self._run, self._state)
         self._steps = self._loop.step
         self._evaluation = EvaluationLoop(self._run, self._state, self._steps, self._loop.checks)
-        self.explained, self.note_exit = (
-            self._steps.explain_gradient_error,
-            self._loop.note_exit,
-        )  # for the hooks of `install_exit_hooks`
+        # for the hooks of `install_exit_hooks`
+        self.explained, self.note_exit = self._steps.explain_gradient_error, self._loop.note_exit
         open_sessions.append(self)
 
     @property

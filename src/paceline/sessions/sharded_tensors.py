@@ -13,16 +13,8 @@ from torch import Tensor, nn
 from paceline.errors import UsageError
 
 WHOLE_TENSOR_METHODS = (
-    "item",
-    "tolist",
-    "numpy",
-    "__array__",
-    "__float__",
-    "__int__",
-    "__bool__",
-    "__index__",
-    "__reduce_ex__",
-)
+    "item", "tolist", "numpy", "__array__", "__float__", "__int__", "__bool__", "__index__", "__reduce_ex__",
+)  # fmt: skip
 
 
 class ShardedGradientPlaceholder(torch.Tensor):

@@ -14,7 +14,7 @@ from msgspec.structs import astuple
 from torch import Tensor
 
 from paceline.collectives.communicator import Communicator, communicator
-from paceline.collectives.control import Deferred, is_async, report_on_one_rank, resolve, to_device_async
+from paceline.collectives.control import Deferred, NumbersToDevice, is_async, report_on_one_rank, resolve
 from paceline.collectives.tree import tree_sum
 from paceline.errors import ExitCode, ReportedByPeer, TrainingError, UsageError
 from paceline.protocol.evidence import Phase
@@ -115,6 +115,7 @@ class StepTotals:
         self._order = order if world.size > 1 else None
         self._exchange: Communicator | None = None  # until the first exchange
         self._on_device, self.result = is_async(world.device), StepResult()
+        self._to_device = NumbersToDevice(world.device)
         self._guess = 0.0  # the weight of the previous step; 0 if there is none
 
     def begin(self, where: object, *, one_each: bool = False, alone: bool = False) -> StepResult:
@@ -262,7 +263,7 @@ class StepTotals:
 
     def _start_on_device(self, exchange: Communicator, numbers: Sequence[float | Tensor]) -> AwaitTotals:
         on_host = [0.0 if isinstance(number, Tensor) else number for number in numbers]
-        slots = to_device_async(on_host, self._world.device)
+        slots = self._to_device.send(on_host)
         for index, number in enumerate(numbers):
             if isinstance(number, Tensor):
                 slots[index] = number

@@ -51,9 +51,8 @@ from paceline.strategies.validation import (
 if TYPE_CHECKING:  # imported where it is used: it would cost every other strategy a second of start-up
     from torch.distributed.fsdp import FSDPModule
 
-MAX_COLLECTIVE_NAME_CHARS = (
-    33  # characters of a block's name, from its end, in the names of its collectives: the page keeps 40
-)
+# characters of a block's name, from its end, in the names of its collectives: the page keeps 40
+MAX_COLLECTIVE_NAME_CHARS = 33
 
 
 class FSDP(Strategy):

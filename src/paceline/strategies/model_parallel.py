@@ -31,9 +31,8 @@ class ModelParallelAdapter:
         """`shards`: the sharded parameters by name. `is_elsewhere`: whether a different stage saves this tensor."""
         assert world.mesh is not None
         self._model, self._world, self._shards, self._is_elsewhere = model, world, shards, is_elsewhere
-        self._copy = (
-            world.along("tensor").rank + world.along("context").rank
-        )  # of unsharded tensors; 0 is the first copy
+        # the number of this rank's copy of the unsharded tensors
+        self._copy = world.along("tensor").rank + world.along("context").rank
         self._in_stages = world.mesh.size_of("pipeline") > 1
 
     def as_shards_of_whole(self, held: Sequence[TensorShard]) -> list[TensorShard]:

@@ -53,9 +53,8 @@ def train(config: TrainConfig) -> Outcome:
     guard = HangGuard.of_process()
     guard.detach_probes()
     guard.page.enter(Phase.INIT)
-    locked_dir = (
-        config.run.run_dir if WorkerSpec.from_environment() is not None else None
-    )  # the launcher has created and locked it
+    # the launcher has created and locked it
+    locked_dir = config.run.run_dir if WorkerSpec.from_environment() is not None else None
     world = World.from_env(device=config.launch.device, backend=config.launch.backend)
     with joined(world, timeout_seconds=config.launch.timeout), lock_run_folder(
         world, config.run.run_dir, str(config.task), prepared=locked_dir, resume=config.checkpoint.resume == "auto",

@@ -50,10 +50,10 @@ class TaskTrainer:
         compute = self._config.compute
         self._progress.use = Utilization(self._world, compute.peak_tflops, parts.flop_count, compute.precision)
         self._progress.stream = stream = parts.stream
-        say = self._progress.say
-        self._data = (
-            DataProgress(parts, self._page) if stream is None else StreamProgress(parts, stream, self._page, say)
-        )
+        if stream is None:
+            self._data = DataProgress(parts, self._page)
+        else:
+            self._data = StreamProgress(parts, stream, self._page, self._progress.say)
         self._scale = make_loss_scale(self._config.compute.precision)
         self._waited_seconds = [0.0, 0.0]  # waiting for other ranks; in total
         self._stage_lines = list[str]()

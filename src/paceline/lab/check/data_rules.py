@@ -56,7 +56,8 @@ def data_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
             yield from evaluation_findings(ranks, loaders)
     if not has_training and not any(facts.loaders for facts in ranks):
         yield from _input_findings(ranks)
-    yield from padding_findings(ranks)
+    yield from [*_masked_loss_findings(ranks)] or _local_count_findings(ranks)
+    yield from _padded_metric_findings(ranks[0])
 
 
 def _first_epochs(loaders: Loaders) -> dict[int, LoaderPass]:
@@ -208,12 +209,6 @@ def _input_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
         yield Finding("same batches", "wrong", text, site, fix, "the inputs of the model are equal on all ranks")
     else:
         yield Finding("same batches", "right", "each rank has different inputs", ranks[0].replicas[0].site)
-
-
-def padding_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
-    masked_losses = [*_masked_loss_findings(ranks)]
-    yield from masked_losses or _local_count_findings(ranks)
-    yield from _padded_metric_findings(ranks[0])
 
 
 def evaluation_findings(ranks: Sequence[ScriptFacts], loaders: Loaders) -> Iterator[Finding]:

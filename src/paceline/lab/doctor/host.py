@@ -121,15 +121,6 @@ class FolderProbeAnswer(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-class RequestRefusal(msgspec.Struct, frozen=True):
-    """The answer to a request that is invalid or failed."""
-
-    refused: str
-
-
-# ---- answers ----
-
-
 def _examine(request: Examine) -> ExamineAnswer:
     folder = _nearest_existing_folder(request.folder)
     usage = shutil.disk_usage(folder)
@@ -279,7 +270,7 @@ def main() -> int:
             request = decoder.decode(line)
             reply = REQUEST_HANDLERS[type(request)](request)
         except (msgspec.MsgspecError, ValueError, OSError) as error:
-            reply = RequestRefusal(str(error)[:1000])
+            reply = {"refused": str(error)[:1000]}  # no answer type has this field
         try:
             sys.stdout.buffer.write(msgspec.json.encode(reply) + b"\n")
             sys.stdout.buffer.flush()

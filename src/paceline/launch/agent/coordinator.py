@@ -467,7 +467,7 @@ class Coordinator:
         self.cluster.wait(0.0)
         if self.cluster.is_stop_ordered:
             return self._obey(generation)
-        if left_pids := generation.surviving_pids():
+        if left_pids := [*generation.own.left, *(n for node in self.cluster.present_nodes for n in node.beat.left)]:
             # such a process may still write to files that the next generation reads
             pids = ", ".join(f"pid {pid}" for pid in left_pids)
             print_to_stderr(f"Not restarting: {pids} did not exit after SIGKILL (stuck in the kernel?)")
