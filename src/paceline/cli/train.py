@@ -29,6 +29,7 @@ from paceline.config.strategies import (
     MULTI_PROCESS_STRATEGIES,
     SINGLE_PROCESS_STRATEGY,
     STRATEGY_INFO,
+    check_can_audit,
     check_can_balance,
 )
 from paceline.errors import ExitCode, UsageError, format_option
@@ -167,6 +168,8 @@ def check_training(config: TrainConfig, nproc: int) -> None:
         raise UsageError(code="torch-too-old", why=why)
     if config.cluster.balance is not None:
         _check_balance(config, nproc)
+    guard = config.guard
+    check_can_audit(guard.audit_every, guard.on_audit, default_strategy(config, nproc), nproc, has_agent=True)
     if mesh.replicas > shape.virtual_ranks:
         processes = f"{nproc} processes" if mesh.replicas == nproc else f"--mesh {mesh}: {mesh.replicas} along data"
         raise UsageError(code="processes-without-work", who=processes, virtual_ranks=shape.virtual_ranks)

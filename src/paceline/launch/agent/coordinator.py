@@ -18,7 +18,7 @@ from typing import Any, Literal, Self
 import msgspec
 from msgspec.structs import replace
 
-from paceline.errors import ExitCode, UsageError, plural
+from paceline.errors import ExitCode, FaultyRankError, UsageError, plural
 from paceline.guard.deaths import RankEnd, diagnosis_due_seconds, first_to_fail, rank_end
 from paceline.guard.judge import judge_samples
 from paceline.guard.report import RunEvent, same_diagnosis
@@ -101,6 +101,7 @@ class Restart:
     """A restart with this number of ranks."""
 
     nproc: int
+    after_failure: bool = True
 
 
 def _restart_message(ranks: int, nodes: int, number: str, *, joined: int, lost: int, fewer: bool) -> str:
@@ -450,6 +451,8 @@ class Coordinator:
     def _decide_restart(self, generation: Generation, failed: FailedGeneration) -> Restart | int:
         """Decide on a restart after a failure, and print the decision: the restart, or the exit code."""
         plan = self.plan
+        if failed.exception == FaultyRankError.__name__:
+            return self._continue(generation, self._without_rank(generation, failed.rank), failed.exit_code)
         # a node may also be lost while the others are being stopped
         is_lost = failed.rank_end is RankEnd.LOST or len(self.cluster.present_nodes) < len(generation.members)
         is_trial = failed.step == 0 and time.monotonic() < self._began_seconds + JOIN_TRIAL_SECONDS
@@ -475,6 +478,22 @@ class Coordinator:
         verb = "remains" if count == 1 else "remain"
         return f"not restarted: {count} of {plan.nodes} nodes {verb}, but {option} requires more{advice}"
 
+    def _without_rank(self, generation: Generation, rank: int) -> Restart | str:
+        """Decide on a start without a rank that an audit has named. On another node, all ranks of it are left out."""
+        first, plan = generation.plan.nproc, self.plan
+        if rank < first:
+            if first == 1:
+                return f"not restarted: rank {rank} is the only one of node 0, with which the run ends"
+            devices = [device for local, device in enumerate(plan.devices or range(first)) if local != rank]
+            self.plan = replace(plan, nproc=first - 1, devices=tuple(devices))
+            return Restart(first - 1, after_failure=False)
+        for member in generation.members:
+            first += member.hello.nproc
+            if rank < first:
+                member.leaves = "an audit has found wrong numbers"
+                break
+        return self._with_remaining_nodes()
+
     def _continue(self, generation: Generation, decision: Restart | str, code: int) -> Restart | int:
         if isinstance(decision, str):
             if decision:
@@ -493,7 +512,9 @@ class Coordinator:
         message = _restart_message(
             decision.nproc + sum(member.hello.nproc for member in members),
             1 + len(members),
-            f"{len(self._failures)} of {self.plan.max_restarts}" if code != ExitCode.SAVED else "",
+            f"{len(self._failures)} of {self.plan.max_restarts}"
+            if code != ExitCode.SAVED and decision.after_failure
+            else "",
             joined=joined,
             lost=len(generation.members) + joined - len(members),
             fewer=generation.plan.nproc > decision.nproc,
