@@ -48,7 +48,7 @@ class Audits:
         self._agreed: dict[int, str] = {}  # the last audit of each rank in which the bits agreed
         self._load_again: LoadAgain | None = None
         self._hooks: list[RemovableHandle] = []
-        self._role, self._zero = COUNTED, torch.zeros((), dtype=torch.int64, device=world.device)
+        self._zero = torch.zeros((), dtype=torch.int64, device=world.device)
         self._is_proven = self.is_running = self.is_disputed = False
         """Whether the current step is audited; whether its digests differ."""
 

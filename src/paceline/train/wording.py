@@ -49,7 +49,6 @@ def opening_lines(parts: "TrainingComponents") -> list[str]:
 
 
 def audit_line(every: int, plan: BatchPlan, world: World) -> str:
-    """The cost of the audits."""
     if world.size == 1:
         return "no audits, because one rank is left"
     most = max(map(len, world.shares(plan.virtual_ranks)))

@@ -507,14 +507,12 @@ class Coordinator:
             pids = ", ".join(f"pid {pid}" for pid in left_pids)
             print_to_stderr(f"Not restarting: {pids} did not exit after SIGKILL (stuck in the kernel?)")
             return code
-        self._entered = self._queue.admit()
+        self._entered, is_counted = self._queue.admit(), code != ExitCode.SAVED and decision.after_failure
         members, joined = self.cluster.present_nodes, len(self._entered)
         message = _restart_message(
             decision.nproc + sum(member.hello.nproc for member in members),
             1 + len(members),
-            f"{len(self._failures)} of {self.plan.max_restarts}"
-            if code != ExitCode.SAVED and decision.after_failure
-            else "",
+            f"{len(self._failures)} of {self.plan.max_restarts}" if is_counted else "",
             joined=joined,
             lost=len(generation.members) + joined - len(members),
             fewer=generation.plan.nproc > decision.nproc,
