@@ -36,12 +36,7 @@ def state_dict_names_by_saved_name(model: nn.Module) -> dict[str, list[str]]:
 
 
 def state_dict_from_checkpoint(path: Path, manifest: Manifest, model_index: int = 1) -> dict[str, Tensor]:
-    """The state_dict of a model in a checkpoint. `model`: its number in a session with several models.
-
-    Raises:
-        UsageError: if there is no such model; see also `state_dict_from_source`.
-        Damaged: see `state_dict_from_source`.
-    """
+    """The state_dict of a model in a checkpoint. `model`: its number in a session with several models."""
     names: list[dict[str, list[str]]] = manifest.scalars.get("names", [{}])  # older checkpoints have no names
     if model_index > len(names):
         raise unknown_name_error("model", str(model_index), [str(number + 1) for number in range(len(names))])
@@ -57,10 +52,6 @@ def state_dict_from_source(source: Source, names: Mapping[str, Sequence[str]], v
     """The state_dict of a model from its saved state, bit for bit as if the run ended at this step.
 
     `names`: see `state_dict_names_by_saved_name`.
-
-    Raises:
-        Damaged: if the files differ from their description, or the state_dict has an entry that was not saved.
-        UsageError: if it is unknown how the values of a buffer combine.
     """
     if "" in names:
         raise DamagedCheckpoint(

@@ -58,7 +58,6 @@ class SyncBatchNorm(_BatchNorm):
     """
 
     def __init__(self, num_features: int, *, group: dist.ProcessGroup | None = None, **options: Any) -> None:
-        """`options`: those of torch's batch norm. See also `convert_sync_batchnorm`."""
         super().__init__(num_features, **options)
         self.group = group
         self.counted = True
@@ -218,7 +217,6 @@ class _Normalize(torch.autograd.Function):
 
 
 def _to_compute_dtype(values: Tensor) -> Tensor:
-    """In the precision of the computation: float64 unchanged, all others in float32."""
     return values if values.dtype == torch.float64 else values.float()
 
 

@@ -36,11 +36,9 @@ class BlockTree:
     """The tree over all blocks of the parameters. A run of blocks is [first, stop)."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        """`sizes`: the number of elements of each parameter."""
         *self._firsts, self.blocks = accumulate((-(-size // BLOCK_ELEMENTS) for size in sizes), initial=0)
 
     def block_range(self, parameter: int, start: int, stop: int) -> TreeNode:
-        """The blocks of the elements [start, stop) of the parameter at a position."""
         if start % BLOCK_ELEMENTS:
             raise ValueError(f"a shard begins at element {start}, within a block of {BLOCK_ELEMENTS}")
         first = self._firsts[parameter]
@@ -55,7 +53,6 @@ class BlockTree:
         return nodes
 
     def sums(self, run: TreeNode, of_blocks: Tensor) -> list[Tensor]:
-        """The sums of `nodes`, in their order, from the sums of the run's blocks, (stop - first,)."""
         sums: list[Tensor] = []
         for _, _, _, left, right in _levels(run, self.blocks):
             if left:
@@ -66,7 +63,6 @@ class BlockTree:
         return sums
 
     def root(self, sums: dict[TreeNode, float]) -> float:
-        """The sum of all blocks, from the sums of all ranks."""
         return tree_sum(sums, operator.add, self.blocks) if self.blocks else 0.0
 
 

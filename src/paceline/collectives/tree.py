@@ -88,12 +88,10 @@ class PartialSums(Generic[_T]):
     """
 
     def __init__(self, owned: TreeNode, leaves: int, add: Callable[[_T | None, _T | None], _T | None]) -> None:
-        """`add` adds two neighbours, and may change them; see `add_optional`."""
         self.owned, self._leaves, self._add = owned, leaves, add
         self.clear()
 
     def clear(self) -> None:
-        """Discard the sums, and begin with the first leaf again."""
         self._next = self.owned[0]
         self._nodes: list[TreeNode] = []
         self._sums: list[_T | None] = []
@@ -154,7 +152,6 @@ class LeafPartition:
 
     @classmethod
     def one_leaf_per_rank(cls, size: int, rank: int) -> Self:
-        """One leaf for each of `size` ranks."""
         return cls([(leaf, leaf + 1) for leaf in range(size)], rank)
 
     @property
@@ -163,11 +160,9 @@ class LeafPartition:
         return self.ranges[-1][1]
 
     def subtrees_by_rank(self) -> list[list[TreeNode]]:
-        """The subtrees of each rank."""
         return [subtrees(owned, self.leaf_count) for owned in self.ranges]
 
     def partial_sums(self, add: Callable[[_T | None, _T | None], _T | None]) -> PartialSums[_T]:
-        """An empty sum of this rank's leaves."""
         return PartialSums(self.ranges[self.rank], self.leaf_count, add)
 
     def padded(self, size: int) -> int:
@@ -176,5 +171,4 @@ class LeafPartition:
 
 
 def round_up(number: int, unit: int) -> int:
-    """The next multiple of `unit`."""
     return -(-number // unit) * unit

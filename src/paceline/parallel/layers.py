@@ -20,7 +20,6 @@ from paceline.parallel.dtensor_mode import attention, dropout
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether it is a linear layer: torch's, or Hugging Face's Conv1D, whose weight is transposed."""
     return type(module) is nn.Linear or is_transposed(module)
 
 
@@ -90,8 +89,6 @@ def shard_vocabulary(module: nn.Module, comm: LayerCommunication, first: int) ->
 
 
 def shard_attention_heads(module: nn.MultiheadAttention, comm: LayerCommunication, ranks: int) -> None:
-    """Let nn.MultiheadAttention compute this rank's heads."""
-
     def forward(
         self: Any, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
         need_weights: bool = True, attn_mask: Tensor | None = None, average_attn_weights: bool = True,

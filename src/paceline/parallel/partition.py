@@ -46,7 +46,6 @@ class LayerGroup:
 
     @property
     def seconds(self) -> float:
-        """Forward and backward."""
         return self.forward_seconds + self.backward_seconds
 
     def __add__(self, other: "LayerGroup") -> "LayerGroup":
@@ -73,9 +72,6 @@ def best_splits(chain: Chain, stages: int, names: Sequence[str] = ()) -> list[in
 
     The best split has the fastest slowest stage. Among splits of about the same speed, its largest stage needs the
     least memory.
-
-    Raises:
-        UsageError: if the model has too few split points, or none of that name.
     """
     modules = [point.module for point in chain.points]
     shown = first_few(modules, MAX_SHOWN) or "no module"

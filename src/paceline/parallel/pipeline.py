@@ -38,8 +38,6 @@ Take = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class StageTensor:
-    """A tensor that one stage sends to the next: an input of the module at the split point."""
-
     position: int
     """among the flattened inputs"""
     dtype: str
@@ -49,8 +47,6 @@ class StageTensor:
 
 @dataclass(frozen=True)
 class SplitPoint:
-    """A point between two stages: before the call of `module`."""
-
     module: str
     leaves: tuple[StageTensor, ...]
     before: tuple[str, ...]
@@ -112,7 +108,6 @@ class StageRun:
         """the gradients of `taken`, after the backward"""
 
     def forget(self) -> None:
-        """Release all tensors."""
         self.__init__()
 
 
@@ -322,11 +317,9 @@ class Pipeline:
 
     @property
     def is_last(self) -> bool:
-        """Whether this stage computes the model's result and the loss."""
         return self.number == self.stages - 1
 
     def actions(self, microbatches: int) -> list[Action]:
-        """The actions of this stage in a step, in order."""
         return actions(self._schedule, self.number, self.stages, microbatches)
 
     def backward(self, run: StageRun, propagate: Callable[[], object] | None) -> None:
@@ -340,7 +333,6 @@ class Pipeline:
         run.forget()
 
     def wait_for_sends(self) -> None:
-        """Wait until all messages have arrived."""
         while self._pending:
             self._pending.popleft()[0].wait()
 

@@ -105,7 +105,6 @@ class SessionConfig:
     outer_momentum: float | None
 
     def __post_init__(self) -> None:
-        """Raise UsageError for arguments that cannot be combined."""
         owners, strategy = unsupported_settings(self.strategy), self.strategy
         for name, value in self.strategy_arguments.items():
             if name in owners:
@@ -129,18 +128,15 @@ class SessionConfig:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the result has the same bits at every world size."""
         return self.strategy in EXACT_STRATEGIES
 
     @property
     def strategy_arguments(self) -> dict[str, Any]:
-        """The arguments for a single strategy that the script has passed."""
         options = {option for info in STRATEGY_INFO.values() for option in info.factory_kwargs}
         return {name: value for name, value in vars(self).items() if name in options and value is not None}
 
     @property
     def strategy_options(self) -> dict[str, Any]:
-        """The keywords for the factory of the strategy."""
         info = STRATEGY_INFO[self.strategy]
         return {
             **info.session_factory_kwargs,
@@ -169,8 +165,5 @@ def format_argument(option: str, value: Any = None) -> str:
 def use_argument_names(error: BaseException | None) -> None:
     """Let a PacelineError name arguments instead of flags, and begin with the line of the user's code."""
     if isinstance(error, PacelineError) and error.front_end != "session":
-        error.front_end, error.render_option, error.prefix = (
-            "session",
-            format_argument,
-            user_line_of_error(error) + error.prefix,
-        )
+        error.front_end, error.render_option = "session", format_argument
+        error.prefix = user_line_of_error(error) + error.prefix

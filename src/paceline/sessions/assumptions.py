@@ -23,7 +23,6 @@ class Assumption:
     """code of the error"""
 
     def make_error(self, what: str, **fields: Any) -> UsageError:
-        """The error. `what` describes the violation."""
         return UsageError(code=self.error_code, what=what, **fields)
 
 

@@ -22,11 +22,9 @@ class TensorContainer:
         self.thing, self._name, self._device, self._models = thing, name, device, models
 
     def state_dict(self) -> dict[str, Any]:
-        """The container as a dict without aliases."""
         return self._described(self.thing)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load into the same container, and into its existing tensors."""
         self._restored(self.thing, state)
 
     @property
@@ -79,17 +77,13 @@ class TensorContainer:
 
 
 class GeneratorStateAdapter:
-    """The state of a random generator."""
-
     def __init__(self, thing: Any) -> None:
         self.thing = thing
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as JSON."""
         return {"generator": generator_state(self.thing)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state_dict`."""
         set_generator_state(self.thing, state["generator"])
 
 
@@ -114,12 +108,10 @@ def owns_storage(value: Any) -> bool:
 
 
 def storage_addresses(tensors: Iterable[Tensor | None]) -> set[int]:
-    """The storages of the plain tensors."""
     return {storage_address(tensor) for tensor in tensors if owns_storage(tensor) and tensor is not None}
 
 
 def tensors_of(models: Iterable[torch.nn.Module]) -> Iterator[Tensor]:
-    """All parameters and buffers of the models."""
     for model in models:
         yield from model.parameters()
         yield from model.buffers()

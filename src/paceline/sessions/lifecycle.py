@@ -118,7 +118,6 @@ class SessionRun:
             print(*words, flush=True)
 
     def close(self, error: BaseException | None) -> None:
-        """Close the records, and leave the run folder and the process group."""
         self._stack.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
 
@@ -139,7 +138,6 @@ open_sessions: list[Any] = []  # of class Session, which imports this module
 
 
 def close_all(error: BaseException | None = None) -> None:
-    """Close all sessions of this process."""
     while open_sessions:
         open_sessions.pop().close(error)
 

@@ -15,7 +15,7 @@ from paceline.compute.flops import can_count
 from paceline.compute.phase_events import phase_events
 from paceline.config.choices import current_name
 from paceline.config.definition import EXACT_ONLY_SETTINGS, check_same
-from paceline.config.settings import dump_set_values
+from paceline.data.fingerprint import UNSTABLE_DATASET_TEXT
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan, plan_rank_micro_batches
 from paceline.errors import ExitCode, PacelineError, UsageError, plural
@@ -37,7 +37,7 @@ from paceline.stepping.audit import Audits
 from paceline.stepping.totals import ControlFlags
 from paceline.stepping.trained_model import make_loss_scale
 from paceline.train.determinism import hardware_facts
-from paceline.train.fit import PhaseClock, StepRecord
+from paceline.train.step_record import PhaseClock, StepRecord
 from paceline.train.wording import audit_line, batch_line, report_hint
 
 TRACK_EVERY = 50  # steps between two reports of the loss
@@ -250,7 +250,13 @@ class TrainingLoop:
         if not state.models:
             raise UsageError(code="loop-without-model")
         batch = {"global_batch": plan.global_batch, "last_batch": plan.last_batch, "accumulation": plan.accumulation}
-        self._data = {**batch, "data": {"training data": self.checks.fingerprint_data(loader)}}
+        fingerprint = self.checks.fingerprint_data(loader)
+        if UNSTABLE_DATASET_TEXT in fingerprint.values():
+            error = UsageError(code="samples-change", kind=type(loader.dataset).__name__)
+            if config.is_exact:
+                raise error
+            state.notes.once(str(error))
+        self._data = {**batch, "data": {"training data": fingerprint}}
         if self.is_open:
             return
         self.is_open = True
@@ -274,6 +280,8 @@ class TrainingLoop:
             if place.attempt_dir is not None:
                 settings = {"task": config.program_name, **run.definition, **batch, "epochs": self._epochs or 1}
                 run_folder.move_summary_to_attempt(place.folder, place.attempt)
+                from paceline.config.settings import dump_set_values  # most sessions have no folder
+
                 run_folder.write_settings(place.folder, dump_set_values(settings | config.settings_outside_definition))
         progress.open_run(
             state.models, plan, run.share, self._facts,
@@ -327,10 +335,14 @@ class TrainingLoop:
         self, loader: Loader, micro_batches: Sequence[MicroBatch], plan: BatchPlan, *, was_left: bool = False
     ) -> None:
         state, position, progress = self._state, self.position, self._run.progress
-        self.checks.check_periodically(progress.step + 1)
+        number = progress.step + 1
+        begins, follows = number & (number - 1) == 0, (number - 1) & (number - 2) == 0
+        if begins or follows:
+            self.checks.check_losses(begins=begins, follows=follows)
         done = self.step.end()
         batch = position.batch
-        samples = loader.global_batch_samples(micro_batches[0].work)
+        stream = progress.stream
+        samples = micro_batches[0].work.global_samples if stream is None else stream.global_batch_samples()
         position.batch += 1
         lr = float(state.models[0].replica.optimizer.param_groups[0]["lr"])
         record = StepRecord(progress.step + 1, done, lr, micro_batches, self._clock.take(), self._clock.starts)
@@ -345,17 +357,19 @@ class TrainingLoop:
             )
         self._stopped = done.votes.stop > 0
         self._at_end = is_end = loader.is_last_batch(batch, done.votes.next_batch_samples) and not was_left
-        for part in state.models:
-            part.finish_step()
+        if progress.step == progress.start + 1:
+            for part in state.models:
+                part.check_state_after_first_step()
         if state.saves:
             if state.unsaved.after_step():
                 self._restore_random_streams()
                 state.search_unsaved_state(only_known_containers=True)
             if state.values:
                 json_copy(state.values, strict=True)
-        progress.after_step(
-            done.votes, partial(self._checkpoint_values, self._run.world), save=self._stopped or is_end, wait=is_end
-        )
+        if progress.is_open:
+            progress.after_step(
+                done.votes, partial(self._checkpoint_values, self._run.world), save=self._stopped or is_end, wait=is_end
+            )
 
     def _report(self, plan: BatchPlan, loss: float) -> ProgressRecord:
         step, steps = self.position.batch, plan.known_steps_per_epoch

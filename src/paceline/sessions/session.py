@@ -64,17 +64,14 @@ class Session:
     """The training of this process among all ranks, for a custom loop. `paceline.session()` returns it."""
 
     def __init__(self, config: SessionConfig) -> None:
-        """Join the ranks (a collective)."""
         self._config, self._run = config, SessionRun(config)
         self.world, self._progress, self._observer = self._run.world, self._run.progress, self._run.observer
         self._state = SessionState(self._run)
         self._loop = TrainingLoop(config, self._run, self._state)
         self._steps = self._loop.step
         self._evaluation = EvaluationLoop(self._run, self._state, self._steps, self._loop.checks)
-        self.explained, self.note_exit = (
-            self._steps.explain_gradient_error,
-            self._loop.note_exit,
-        )  # for the hooks of `install_exit_hooks`
+        # for the hooks of `install_exit_hooks`
+        self.explained, self.note_exit = self._steps.explain_gradient_error, self._loop.note_exit
         open_sessions.append(self)
 
     @property
@@ -262,7 +259,6 @@ class Session:
         return loader
 
     def _batches(self, loader: Loader) -> Iterator[Any]:
-        """The batches of a loader: of the training, or of an evaluation."""
         self._loop.check_usable()
         is_training = torch.is_grad_enabled() and any(part.replica.model.training for part in self._state.models)
         return self._loop.batches(loader) if is_training else self._evaluation.batches(loader)
@@ -437,7 +433,6 @@ class Session:
         return sort_rows(parts, virtual_rank_order(self._evaluation.samples, self.size))
 
     def _check_collective_position(self) -> tuple[int, ...]:
-        """The position of the loop. Raises UsageError in the body of a loop that some ranks do not run."""
         samples = self._evaluation.samples
         if 0 < samples < self.size:
             raise UsageError(code="collective-in-evaluation", samples=samples, ranks=self.size)

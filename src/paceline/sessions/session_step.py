@@ -19,8 +19,6 @@ CLIP_GRAD_FILE = "torch/nn/utils/clip_grad.py"  # its error for a None gradient 
 
 
 class NotePrinter:
-    """Prints each note once."""
-
     def __init__(self, say: Callable[[str], None] = print) -> None:
         self._say, self._printed = say, set[str]()
 
@@ -32,7 +30,6 @@ class NotePrinter:
 
 
 def is_mode_dependent(model: nn.Module) -> bool:
-    """Whether the model has modules that differ between training and eval mode."""
     return any(isinstance(module, (_BatchNorm, _DropoutNd)) for module in model.modules())
 
 
@@ -47,11 +44,9 @@ class LoopPosition:
     batch: int = 0  # the global batch, in this loop
 
     def state_dict(self) -> dict[str, int]:
-        """The position in a checkpoint."""
         return dict(zip(POSITION_KEYS, astuple(self), strict=True))
 
     def __str__(self) -> str:
-        """The position, for messages."""
         return f"epoch {self.epoch + 1}, batch {self.batch + 1}"
 
 
@@ -71,7 +66,6 @@ class SessionStep(Step):
 
     @property
     def is_final_micro_batch(self) -> bool:
-        """Whether this is the last micro-batch of the last pass."""
         if self.audits is not None and self.audits.is_disputed:  # the step will be repeated
             return False
         return self.micro_step is None or self.phases.is_final(self.micro_step)
@@ -108,12 +102,10 @@ class SessionStep(Step):
         return True
 
     def check_no_nested_loop(self) -> None:
-        """Raise UsageError if a training loop begins in the body of a training loop."""
         if self.micro_step is not None:
             raise UsageError(code="two-loops-at-once")
 
     def check_merged_buffers(self) -> None:
-        """Raise UsageError if a model is evaluated with the buffers of one virtual rank."""
         if not self.merged and self.micro_step is None:
             raise UsageError(code="evaluated-with-buffers-of-one")
 

@@ -38,8 +38,9 @@ from paceline.protocol.evidence import BLOCK_PREFIX
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.model_parallel import global_norm
+from paceline.strategies.optimizer_scope import scope_of
 from paceline.strategies.optimizer_state import load_piece_optimizer, piece_optimizer_shards
-from paceline.strategies.optimizers import each_optimizer, scope_of
+from paceline.strategies.optimizers import each_optimizer
 from paceline.strategies.validation import (
     check_no_gradient_hooks,
     check_no_lazy_parameters,
@@ -50,9 +51,8 @@ from paceline.strategies.validation import (
 if TYPE_CHECKING:  # imported where it is used: it would cost every other strategy a second of start-up
     from torch.distributed.fsdp import FSDPModule
 
-MAX_COLLECTIVE_NAME_CHARS = (
-    33  # characters of a block's name, from its end, in the names of its collectives: the page keeps 40
-)
+# characters of a block's name, from its end, in the names of its collectives: the page keeps 40
+MAX_COLLECTIVE_NAME_CHARS = 33
 
 
 class FSDP(Strategy):
@@ -65,11 +65,6 @@ class FSDP(Strategy):
     each use (torch's MixedPrecisionPolicy). This sends half the bytes and gives the same numbers as autocast. Their
     gradients are summed in float32, over micro-batches and ranks, because bf16 has 8 significant bits. The shards of a
     rank and checkpoints stay float32.
-
-    Raises:
-        ValueError: if the ranks' models differ in names, shapes or types.
-        UsageError: if `wrap` matches nothing or separates tied parameters, or the optimizer cannot be divided (see
-            `scope_of`).
     """
 
     sharded = True
@@ -217,8 +212,7 @@ class _LocalShards:
     ) -> dict[str, LocalShard]:
         """Make an `optimizer` of parameters with these names update this rank's pieces, or `whole` ones as an owner.
 
-        Returns:
-            What this rank updates, by the names of the parameters; without the unsharded ones.
+        Returns what this rank updates, by the names of the parameters; without the unsharded ones.
         """
         trained = {name: self._parameters[name] for names in groups for name in names}
         updated = {name: self.pieces[name] for name in trained if name in self.pieces}

@@ -31,13 +31,11 @@ class ModelParallelAdapter:
         """`shards`: the sharded parameters by name. `is_elsewhere`: whether a different stage saves this tensor."""
         assert world.mesh is not None
         self._model, self._world, self._shards, self._is_elsewhere = model, world, shards, is_elsewhere
-        self._copy = (
-            world.along("tensor").rank + world.along("context").rank
-        )  # of unsharded tensors; 0 is the first copy
+        # the number of this rank's copy of the unsharded tensors
+        self._copy = world.along("tensor").rank + world.along("context").rank
         self._in_stages = world.mesh.size_of("pipeline") > 1
 
     def as_shards_of_whole(self, held: Sequence[TensorShard]) -> list[TensorShard]:
-        """The tensors of this rank's part, as shards of the whole model's tensors."""
         shards: list[TensorShard] = []
         for tensor in held:
             sharded = find_sharded_parameter(tensor.name, self._shards)
@@ -59,7 +57,6 @@ class ModelParallelAdapter:
         return shards
 
     def gradient_norm(self, gradients: Iterable[TensorShard]) -> Deferred[float]:
-        """The norm of the whole model's gradients (a collective)."""
         return global_norm(gradients, self._world)
 
     def after_reduction(self, finite: bool | Deferred[bool] | None) -> bool | Deferred[bool] | None:
@@ -69,7 +66,6 @@ class ModelParallelAdapter:
     def weights(
         self, weights: Callable[[], Mapping[str, Tensor]], state: Callable[[], list[TensorShard]]
     ) -> Mapping[str, Tensor]:
-        """The weights of the whole model, from the `weights` and the `state` of this part (a collective)."""
         all_weights = dict(weights())
         shards = [
             shard for shard in self.as_shards_of_whole(state()) if shard.name.removeprefix("model/") in self._shards
@@ -82,7 +78,6 @@ class ModelParallelAdapter:
         return all_weights
 
     def part_source(self, source: Source) -> Source:
-        """A view of a saved state of the whole model as the state of this part."""
         return ShardedSource(source, self._shards)
 
 

@@ -9,8 +9,8 @@ from paceline.data.loader import MicroBatch, load_again, load_steps, split_pair
 from paceline.data.plan import BatchPlan
 from paceline.protocol.status_page import StatusPage
 from paceline.rank.world import World
-from paceline.train.fit import StepRecord
 from paceline.train.prepare import TrainingComponents
+from paceline.train.step_record import StepRecord
 from paceline.train.streaming import Stream
 
 
@@ -34,18 +34,15 @@ class DataProgress:
         return None if batch is None else split_pair(batch)
 
     def global_batch_samples(self, record: StepRecord) -> int:
-        """The number of samples in the global batch of a step."""
         return record.microbatches[0].work.global_samples
 
     def advance(self, record: StepRecord) -> None:
         """Advance past the batch of a step (collective)."""
 
     def is_epoch_end(self, step: int) -> bool:
-        """Whether `step` is the last step of an epoch."""
         return step % self._plan.steps_per_epoch == 0
 
     def is_last_step(self, step: int) -> bool:
-        """Whether `step` is the last step of the run."""
         return step >= self._total
 
     def epoch(self, step: int) -> int:

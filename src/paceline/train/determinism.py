@@ -52,7 +52,7 @@ def use_deterministic_kernels() -> Generator[None]:
         torch.backends.cudnn.benchmark = benchmark_before
 
 
-def _set_inductor(*, late: bool) -> None:
+def _set_inductor(*, late: bool = False) -> None:
     """Set the deterministic mode of torch's compiler. At its import, keep a setting from the environment if unset."""
     deterministic_mode = torch.get_deterministic_debug_mode() > 0
     if late or deterministic_mode:

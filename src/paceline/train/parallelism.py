@@ -24,7 +24,8 @@ from paceline.rank.world import World
 from paceline.seeding import seeded_random_stream
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.model_parallel import ModelParallelAdapter
-from paceline.strategies.optimizers import each_optimizer, scope_of, trained_by_each
+from paceline.strategies.optimizer_scope import scope_of
+from paceline.strategies.optimizers import each_optimizer, trained_by_each
 from paceline.strategies.pipelined import StagePlan, make_pipeline_stage, plan_stages
 from paceline.tasks.task import Task, call_model
 from paceline.train.evaluate import eval_mode
@@ -63,7 +64,6 @@ class ParallelPlan:
         self, strategy: Callable[..., Strategy], model: nn.Module, maker: MakeOptimizer, world: World,
         virtual_ranks: int,
     ) -> Strategy:  # fmt: skip
-        """Apply `strategy` to this rank's part of the model (collective)."""
         if self.stage_plan is None:
             checked = partial(_make_for_shards, maker, model, self.shards) if self.shards else maker
             part = strategy(model, checked, world.data, virtual_ranks=virtual_ranks)
@@ -99,11 +99,7 @@ def parallelize_model(
     task: Task, model: nn.Module, dataset: Dataset[Any], loading: Loading, plan: BatchPlan, world: World,
     config: ParallelConfig,
 ) -> ParallelPlan:  # fmt: skip
-    """Divide the model along the dimensions of the mesh of `world` (collective).
-
-    Raises:
-        UsageError: on one rank, if the model cannot be divided; ReportedByPeer on the others.
-    """
+    """Divide the model along the dimensions of the mesh of `world` (collective)."""
     if (
         world.backend == "gloo"
         and world.device.type == "cuda"
@@ -132,11 +128,7 @@ def _shard_layers(
     task: Task, model: nn.Module, loss: Callable[[], float], samples: int, plan: BatchPlan, world: World,
     config: ParallelConfig,
 ) -> ParallelPlan:  # fmt: skip
-    """Shard the layers in place along the tensor dimension. The `loss` of the first `samples` samples must not change.
-
-    Raises:
-        UsageError: as `shard_along_tensor`, or if fsdp does not support a sharded parameter; on one rank.
-    """
+    """Shard the layers in place along tensor. The `loss` of the first `samples` samples must not change."""
     from paceline.parallel.tensor import shard_along_tensor  # imports DTensor
 
     sharding = shard_along_tensor(model, world, task.parallelize, loss, sequence=config.sequence_parallel)

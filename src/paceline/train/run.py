@@ -47,16 +47,14 @@ def train(config: TrainConfig) -> Outcome:
     """Train with `config`, as the rank that the environment variables specify.
 
     Raises:
-        UsageError: before the first step, on one rank; ReportedByPeer on the others.
         TrainingError: during training, on each rank that detects an error.
         StallError: on the ranks whose collective the guard has aborted.
     """
     guard = HangGuard.of_process()
     guard.detach_probes()
     guard.page.enter(Phase.INIT)
-    locked_dir = (
-        config.run.run_dir if WorkerSpec.from_environment() is not None else None
-    )  # the launcher has created and locked it
+    # the launcher has created and locked it
+    locked_dir = config.run.run_dir if WorkerSpec.from_environment() is not None else None
     world = World.from_env(device=config.launch.device, backend=config.launch.backend)
     with joined(world, timeout_seconds=config.launch.timeout), lock_run_folder(
         world, config.run.run_dir, str(config.task), prepared=locked_dir, resume=config.checkpoint.resume == "auto",
@@ -136,12 +134,6 @@ def _write_settings(config: TrainConfig, location: RunLocation, parts: TrainingC
 
 
 def _find_resume_point(config: TrainConfig, location: RunLocation, world: World) -> ResumePoint | None:
-    """The state to resume from, if any (collective).
-
-    Raises:
-        UsageError: on one rank, if no state can be trusted or the state belongs to a different run; ReportedByPeer on
-            the others.
-    """
     c = config.checkpoint
     origin = find_resume_point(location, world, resume=c.resume == "auto", trust=config.run.trust, restart=c.restart)
     if origin is not None:
@@ -153,7 +145,6 @@ def _find_resume_point(config: TrainConfig, location: RunLocation, world: World)
 
 
 def _is_exact_so_far(config: TrainConfig, location: RunLocation, origin: ResumePoint | None) -> bool:
-    """Whether all steps so far, including those before a resume, used an exact strategy on the same hardware."""
     if config.strategy not in EXACT_STRATEGIES:
         return False
     if origin is None:

@@ -25,11 +25,12 @@ from paceline.train.checkpointing import CheckpointPolicy
 from paceline.train.costs import data_wait_lines
 from paceline.train.data_progress import DataProgress, StreamProgress
 from paceline.train.evaluations import Evaluator
-from paceline.train.fit import StepRecord, fit
 from paceline.train.parallelism import stage_wait_line
 from paceline.train.preemption import record_stop_signals
 from paceline.train.prepare import TrainingComponents
 from paceline.train.progress import TrainingProgress
+from paceline.train.step import fit
+from paceline.train.step_record import StepRecord
 from paceline.train.wording import closing_lines, opening_lines, stopped_line, summary_facts
 
 
@@ -37,7 +38,6 @@ class TaskTrainer:
     """Trains a task, from the first step or from a resume point."""
 
     def __init__(self, parts: TrainingComponents, place: RunLocation, origin: ResumePoint | None) -> None:
-        """Raise UsageError if a metric or tracker does not exist (collective)."""
         self._parts, self._place = parts, place
         self._world, self._config = parts.replica.world, parts.config
         self._page = HangGuard.of_process().page
@@ -51,10 +51,10 @@ class TaskTrainer:
         compute = self._config.compute
         self._progress.use = Utilization(self._world, compute.peak_tflops, parts.flop_count, compute.precision)
         self._progress.stream = stream = parts.stream
-        say = self._progress.say
-        self._data = (
-            DataProgress(parts, self._page) if stream is None else StreamProgress(parts, stream, self._page, say)
-        )
+        if stream is None:
+            self._data = DataProgress(parts, self._page)
+        else:
+            self._data = StreamProgress(parts, stream, self._page, self._progress.say)
         self._scale = make_loss_scale(self._config.compute.precision)
         self._waited_seconds = [0.0, 0.0]  # waiting for other ranks; in total
         self._stage_lines = list[str]()

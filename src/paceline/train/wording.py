@@ -67,7 +67,6 @@ def batch_line(plan: BatchPlan, world_size: int) -> str:
 
 
 def closing_lines(summary: Summary, folder: Path) -> list[str]:
-    """Describe the results, and where they are stored."""
     rate = f", {summary.samples_per_second:,.0f} samples/s" if summary.samples_per_second else ""
     bits = f", the same for 1 to {summary.virtual_ranks} processes" if summary.bits_hold_for else ""
     scores = {"validation": summary.validation_metrics, "test": summary.test_metrics}
@@ -81,12 +80,10 @@ def closing_lines(summary: Summary, folder: Path) -> list[str]:
 
 
 def report_hint(folder: Path) -> str:
-    """The command that creates the report of a run."""
     return f"see it: paceline report {shlex.quote(str(folder))}"
 
 
 def summary_facts(parts: "TrainingComponents", place: RunLocation) -> dict[str, Any]:
-    """The fields of the summary that only runs of tasks have."""
     compute, facts = parts.config.compute, place.definition
     names = ("virtual_ranks", "global_batch", "accumulation", "threads_per_rank", "precision")
     bits = {name: facts[name] for name in names} | facts["hardware"]  # the same for 1 to virtual_ranks processes
@@ -97,7 +94,6 @@ def summary_facts(parts: "TrainingComponents", place: RunLocation) -> dict[str, 
 
 
 def stopped_line(step: int, total_steps: int, folder: Path) -> str:
-    """The last line of a run that stopped on request."""
     command = f"paceline train --resume auto --run-dir {shlex.quote(str(folder))}"
     of_total = f" of {total_steps}" if total_steps else ""
     return f"asked to stop: saved after step {step}{of_total}. Resume with: {command}"

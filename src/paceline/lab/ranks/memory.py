@@ -69,7 +69,6 @@ class Inspection:
         replica.optimizer.register_step_post_hook(after)
 
     def enter(self, phase: Phase) -> None:
-        """Mark the beginning of a phase of the step."""
         if self._open:
             with record_function(MARK + phase.word):
                 pass
@@ -79,7 +78,6 @@ class Inspection:
         self._batch = storage_bytes(t for m in microbatches for t in tensors((m.inputs, m.targets)))
 
     def close(self, profiler: profile) -> None:
-        """End the observation; `found` is its result."""
         self._open = False
         sizes = (self._weights, self._gradients, self._optimizer)
         events = _timeline(profiler, self._device)
@@ -128,7 +126,6 @@ def compute_memory_levels(events: Sequence[int | str], known: int) -> tuple[int,
 
 
 def release_free_memory() -> None:
-    """Return free memory to the system, and reset the process's peak (both Linux with glibc)."""
     gc.collect()
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
