@@ -96,6 +96,11 @@ soak-balance: $(STAMP)  ## two ranks, one with half a core: steps against the ha
 soak-diff: $(STAMP)  ## pairs of runs that differ by one planted cause: the step and the layer are found (about 10 minutes)
 	PYTHONPATH=. $(BIN)/python tests/soak_diff.py --out benchmarks/results/diff.json
 
+soak-audit: $(STAMP)  ## flip 1,000 bits in forwards and backwards: found, on the right rank; an hour without faults (repeat to continue)
+	for part in once always cost healthy; do \
+		PYTHONPATH=. $(BIN)/python tests/soak_audit.py --part $$part --out benchmarks/results/audit.json || exit 1; \
+	done
+
 soak-fuzz: $(STAMP)  ## damage checkpoints at random places; see that none is ever loaded
 	PYTHONPATH=. $(BIN)/python tests/checkpoint/soak_fuzz.py --count 200 --out benchmarks/results/checkpoint-fuzz.json
 
