@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.checkpoint.format import HEADER_LENGTH_FIELD_BYTES, Piece
+from paceline.checkpoint.format import Piece
 from paceline.checkpoint.shards import (
     DTYPES_BY_NAME,
     ShardFileSource,
@@ -225,10 +225,6 @@ def newest_snapshot(files: Iterable[Sequence[int]]) -> Snapshot | None:
     """The newest state with all its parts in these memory files, by rank."""
     states: dict[tuple[int, int, int], dict[int, tuple[int, SnapshotMeta, tuple[Piece, ...]]]] = {}
     for descriptor in itertools.chain.from_iterable(files):
-        if os.fstat(descriptor).st_size <= HEADER_LENGTH_FIELD_BYTES or not any(
-            os.pread(descriptor, HEADER_LENGTH_FIELD_BYTES, 0)
-        ):
-            continue
         metadata = read_meta(_path(descriptor))
         if metadata is None:
             continue

@@ -106,6 +106,25 @@ def to_device_async(numbers: Sequence[float], device: torch.device) -> Tensor:
     return on_host.to(device, non_blocking=True)
 
 
+class NumbersToDevice:
+    """Sends numbers to a device in each step, out of memory that is allocated once.
+
+    Two buffers take turns: the host has read the result of a step before it writes the numbers of the next but one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._buffers = device, list[Tensor]()
+
+    def send(self, numbers: Sequence[float]) -> Tensor:
+        """(n,) float64 on the device; the host does not wait for the copy."""
+        if not self._buffers or len(self._buffers[0]) != len(numbers):
+            pinned = self._device.type == "cuda"
+            self._buffers = [torch.empty(len(numbers), dtype=torch.float64, pin_memory=pinned) for _ in range(2)]
+        self._buffers.reverse()
+        self._buffers[0].numpy()[:] = numbers
+        return self._buffers[0].to(self._device, non_blocking=True, copy=True)
+
+
 MAX_FUSED_ELEMENTS_ON_DEVICE = 1 << 24
 MAX_FUSED_ELEMENTS = 1 << 16
 """The most elements for one fused kernel. It writes each element: for more, one kernel per tensor is faster."""

@@ -46,7 +46,10 @@ def probe_indices(length: int) -> list[int]:
 def hash_of_probes(dataset: Dataset[Any], loading: Loading) -> str:
     length = len(dataset)  # pyright: ignore[reportArgumentType]
     # the task's collate function could fail with a single sample, or drop it
-    cpu_loading = replace(loading, device=torch.device("cpu"), num_workers=0, collate=loading.collate and list)
+    collate = loading.collate and list
+    cpu_loading = replace(loading, device=torch.device("cpu"), collate=collate, page=None, kept_loaders=None)
+    if loading.worker_init_fn is None:  # otherwise the dataset may need what this function creates
+        cpu_loading = replace(cpu_loading, num_workers=0)
     with preserve_generator_states():
         return hash_of(fetch_batches(dataset, ((0, torch.tensor([i])) for i in probe_indices(length)), 0, cpu_loading))
 

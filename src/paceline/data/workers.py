@@ -39,6 +39,7 @@ from torch.utils.data import (
     default_convert,
     get_worker_info,
 )  # fmt: skip
+from torch.utils.data._utils import worker as torch_worker
 
 from paceline.errors import TrainingError, UsageError
 from paceline.host.procfs import die_with_parent
@@ -67,7 +68,7 @@ class SeededSampleDataset(Dataset[Any]):
     """
 
     def __init__(self, dataset: Dataset[Any], seed: int, page: StatusPage | None = None, first_slot: int = 0) -> None:
-        self._dataset, self._seed = dataset, seed
+        self.source, self._seed = dataset, seed
         self._page, self._first_slot = page, first_slot
 
     def __getstate__(self) -> dict[str, Any]:
@@ -77,7 +78,7 @@ class SeededSampleDataset(Dataset[Any]):
     def __getitem__(self, key: SampleKey) -> Any:
         epoch, index = key
         seed_streams(derive_seed(self._seed, "sample", epoch, index))
-        return self._drawn(key, lambda: self._dataset[index])
+        return self._drawn(key, lambda: self.source[index])
 
     def _drawn(self, key: SampleKey, draw: Callable[[], Any]) -> Any:
         worker = get_worker_info() if self._page is not None else None
@@ -97,14 +98,14 @@ class SeededBatchDataset(SeededSampleDataset):
         """Return a list of samples to collate, or a CollatedBatch."""
         indices = [index for _, index in keys]
         seed_streams(derive_seed(self._seed, "samples", keys[0][0], *indices))
-        dataset: Any = self._dataset
+        dataset: Any = self.source
         items = self._drawn(keys[0], partial(dataset.__getitems__, indices))
         is_whole = isinstance(items, tuple)
         batch: Any = default_convert(items) if is_whole else items
         size = batch_size(batch) if is_whole else len(items)
         if size not in (None, len(indices)):
             raise UsageError(
-                code="wrong-number-of-items", dataset=type(self._dataset).__name__, asked=len(indices), size=size
+                code="wrong-number-of-items", dataset=type(self.source).__name__, asked=len(indices), size=size
             )
         return CollatedBatch(batch) if is_whole else batch
 
@@ -153,11 +154,19 @@ def start_loader(loader: DataLoader[Any]) -> Iterator[Any]:
     return iterator
 
 
-def initialize_worker(trainer_pid: int, worker: int) -> None:
-    """Initialize a worker: it ends together with the training process, even if that process is killed."""
+def initialize_worker(trainer_pid: int, worker_init_fn: Callable[[int], object] | None, worker: int) -> None:
+    """Initialize a worker: it ends together with the training process, even if that process is killed.
+
+    `get_worker_info()` has the user's dataset, here and in the code of the user.
+    """
     die_with_parent(trainer_pid)
     for number in STOP_SIGNALS:  # the training process handles them, and needs its workers to finish the step
         signal.signal(number, signal.SIG_IGN)
+    info: Any = get_worker_info()
+    source = info.dataset.source
+    torch_worker._worker_info = type(info)(id=info.id, num_workers=info.num_workers, seed=info.seed, dataset=source)  # pyright: ignore[reportPrivateUsage]
+    if worker_init_fn is not None:
+        worker_init_fn(worker)
 
 
 def _kill(workers: Iterable[BaseProcess], of_iterator: int = 0) -> None:

@@ -118,7 +118,9 @@ class EvidenceCollection:
     def _evidence(self, worker: WorkerSample, query: _Query | None) -> Evidence:
         page_fd, process = self._boxes[worker.rank], read_process(worker.pid) if worker.code is None else None
         answered = query is not None and status_page.read_counters(page_fd).answered == self.question
-        answer = _read(page_fd) if answered else None
+        answer: Answer | None = None
+        with suppress(OSError, msgspec.MsgspecError, RecursionError):
+            answer = _decoder.decode(status_page.read_answer(page_fd)) if answered else None
         has_native = not answered and query is not None and query.native_bytes > 0
         cpu_seconds = 0.0
         if process is not None and query is not None:
@@ -147,13 +149,6 @@ def _state(query: _Query | None) -> str:
         return ""
     first, last = query.states[0], query.states[-1]
     return "S" if last == "D" and first != "D" else last  # a short D is normal: the process reads a file
-
-
-def _read(page_fd: int) -> Answer | None:
-    try:
-        return _decoder.decode(status_page.read_answer(page_fd))
-    except (OSError, msgspec.MsgspecError, RecursionError):
-        return None
 
 
 def _loader(loader: LoaderWorker, worker_pid: int) -> LoaderWorker:

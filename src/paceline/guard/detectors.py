@@ -399,28 +399,29 @@ def _per_step(base: SampleSnapshot, now: SampleSnapshot, *, subtract_queues: boo
 
 
 def find_slow_rank(spent: PhaseSecondsByRank, hosts: Mapping[int, str]) -> Straggler | None:
-    all_work = {rank: sum(seconds[phase] for phase in WORK_PHASES) for rank, seconds in spent.items()}
-    never_waiting = {rank: sum(seconds[phase] for phase in NEVER_WAITING_PHASES) for rank, seconds in spent.items()}
-    for work in (all_work, never_waiting):
+    all_work = _seconds_in(spent, WORK_PHASES)
+    for phases in (WORK_PHASES, NEVER_WAITING_PHASES):
+        work = _seconds_in(spent, phases)
         rank = max(work, key=lambda r: work[r])
-        usual, excess = _median_of_others(work, rank), work[rank] - _median_of_others(work, rank)
-        if excess >= max(MIN_DELAY_SECONDS, (SLOW_FACTOR - 1) * _median_of_others(all_work, rank)):
-            break
-    else:
-        return None
-    phase = _slow_phase(spent, rank, NEVER_WAITING_PHASES if work is never_waiting else WORK_PHASES)
-    return Straggler(rank, hosts.get(rank, "?"), work[rank], usual, phase, len(spent))
+        usual = _median_of_others(work, rank)
+        if work[rank] - usual >= max(MIN_DELAY_SECONDS, (SLOW_FACTOR - 1) * _median_of_others(all_work, rank)):
+            phase = _slow_phase(spent, rank, phases)
+            return Straggler(rank, hosts.get(rank, "?"), work[rank], usual, phase, len(spent))
+    return None
+
+
+def _seconds_in(spent: PhaseSecondsByRank, phases: Sequence[Phase]) -> dict[int, float]:
+    return {rank: sum(seconds[phase] for phase in phases) for rank, seconds in spent.items()}
 
 
 def _slow_phase(spent: PhaseSecondsByRank, rank: int, phases: Sequence[Phase] = SCRIPT_WORK_PHASES) -> Phase:
-    seconds_by_phase = {phase: {r: seconds[phase] for r, seconds in spent.items()} for phase in phases}
+    seconds_by_phase = {phase: _seconds_in(spent, (phase,)) for phase in phases}
     return max(phases, key=lambda p: seconds_by_phase[p][rank] - _median_of_others(seconds_by_phase[p], rank))
 
 
 def find_slow_script_rank(spent: PhaseSecondsByRank, hosts: Mapping[int, str]) -> Straggler | None:
     """As `find_slow_rank`, for the phases that hooks report: a rank is slow only if the others wait for its delay."""
-    work = {rank: sum(seconds[phase] for phase in SCRIPT_WORK_PHASES) for rank, seconds in spent.items()}
-    waits = {rank: seconds[Phase.BACKWARD] + seconds[Phase.SYNC] for rank, seconds in spent.items()}
+    work, waits = _seconds_in(spent, SCRIPT_WORK_PHASES), _seconds_in(spent, (Phase.BACKWARD, Phase.SYNC))
     rank = max(work, key=lambda r: work[r])
     usual, excess = _median_of_others(work, rank), work[rank] - _median_of_others(work, rank)
     least_excess = min(max(MIN_DELAY_SECONDS, (SLOW_FACTOR - 1) * usual), max(MIN_DOUBLED_DELAY_SECONDS, usual))
@@ -431,8 +432,7 @@ def find_slow_script_rank(spent: PhaseSecondsByRank, hosts: Mapping[int, str]) -
 
 def find_slow_network(spent: PhaseSecondsByRank) -> tuple[str, float] | None:
     """The warning and the seconds per step, if every rank waits longer than any rank works; else None."""
-    work = {rank: sum(seconds[phase] for phase in WORK_PHASES) for rank, seconds in spent.items()}
-    sync_seconds = min(seconds[Phase.SYNC] for seconds in spent.values())
+    work, sync_seconds = _seconds_in(spent, WORK_PHASES), min(seconds[Phase.SYNC] for seconds in spent.values())
     if sync_seconds < MIN_SLOW_SYNC_SECONDS or sync_seconds <= max(work.values()):
         return None
     warning = (

@@ -181,18 +181,14 @@ def _with_frozen(ranks: dict[int, RankState]) -> dict[int, RankState]:
 
 def drop_abandoned_messages(ranks: Mapping[int, RankState]) -> dict[int, RankState]:
     """Remove the messages that a rank has started, if it is now in different code of the script."""
-    return {n: _without_messages(rank) if is_outside_ops(rank) else rank for n, rank in ranks.items()}
-
-
-def _without_messages(rank: RankState) -> RankState:
-    messages = [op for op in rank.pending if op.is_message]
-    if not messages:
-        return rank
-    return replace(
-        rank,
-        pending=tuple(op for op in rank.pending if op not in messages),
-        waits_for={other: op for other, op in rank.waits_for.items() if op not in messages},
-    )
+    kept = dict(ranks)
+    for n, rank in ranks.items():
+        messages = [op for op in rank.pending if op.is_message]
+        if messages and is_outside_ops(rank):
+            pending = tuple(op for op in rank.pending if op not in messages)
+            edges = {other: op for other, op in rank.waits_for.items() if op not in messages}
+            kept[n] = replace(rank, pending=pending, waits_for=edges)
+    return kept
 
 
 def is_outside_ops(rank: RankState) -> bool:

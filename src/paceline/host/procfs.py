@@ -117,11 +117,12 @@ def processes() -> Iterator[Process]:
             yield process
 
 
-def open_files(pid: int | str = "self") -> dict[int, str]:
+def open_files() -> dict[int, str]:
+    """The targets of this process's descriptors: paths, `socket:[inode]`, `/memfd:name (deleted)`."""
     files: dict[int, str] = {}
-    for name in os.listdir(PROC / str(pid) / "fd"):  # noqa: PTH208 - names only
+    for name in os.listdir(PROC / "self" / "fd"):  # noqa: PTH208 - names only
         with suppress(OSError):  # closed meanwhile, as the descriptor of the listing
-            files[int(name)] = os.readlink(PROC / str(pid) / "fd" / name)  # noqa: PTH115 - no file behind it
+            files[int(name)] = os.readlink(PROC / "self" / "fd" / name)  # noqa: PTH115 - no file behind it
     return files
 
 

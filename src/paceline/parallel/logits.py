@@ -43,12 +43,8 @@ class ShardedLogits(Tensor):
     ) -> "ShardedLogits":  # fmt: skip
         shape = (shard.shape[0] * shard.shape[1], *shard.shape[2:]) if flat else shard.shape
         logits = Tensor._make_wrapper_subclass(ShardedLogits, shape, dtype=shard.dtype, device=shard.device)  # pyright: ignore[reportAttributeAccessIssue]
-        logits.shard, logits.whole, logits.gather_whole, logits.is_flattened = (
-            shard,
-            None,
-            fetch or partial(_gathered, shard),
-            flat,
-        )
+        logits.shard, logits.whole, logits.is_flattened = shard, None, flat
+        logits.gather_whole = fetch or partial(_gathered, shard)
         logits.output_views = [] if family is None else family
         logits.output_views.append(weakref.ref(logits))
         return logits
@@ -101,7 +97,6 @@ def _on_shard(func: Any, logits: ShardedLogits, args: Any, kwargs: Any) -> Any:
 
 
 def wrap_output(value: Any) -> Any:
-    """An output of the model for its caller: logits as a shard, any other tensor whole."""
     return ShardedLogits.of(value) if _is_sharded(value) else full_tensor(value)
 
 
@@ -111,9 +106,8 @@ def _is_sharded(value: Any) -> bool:
 
 def _gathered(shard: DTensor) -> Tensor:
     whole: Tensor = full_tensor(shard)
-    return (
-        whole.clone() if whole.requires_grad else whole
-    )  # autograd does not allow writes into the tensor of a DTensor
+    # autograd does not allow writes into the tensor of a DTensor
+    return whole.clone() if whole.requires_grad else whole
 
 
 def _whole(value: Any) -> Any:

@@ -4,7 +4,6 @@ The clocks of two hosts cannot be compared, so agents send ages.
 """
 
 import re
-from collections.abc import Iterator
 from enum import IntEnum
 from typing import Any, Literal, Self
 
@@ -68,16 +67,14 @@ def speaks_of_lost_peer(text: str) -> bool:
 
 def is_victim(error: BaseException) -> bool:
     """Whether `error` or one of its causes only reports lost ranks. Uses names of types, without torch."""
-    return any(_says_peers_are_gone(cause) for cause in _causes(error))
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
     seen_ids: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen_ids:  # a chain of causes may be cyclic
+        if _says_peers_are_gone(current):
+            return True
         seen_ids.add(id(current))
-        yield current
         current = current.__cause__
+    return False
 
 
 def _says_peers_are_gone(error: BaseException) -> bool:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from paceline.collectives.control import all_gather_object, check_equal, report_on_one_rank
 from paceline.data.fingerprint import data_fingerprint, hash_of_probes
-from paceline.data.loader import Loading, MicroBatch, load_planned_batches
+from paceline.data.loader import Loading, MicroBatch, load_again, load_planned_batches
 from paceline.data.plan import BatchPlan, MicroBatchPlan, plan_rank_micro_batches
 from paceline.data.streams import StreamPlan
 from paceline.errors import UsageError
@@ -150,7 +150,7 @@ class Loader:
         else:
             self._sampler.restore(saved_position.get("sampler", {}))
         restore_global_random_states(saved_position)
-        order = SampleOrder(self.existing, short)
+        order = SampleOrder(self.existing, short, draws_seed=self._sampler.begin_epoch())
         if "at_checkpoint" in saved_position:  # an evaluation in the epoch may have drawn from them
             order.has(saved_position["drawn"] - 1)
             restore_global_random_states(saved_position["at_checkpoint"])
@@ -179,6 +179,10 @@ class Loader:
                 if self.order:
                     self.order.needed = step[0].work.step - 1
                 yield [_with_count(batch) for batch in step] if is_counted else step
+
+    def load_again(self, plan: BatchPlan, epoch: int, step: int, virtual_rank: int) -> MicroBatch | None:
+        batch = load_again(self.dataset, self._counting(), plan, epoch, step, virtual_rank)
+        return batch if batch is None or self.loading.collate is None else _with_count(batch)
 
     def _counting(self) -> Loading:
         """Its loading. A collate function of the user also counts the samples of its batches."""
@@ -298,8 +302,7 @@ def check_dataloader(loader: DataLoader[Any]) -> None:
     """
     settings = {
         "batch_size=None: its dataset gives whole batches": loader.batch_sampler is None,
-        "worker_init_fn (randomness is seeded by a sample's number; what a process needs, a file that is open say, "
-        "the dataset can make when it is first asked for a sample)": loader.worker_init_fn is not None,
+        f"the __iter__ of a {type(loader).__name__}": type(loader).__iter__ is not DataLoader.__iter__,
         "in_order=False": not getattr(loader, "in_order", True),
     }
     if unsupported := [setting for setting, is_set in settings.items() if is_set]:
@@ -314,6 +317,8 @@ def adopt_worker_settings(loader: DataLoader[Any], loading: Loading) -> Loading:
         num_workers=loader.num_workers,
         collate=None if loader.collate_fn is default_collate else loader.collate_fn,
         workers={name: getattr(loader, name) for name in ("timeout", "prefetch_factor", "multiprocessing_context")},
+        worker_init_fn=loader.worker_init_fn,
+        kept_loaders={} if loader.persistent_workers else None,
     )
 
 

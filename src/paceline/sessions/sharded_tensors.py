@@ -13,16 +13,8 @@ from torch import Tensor, nn
 from paceline.errors import UsageError
 
 WHOLE_TENSOR_METHODS = (
-    "item",
-    "tolist",
-    "numpy",
-    "__array__",
-    "__float__",
-    "__int__",
-    "__bool__",
-    "__index__",
-    "__reduce_ex__",
-)
+    "item", "tolist", "numpy", "__array__", "__float__", "__int__", "__bool__", "__index__", "__reduce_ex__",
+)  # fmt: skip
 
 
 class ShardedGradientPlaceholder(torch.Tensor):
@@ -102,7 +94,6 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor, in the same memory; any other tensor unchanged."""
     return tensor.to_local() if is_dtensor(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 

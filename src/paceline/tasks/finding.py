@@ -6,6 +6,7 @@ import importlib
 import importlib.machinery
 import itertools
 import re
+import symtable
 import sys
 import traceback
 from collections.abc import Collection, Iterable, Iterator
@@ -69,19 +70,15 @@ def parse_source(kind: str, name: str) -> ast.Module | None:
 
 def top_level_names(tree: ast.Module) -> set[str] | None:
     """The names that a module defines at its top level; None if only an import can tell."""
-    names = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
-    nodes: list[ast.AST] = [*tree.body]
-    for node in nodes:  # the list grows during the loop
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            names.add(node.name)
-            continue
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-        elif isinstance(node, ast.alias):
-            names.add(node.asname or node.name.partition(".")[0])
-        nodes += ast.iter_child_nodes(node)
     text = ast.unparse(tree)
-    return None if names & {"*", "__getattr__"} or any(pattern in text for pattern in DYNAMIC_NAME_MARKERS) else names
+    if "import *" in text or any(marker in text for marker in DYNAMIC_NAME_MARKERS):
+        return None
+    try:
+        symbols = symtable.symtable(text, "", "exec").get_symbols()
+    except SyntaxError:  # one that the parser does not find
+        return None
+    names = {s.get_name() for s in symbols if s.is_local() or s.is_declared_global()}
+    return None if "__getattr__" in names else names
 
 
 def task_names(tree: ast.Module | None) -> list[str]:

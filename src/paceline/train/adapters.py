@@ -72,7 +72,6 @@ class Adapters(msgspec.Struct, frozen=True):
 
     @property
     def names(self) -> list[str]:
-        """The tensors in the state_dict of the model that `write` needs."""
         return [name for file in self.files.values() for name in file.tensors.values()] + self.buffers
 
     def resumed(self, saved: Self) -> tuple[Self, bool]:
@@ -129,10 +128,8 @@ def _files(model: Any, adapter: str, prefix: str, base: Mapping[str, str]) -> Ad
     kept = "".join(digest for name, digest in sorted(base.items()) if name not in replaced)
     config, base_model = model.peft_config[adapter], model.get_base_model()
     values = {name: sorted(value) if isinstance(value, set) else value for name, value in config.to_dict().items()}
-    values["inference_mode"] = True
-    values["base_model_name_or_path"] = (
-        config.base_model_name_or_path or getattr(base_model, "name_or_path", "") or None
-    )
+    base_name = config.base_model_name_or_path or getattr(base_model, "name_or_path", "") or None
+    values |= {"inference_mode": True, "base_model_name_or_path": base_name}
     if config.task_type is None:  # as peft does, for AutoPeftModel
         kind = type(base_model)
         values["auto_mapping"] = {"base_model_class": kind.__name__, "parent_library": kind.__module__}

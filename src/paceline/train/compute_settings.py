@@ -74,12 +74,6 @@ def apply_precision(precision: str | None, model: nn.Module, device: torch.devic
 
 
 def check_precision(precision: str, device: torch.device) -> None:
-    why = (
-        bf16_unsupported_reason(device)
-        if precision == "bf16"
-        else tf32_unsupported_reason(device)
-        if precision == "tf32"
-        else ""
-    )
-    if why:
+    reasons = {"bf16": bf16_unsupported_reason, "tf32": tf32_unsupported_reason}
+    if why := reasons[precision](device) if precision in reasons else "":
         raise UsageError(code="precision-not-there", value=precision, why=why)

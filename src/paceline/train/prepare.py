@@ -87,8 +87,6 @@ class ResolvedCompute:
 
 @dataclass(frozen=True)
 class TrainingComponents:
-    """Everything a training needs, on one rank."""
-
     config: TrainConfig
     task: Task
     train_set: Dataset[Any]
@@ -114,7 +112,6 @@ class TrainingComponents:
 
     @property
     def definition(self) -> dict[str, Any]:
-        """The settings and facts that define the run, without its initial weights."""
         facts = {"data": self.data_fingerprints, "hardware": hardware_facts(self.replica.world.device)}
         return {**settings(self.config), **self.task_settings, **facts}
 
@@ -142,6 +139,8 @@ def prepare(config: TrainConfig, world: World) -> TrainingComponents:
         if stream is not None:
             if world.data is not world:
                 raise UsageError(code="stream-on-mesh")
+            if config.guard.audit_every is not None:
+                raise UsageError(code="audit-of-stream")
             sets["train"] = cast("Any", stream.first_samples(largest if config.compute.precision == "auto" else 2))
         for split, dataset in sets.items():
             if is_stream(dataset):
@@ -227,7 +226,6 @@ def make_replica(
     config: TrainConfig, maker: MakeOptimizer, model: nn.Module, world: World, virtual_ranks: int,
     parallelism: ParallelPlan = NO_PARALLELISM,
 ) -> Strategy:  # fmt: skip
-    """Apply the batch norm setting, the strategy, and the model parallelism (collective)."""
     try:
         if config.model.batchnorm == "sync":
             # A separate group, because the order of its collectives relative to those of gradient buckets depends on

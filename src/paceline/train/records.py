@@ -45,7 +45,6 @@ class RunRecorder:
         self._machine: MachineLog | None = None
 
     def begin(self, place: RunLocation, report_to: str | None) -> EventWriter:
-        """Open the event file and the trackers named in `report_to`."""
         self._writer = EventWriter(place.folder / f"events-{self._world.rank}.jsonl")
         self._tracking = TrackerQueue(
             tracker_names(report_to) if self._world.rank == 0 else [], place.folder, place.definition, self.say

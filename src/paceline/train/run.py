@@ -19,9 +19,9 @@ from paceline.collectives.control import check_equal, raise_on_all_ranks, report
 from paceline.config.definition import EXACT_ONLY_SETTINGS, allowed_changes, check_same, settings
 from paceline.config.mesh import mesh_of
 from paceline.config.settings import TrainConfig, config_to_record, dump, load, with_defaults
-from paceline.config.strategies import EXACT_STRATEGIES
+from paceline.config.strategies import EXACT_STRATEGIES, check_can_audit
 from paceline.errors import ExitCode, PacelineError, UsageError
-from paceline.protocol.control import WorkerSpec
+from paceline.protocol.control import WorkerSpec, restart_count
 from paceline.protocol.evidence import Phase
 from paceline.rank.guard import HangGuard
 from paceline.rank.world import World, create_mesh_groups, device_name, joined
@@ -53,9 +53,8 @@ def train(config: TrainConfig) -> Outcome:
     guard = HangGuard.of_process()
     guard.detach_probes()
     guard.page.enter(Phase.INIT)
-    locked_dir = (
-        config.run.run_dir if WorkerSpec.from_environment() is not None else None
-    )  # the launcher has created and locked it
+    # the launcher has created and locked it
+    locked_dir = config.run.run_dir if WorkerSpec.from_environment() is not None else None
     world = World.from_env(device=config.launch.device, backend=config.launch.backend)
     with joined(world, timeout_seconds=config.launch.timeout), lock_run_folder(
         world, config.run.run_dir, str(config.task), prepared=locked_dir, resume=config.checkpoint.resume == "auto",
@@ -73,6 +72,10 @@ def train(config: TrainConfig) -> Outcome:
         try:
             make_communicator(config.launch.collectives)
             check_equal("settings", settings(config), world)
+            if not restart_count():  # later one rank may be left
+                every, on_audit, strategy = config.guard.audit_every, config.guard.on_audit, str(config.strategy)
+                with raise_on_all_ranks(world):
+                    check_can_audit(every, on_audit, strategy, world.size, has_agent=bool(locked_dir))
             rehearsed_step = config.checkpoint.rehearse_preemption
             with use_deterministic_kernels() if config.strategy in EXACT_STRATEGIES else nullcontext():
                 location.notices.extend(set_threads(config.launch.threads_per_rank, world))
@@ -112,7 +115,6 @@ def train(config: TrainConfig) -> Outcome:
 
 
 def restore_auto_precision(config: TrainConfig, place: RunLocation) -> TrainConfig:
-    """Replace `--precision auto` of a resumed run with the precision that the run chose at its first start."""
     path = place.folder / run_folder.CONFIG
     resumes = place.generation or config.checkpoint.resume == "auto"
     if config.compute.precision != "auto" or not resumes or config.checkpoint.restart or not path.is_file():

@@ -153,13 +153,16 @@ def audit(run_dir: Path, make_plan: Callable[[int], BatchPlan]) -> Audit:
         raise UsageError(code="ledger-no-events", run_dir=run_dir)
     ranges = _counted_step_ranges(starts)
     _check_plausible(starts, ranges)
-    parts = starts[0].start_event.stream_parts
+    first = starts[0].start_event
+    parts = first.stream_parts
     plan = make_plan(ENDLESS_NUM_SAMPLES if parts else max(1, starts[0].start_event.num_samples))
     unlogged = [note for start in starts for note in _add_unlogged_steps(start, plan)]
     incarnations = [_incarnation(start, counts) for start, counts in zip(starts, ranges, strict=True)]
     result = Audit(plan.num_samples, plan.steps_per_epoch, plan.last_batch, incarnations, is_stream=parts > 0)
     if parts:
         result = replace(result, num_samples=0, steps_per_epoch=0)
+    elif first.own_order:  # of a sampler, whose batches can have other sizes than those of the plan
+        result = replace(result, steps_per_epoch=first.steps_per_epoch)
     elif older := [start.label for start in starts if any(log.started.num_samples == 0 for log in start.logs)]:
         result.findings.append(
             f"an older version of paceline wrote this run: {', '.join(older)} did not record the samples of each rank, "
@@ -176,7 +179,9 @@ def audit(run_dir: Path, make_plan: Callable[[int], BatchPlan]) -> Audit:
     faults += [(range(1, begin + 1), "missing: every attempt started after it")] if begin else []
     spans = ((span, start) for start, counts in zip(starts, ranges, strict=True) for span in start.spans(counts))
     checked_steps = (_check_step(span, start, plan) for span, start in spans)
-    for epoch, group in groupby(checked_steps, lambda s: s.epoch if parts else (s.span[0] - 1) // plan.steps_per_epoch):
+    for epoch, group in groupby(
+        checked_steps, lambda s: s.epoch if first.own_order else (s.span[0] - 1) // plan.steps_per_epoch
+    ):
         steps = list(group)
         faults += [(step.span, text) for step in steps for text in step.faults]
         result.epochs.append(usage := _epoch(epoch, steps, plan.num_samples, parts))
@@ -273,7 +278,8 @@ def _disagreements(start: GenerationLogs, plan: BatchPlan) -> Iterator[str]:
         yield f"{start.label}: rank {rank} started twice"
     for name in ("world_size", "start_step", "num_samples", "steps_per_epoch", "stream_parts"):
         values = sorted({getattr(log.started, name) for log in start.logs})
-        planned = None if start.start_event.stream_parts else getattr(plan, name, None)
+        is_planned = not start.start_event.own_order or (name == "num_samples" and not start.start_event.stream_parts)
+        planned = getattr(plan, name, None) if is_planned else None
         if len(values) > 1:
             yield f"{start.label}: ranks disagree about {name}: {', '.join(map(str, values))}"
         elif planned is not None and values != [planned]:

@@ -32,20 +32,7 @@ from paceline.launch.agent.coordinator import POLL_FAILING_SECONDS
 from paceline.launch.agent.follower import Follower
 from paceline.launch.agent.monitor import Monitor, StopReport
 from paceline.launch.agent.workers import InheritedResources, Worker, Workers
-from paceline.protocol.control import (
-    LIFELINE_GRACE_SECONDS,
-    STOP_SIGNALS,
-    Goodbye,
-    Hello,
-    Message,
-    Readable,
-    Rendezvous,
-    StopOrders,
-    peer_pid,
-    receive,
-    send,
-    wait_readable,
-)
+from paceline.protocol import control
 from paceline.protocol.evidence import SUCCESS_EXIT_CODES, Failure, WorkerSample
 from paceline.protocol.job import NodePlan
 from paceline.runs.console import print_to_stderr
@@ -98,7 +85,7 @@ class ForeignProcess:
         return self.pidfd  # readable once the process has ended
 
     def poll(self) -> int | None:
-        if self.code is None and wait_readable([self], 0.0):
+        if self.code is None and control.wait_readable([self], 0.0):
             code = exit_code(self.pid, self.pidfd)
             self.code = -signal.SIGKILL if code is None else code  # it sent no Goodbye: it was killed
         return self.code
@@ -109,11 +96,11 @@ class ForeignProcess:
                 signal.pidfd_send_signal(self.pidfd, number)
 
     def wait(self, timeout: float, /) -> int | None:
-        wait_readable([self], timeout)
+        control.wait_readable([self], timeout)
         return self.poll()
 
 
-class AttachedWorkers(Workers, StopOrders):
+class AttachedWorkers(Workers, control.StopOrders):
     """The attached ranks of one node, and the orders to its agent. Ranks are ended only if `plan.may_end`.
 
     Signals are not orders: they reach all processes of a job, and the ranks handle them. The only order is the end of
@@ -124,7 +111,7 @@ class AttachedWorkers(Workers, StopOrders):
         super().__init__(plan, 0, 0)
         self.signals, self.launcher_gone = [], False
         self._looked_seconds, self._reported = time.monotonic(), False  # for the end of the launcher
-        self.meeting: Rendezvous | None = None  # the address of node 0's agent, from a rank
+        self.meeting: control.Rendezvous | None = None  # the address of node 0's agent, from a rank
         self._listener = socket.socket(fileno=plan.attach)
         self._listener.setblocking(False)
         self._connections: dict[socket.socket, int] = {}  # -> the pid of the peer
@@ -147,23 +134,23 @@ class AttachedWorkers(Workers, StopOrders):
 
     # ---- messages of the ranks ----
 
-    def wait(self, seconds: float, also: Sequence[Readable] = ()) -> bool:
+    def wait(self, seconds: float, also: Sequence[control.Readable] = ()) -> bool:
         """Wait up to `seconds` until a rank attaches, sends a message or ends, the launcher ends, or for `also`."""
         self.release_departing_ranks()
         running = self.running
         readables = [*running, *self._connections, *([] if self.all_here else [self._listener])]
-        ready = wait_readable([*readables, *also], seconds)
+        ready = control.wait_readable([*readables, *also], seconds)
         is_woken = not ready.isdisjoint([readable.fileno() for readable in readables])
         for process in running:
             if process.fileno() in ready:
                 process.poll()
         for connection in [connection for connection in self._connections if connection.fileno() in ready]:
             with suppress(BlockingIOError):
-                self._process(connection, *receive(connection))
+                self._process(connection, *control.receive(connection))
         if not self.all_here and self._listener.fileno() in ready:
             connection = self._listener.accept()[0]
             connection.setblocking(False)
-            if (pid := peer_pid(connection)) > 0:
+            if (pid := control.peer_pid(connection)) > 0:
                 self._connections[connection] = pid
             else:  # a process of another user, or one in a different PID namespace, which the agent cannot see
                 connection.close()
@@ -181,17 +168,17 @@ class AttachedWorkers(Workers, StopOrders):
             )
         return self._reported
 
-    def _process(self, connection: socket.socket, message: Message | None, descriptors: Sequence[int]) -> None:
+    def _process(self, connection: socket.socket, message: control.Message | None, descriptors: Sequence[int]) -> None:
         pid = self._connections[connection]
         match message:
-            case Hello(rank) if self._add(rank, pid, descriptors):
+            case control.Hello(rank) if self._add(rank, pid, descriptors):
                 if rank == 0:
                     self._first = connection
                 if self.all_here:
                     self._listener.close()  # the next start uses the same socket name
-            case Rendezvous():
+            case control.Rendezvous():
                 self.meeting = message
-            case Goodbye(code):
+            case control.Goodbye(code):
                 for process in self.running:
                     if process.pid == pid:
                         process.code = code
@@ -225,10 +212,10 @@ class AttachedWorkers(Workers, StopOrders):
             del self._goodbyes[connection]
             connection.close()
 
-    def send_address_to_rank_0(self, meeting: Rendezvous) -> None:
+    def send_address_to_rank_0(self, meeting: control.Rendezvous) -> None:
         with suppress(OSError):
             if self._first is not None:
-                send(self._first, meeting)
+                control.send(self._first, meeting)
 
     # ---- overridden methods of Workers ----
 
@@ -237,9 +224,9 @@ class AttachedWorkers(Workers, StopOrders):
         if sample.failure is not None or sample.code is None or sample.code >= 0:
             return sample
         # If a rank fails or the user stops a launcher, it signals all ranks, and kills those that do not end
-        stop_times = [at for code, at in self._ended.values() if -code in STOP_SIGNALS]
+        stop_times = [at for code, at in self._ended.values() if -code in control.STOP_SIGNALS]
         is_killed_later = sample.code == -signal.SIGKILL and any(at < sample.ended_seconds for at in stop_times)
-        if -sample.code not in STOP_SIGNALS and not is_killed_later:
+        if -sample.code not in control.STOP_SIGNALS and not is_killed_later:
             return sample
         name = signal.Signals(-sample.code).name
         rank, cause = (sample.rank, sample.host, sample.pid), f"ended by {name} from another process"
@@ -341,7 +328,7 @@ class AttachedCoordinator:
     def _watch(self) -> None:
         if self.is_head:
             addresses = tuple(dict.fromkeys((*self.plan.node0, os.uname().nodename)))
-            self.workers.send_address_to_rank_0(Rendezvous(addresses, self.cluster.port, self.plan.secret))
+            self.workers.send_address_to_rank_0(control.Rendezvous(addresses, self.cluster.port, self.plan.secret))
         monitor = Monitor(self._generation)
         while self._continues():
             is_failing = diagnosis_due_seconds(self._generation.samples()) is not None and not self._has_reported
@@ -351,7 +338,7 @@ class AttachedCoordinator:
             if self._accept_nodes() and self._has_all_ranks:
                 monitor = Monitor(self._generation)  # a new monitor for all ranks
             if self.cluster.launcher_gone and not self._has_reported:
-                self._end_all(LIFELINE_GRACE_SECONDS)
+                self._end_all(control.LIFELINE_GRACE_SECONDS)
             if not self._has_reported:
                 self._judge(monitor, self._generation.samples())
 
@@ -380,7 +367,7 @@ class AttachedCoordinator:
         self._generation.members = [*self.cluster.members.values()]
         return self._generation.members != old_members
 
-    def _follow(self, meeting: Rendezvous) -> None:
+    def _follow(self, meeting: control.Rendezvous) -> None:
         plan = replace(
             self.plan, node0=meeting.addresses, node0_ports=(meeting.port,), secret=meeting.secret, join_seconds=30.0
         )
@@ -427,7 +414,7 @@ class AttachedCoordinator:
     def _report_failure(self, monitor: Monitor, samples: Sequence[WorkerSample]) -> None:
         self._has_reported = True
         first = first_to_fail(samples)
-        if first is not None and first.failure is not None and -(first.code or 0) in STOP_SIGNALS:
+        if first is not None and first.failure is not None and -(first.code or 0) in control.STOP_SIGNALS:
             return print_to_stderr(f"another process ended the ranks ({first.failure.type})")
         page = changed(monitor.judge_failure(samples), attempt_dir="").screen_text(self._generation.oom_kills())
         is_complete = self._has_all_ranks or self.plan.nodes == 1
@@ -445,7 +432,7 @@ class AttachedCoordinator:
 
 def run_attached_agent(plan: NodePlan) -> int:
     """Run the agent of the ranks that attach at `plan.attach`. The exit code has no meaning."""
-    for number in STOP_SIGNALS:  # they reach all processes of a job; the ranks decide how to react
+    for number in control.STOP_SIGNALS:  # they reach all processes of a job; the ranks decide how to react
         signal.signal(number, signal.SIG_IGN)
     workers = AttachedWorkers(replace(plan, secret=secrets.token_hex(32), node0_ports=(0,)))
     try:

@@ -377,9 +377,6 @@ class Generation:
     def oom_kills(self) -> int:
         return self.own.oom_kills() + sum(member.beat.oom_kills for member in self.cluster.present_nodes)
 
-    def surviving_pids(self) -> list[int]:
-        return [*self.own.left, *(pid for member in self.cluster.present_nodes for pid in member.beat.left)]
-
     def collect_evidence(self, patience_seconds: float, *, to_its_end: bool = False) -> list[Evidence]:
         """Details of the state of each rank, sorted by rank. A worker may take `patience_seconds` to answer.
 

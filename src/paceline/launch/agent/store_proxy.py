@@ -20,19 +20,11 @@ from functools import partial
 from paceline.errors import UsageError
 from paceline.host.procfs import tcp_owner
 from paceline.host.reach import sign_tcp_packets
-from paceline.launch.agent.channel import (
-    HANDSHAKE_SECONDS,
-    CoordinatorHeartbeat,
-    Link,
-    StoreConnectionRequest,
-    authenticate_to_coordinator,
-    port_taken_error,
-)
+from paceline.launch.agent import channel
 
 LOOPBACK, STORE_ADDRESS = "127.0.0.1", "127.0.0.2"
 KEY_BYTES = 16
 PIECE_BYTES = 1 << 16
-CLOSE_SECONDS = 1.0
 PORT_TRIES = 20  # to find a port that is free on both addresses
 
 Connect = Callable[[], socket.socket]
@@ -41,70 +33,71 @@ Connect = Callable[[], socket.socket]
 class StoreProxy:
     """The relay of one node. Its workers reach the store at `port` of the loopback.
 
-    `connect` opens a connection to the store, or raises OSError. It may wait for a different agent. One thread relays
-    the data of all connections.
+    `connect` opens a connection to the store, or raises OSError. One thread accepts connections, and may wait for a
+    different agent. One thread relays data, and never waits.
     """
 
     def __init__(self, listener: socket.socket, connect: Connect) -> None:
         self.port: int = listener.getsockname()[1]
-        self._listener, self._connect = listener, connect
-        self._loop, self._over, self._tasks = asyncio.new_event_loop(), asyncio.Event(), set[asyncio.Task[None]]()
-        self._thread = threading.Thread(target=self._run, daemon=True, name="paceline_relay")
-        self._thread.start()
+        self._listener, self._connect, self._loop = listener, connect, asyncio.new_event_loop()
+        self._closed = False
+        for target in (self._accept, self._relay):
+            threading.Thread(target=target, daemon=True, name=f"paceline{target.__name__}").start()
 
     def relay_connection(self, client: socket.socket) -> None:
         try:
-            self._loop.call_soon_threadsafe(self._start_relay, client)
+            store = self._connect()
+        except OSError:  # rank 0 has ended, so close this connection
+            return client.close()
+        try:
+            self._loop.call_soon_threadsafe(lambda: self._loop.create_task(_copy_both_ways(client, store)))
         except RuntimeError:  # the proxy is closed
             client.close()
+            store.close()
+        return None
 
     def close(self) -> None:
-        with suppress(RuntimeError):  # it is closed already
-            self._loop.call_soon_threadsafe(self._over.set)
-        self._thread.join(CLOSE_SECONDS)
-
-    def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # at its end it cancels all tasks
-            runner.run(self._serve())
-
-    async def _serve(self) -> None:
-        self._tasks.add(asyncio.create_task(self._accept()))
-        await self._over.wait()
-
-    async def _accept(self) -> None:
-        self._listener.setblocking(False)
-        with self._listener:
-            while True:
-                try:
-                    client, address = await self._loop.sock_accept(self._listener)
-                except OSError:  # the process has too many open files
-                    await asyncio.sleep(0.01)
-                    continue
-                if tcp_owner(address, client.getsockname()) in (None, os.geteuid()):
-                    self._start_relay(client)
-                else:
-                    client.close()
-
-    def _start_relay(self, client: socket.socket) -> None:
-        self._tasks.add(task := self._loop.create_task(self._relay(client)))
-        task.add_done_callback(self._tasks.discard)
-
-    async def _relay(self, client: socket.socket) -> None:
-        # OSError: rank 0 has ended, so close this connection
-        with client, suppress(OSError), await asyncio.to_thread(self._connect) as store:
-            for end in (client, store):
-                end.setblocking(False)
-                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            copies = [asyncio.create_task(self._copy(*ends)) for ends in ((client, store), (store, client))]
-            await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)  # if one end closes, close both
-            for copy in copies:
-                copy.cancel()
-            await asyncio.wait(copies)
-
-    async def _copy(self, source: socket.socket, sink: socket.socket) -> None:
+        self._closed = True
         with suppress(OSError):
-            while data := await self._loop.sock_recv(source, PIECE_BYTES):
-                await self._loop.sock_sendall(sink, data)
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in `accept`
+        self._listener.close()
+        with suppress(RuntimeError):  # it is closed already
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                client, address = self._listener.accept()
+            except OSError:  # the listener is closed, or the process has too many open files
+                time.sleep(0.01)
+                continue
+            if tcp_owner(address, client.getsockname()) in (None, os.geteuid()):
+                self.relay_connection(client)
+            else:
+                client.close()
+
+    def _relay(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # at its end it cancels all tasks
+            runner.get_loop().run_forever()
+
+
+async def _copy_both_ways(client: socket.socket, store: socket.socket) -> None:
+    with client, store:
+        for end in (client, store):
+            end.setblocking(False)
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        copies = [asyncio.create_task(_copy(*ends)) for ends in ((client, store), (store, client))]
+        await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)  # if one end closes, close both
+        for copy in copies:
+            copy.cancel()
+        await asyncio.wait(copies)
+
+
+async def _copy(source: socket.socket, sink: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    with suppress(OSError):
+        while data := await loop.sock_recv(source, PIECE_BYTES):
+            await loop.sock_sendall(sink, data)
 
 
 def open_node0_store(port: int) -> tuple[socket.socket, StoreProxy]:
@@ -124,7 +117,7 @@ def open_node0_store(port: int) -> tuple[socket.socket, StoreProxy]:
             store.close()
             listener.close()
             if port:
-                raise port_taken_error(f"port {port}", port, error) from error
+                raise channel.port_taken_error(f"port {port}", port, error) from error
             continue
         return store, StoreProxy(listener, partial(_to_rank_0, store_port, key if is_signed else b""))
     raise UsageError(code="no-free-port")
@@ -134,7 +127,7 @@ def _to_rank_0(port: int, key: bytes) -> socket.socket:
     connection = socket.socket()
     if key:
         sign_tcp_packets(connection, key)
-    connection.settimeout(HANDSHAKE_SECONDS)
+    connection.settimeout(channel.HANDSHAKE_SECONDS)
     try:
         connection.connect((STORE_ADDRESS, port))
     except OSError:
@@ -149,16 +142,18 @@ def remote_store_proxy(node0: str, port: int, secret: bytes) -> StoreProxy:
 
 
 def _to_node0(node0: str, port: int, secret: bytes) -> socket.socket:
-    link = authenticate_to_coordinator(socket.create_connection((node0, port), timeout=HANDSHAKE_SECONDS), secret)
-    if not isinstance(link, Link):
+    link = channel.authenticate_to_coordinator(
+        socket.create_connection((node0, port), timeout=channel.HANDSHAKE_SECONDS), secret
+    )
+    if not isinstance(link, channel.Link):
         raise ConnectionRefusedError(link)
-    link.send(StoreConnectionRequest())
-    deadline = time.monotonic() + HANDSHAKE_SECONDS
+    link.send(channel.StoreConnectionRequest())
+    deadline = time.monotonic() + channel.HANDSHAKE_SECONDS
     while not (answer := link.receive()) and not link.ended:
         if time.monotonic() > deadline:
             link.end("it did not answer")
         time.sleep(0.001)
-    if link.ended or not answer or not isinstance(answer[0], CoordinatorHeartbeat):
+    if link.ended or not answer or not isinstance(answer[0], channel.CoordinatorHeartbeat):
         link.end("it has no store")
         raise ConnectionRefusedError(link.ended)
     return link.detach()

@@ -37,7 +37,7 @@ from paceline.rank.check.saved import SavedStateWatch
 from paceline.rank.check.steps import StepWatch
 from paceline.rank.guard import HangGuard
 from paceline.rank.imports import when_imported
-from paceline.rank.probes import ScriptListener, wrap_function
+from paceline.rank.probes import ScriptListener, leaves, wrap_function
 from paceline.rank.probes.steps import JointOptimizerDetector
 from paceline.rank.sites import format_frame, short_filename, user_site
 from paceline.runs import writing
@@ -123,7 +123,8 @@ class ScriptFactsRecorder(ScriptListener):
             self._record_written_file(os.fspath(file))  # pyright: ignore[reportUnknownArgumentType]
 
     def _on_torch_load(self, loaded: Any, file: Any, *_: Any, **__: Any) -> None:
-        devices = sorted(_gpu_indices_of_state(loaded))
+        on_gpu = (leaf for leaf in leaves(loaded) if getattr(getattr(leaf, "device", None), "type", "") == "cuda")
+        devices = sorted({int(leaf.device.index or 0) for leaf in on_gpu})
         if devices and isinstance(file, (str, os.PathLike)):
             path = os.path.realpath(os.fspath(file))  # pyright: ignore[reportUnknownArgumentType]
             cuda: Any = sys.modules["torch.cuda"]
@@ -236,13 +237,6 @@ def schedule_end_step(schedule: Any) -> int:
     if factor is None:
         return -1
     return 1 + bisect_left(range(1, FAR), True, key=lambda step: abs(factor(step) - factor(FAR)) < ROUNDING)
-
-
-def _gpu_indices_of_state(state: Any, depth: int = 0) -> set[int]:
-    if getattr(getattr(state, "device", None), "type", "") == "cuda":
-        return {int(state.device.index or 0)}
-    inner = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ()
-    return {gpu for value in inner for gpu in _gpu_indices_of_state(value, depth + 1)} if depth < 5 else set()
 
 
 class FactsWriter(ScriptListener):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import ctypes
 import gc
 import linecache
 import mmap
@@ -282,8 +283,9 @@ class LoaderRngRecorder:
     """
 
     def __init__(self) -> None:
+        states = ctypes.c_char * DIGEST_BYTES * len(GENERATOR_NAMES) * SLOTS  # by loader and generator
         # common memory with forked loader processes
-        self._states = mmap.mmap(-1, SLOTS * len(GENERATOR_NAMES) * DIGEST_BYTES)
+        self._states: Any = states.from_buffer(mmap.mmap(-1, ctypes.sizeof(states)))
         self._count: defaultdict[int, int] = defaultdict(int)
 
     def wrap_fetch(self, fetch: Any, number_of: Callable[[Any], int]) -> Any:
@@ -302,23 +304,15 @@ class LoaderRngRecorder:
             generators = RngSnapshots()
             batch = fetch(fetcher, indices)
             for name, state in generators.used_since(len(indices) if isinstance(indices, list) else 1).items():
-                at = self._state_offset(number, name)
-                if not self._states[at]:
-                    self._states[at : at + DIGEST_BYTES] = state.encode()
+                first = self._states[number][GENERATOR_NAMES.index(name)]
+                first.value = first.value or state.encode()
             return batch
 
         return fetched
 
     def states_before_use(self, number: int) -> dict[str, str]:
-        states: dict[str, str] = {}
-        for name in GENERATOR_NAMES if number < SLOTS else ():
-            at = self._state_offset(number, name)
-            if state := self._states[at : at + DIGEST_BYTES].strip(b"\0"):
-                states[name] = state.decode()
-        return states
-
-    def _state_offset(self, number: int, name: str) -> int:
-        return (number * len(GENERATOR_NAMES) + GENERATOR_NAMES.index(name)) * DIGEST_BYTES
+        states = zip(GENERATOR_NAMES, self._states[number], strict=True) if number < SLOTS else ()
+        return {name: state.value.decode() for name, state in states if state.value}
 
 
 class RngSnapshots:

@@ -24,7 +24,15 @@ from paceline.protocol.facts import (
 from paceline.rank.check.loaders import LoaderWatch
 from paceline.rank.guard import HangGuard
 from paceline.rank.imports import hide_from_warnings, when_imported
-from paceline.rank.probes import MAX_ELEMENTS, ScriptListener, digest_of, leaf_digests, short_hash, wrap_function
+from paceline.rank.probes import (
+    MAX_ELEMENTS,
+    ScriptListener,
+    digest_of,
+    leaf_digests,
+    leaves,
+    short_hash,
+    wrap_function,
+)
 from paceline.rank.probes.steps import JointOptimizerDetector, is_sharded
 from paceline.rank.sites import CodeOwner, call_site, code_owner, user_site
 
@@ -183,7 +191,7 @@ class StepWatch(ScriptListener):
         record = self._replicas.get(id(ddp))
         if record is None or not record.find_unused or record.looked >= MAX_UNUSED_CHECKS or not ddp.training:
             return
-        used_ids = parameters_reached(grad_fns_of(output))
+        used_ids = parameters_reached([getattr(leaf, "grad_fn", None) for leaf in leaves(output)])
         if used_ids:
             # DDP reduces the parameters from its construction, not later replacements
             num_unused = sum(p.requires_grad and id(p) not in used_ids for p in ddp._module_parameters)
@@ -428,13 +436,6 @@ def loss_factors(losses: Any) -> list[float]:
             factors.append(1 / value if node.name() == "DivBackward0" else value)
         node = next((following for following, _ in node.next_functions if following is not None), None)
     return factors
-
-
-def grad_fns_of(output: Any, depth: int = 0) -> list[Any]:
-    if getattr(output, "grad_fn", None) is not None:
-        return [output.grad_fn]
-    inner = output.values() if isinstance(output, dict) else output if isinstance(output, (list, tuple)) else ()
-    return [root for value in inner for root in grad_fns_of(value, depth + 1)] if depth < 4 else []
 
 
 def parameters_reached(nodes: list[Any]) -> set[int]:

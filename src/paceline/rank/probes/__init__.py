@@ -16,7 +16,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial, update_wrapper, wraps
 from itertools import islice
 from typing import Any, Self
@@ -73,32 +73,38 @@ def digest_of(tensors: Iterable[Any], most: int = MAX_ELEMENTS) -> str:
     return short_hash(b"".join(b"-" if t is None else bytes(t.numpy()) for t in samples))
 
 
-def leaf_digests(batch: Any, depth: int = 0, most: int = MAX_ELEMENTS, *, constants: bool = False) -> list[str]:
+def leaves(value: Any, depth: int = MAX_DEPTH) -> Iterator[Any]:
+    """The values in nested mappings, lists and tuples, in order."""
+    inner: Any = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else None
+    if inner is None or not depth:
+        yield value
+    else:
+        for part in inner:
+            yield from leaves(part, depth - 1)
+
+
+def leaf_digests(batch: Any, most: int = MAX_ELEMENTS, *, constants: bool = False) -> list[str]:
     """The digests of all tensors, arrays and numbers in a batch, in order; with prefix "f:" for floating point.
 
     The digest is empty for a tensor whose elements are all equal, except with `constants`.
     """
-    torch: Any = sys.modules["torch"]
-    if isinstance(batch, torch.Tensor):
-        elements = sample_elements(batch, most)
-        if not constants and batch.dim() and elements.numel() and bool((elements == elements[0]).all()):
-            return [""]
-        return [("f:" if batch.is_floating_point() else "") + digest_of([elements], most)]
-    inner: Any = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else None
-    if depth < MAX_DEPTH and inner is not None:
-        leaves = (leaf for value in inner for leaf in leaf_digests(value, depth + 1, most, constants=constants))
-        return [*islice(leaves, MAX_DIGESTS)]
-    if type(batch).__module__ == "numpy" and (data := getattr(batch, "tobytes", None)) is not None:
-        return [short_hash(data())]
-    return [short_hash(repr(batch).encode())] if isinstance(batch, (str, bytes, int, float)) else [""]
+    return [_leaf_digest(leaf, most, constants) for leaf in islice(leaves(batch), MAX_DIGESTS)]
 
 
-def sample_count(batch: Any, depth: int = 0) -> int:
+def _leaf_digest(leaf: Any, most: int, constants: bool) -> str:
+    if isinstance(leaf, sys.modules["torch"].Tensor):
+        elements = sample_elements(leaf, most)
+        if not constants and leaf.dim() and elements.numel() and bool((elements == elements[0]).all()):
+            return ""
+        return ("f:" if leaf.is_floating_point() else "") + digest_of([elements], most)
+    if type(leaf).__module__ == "numpy" and (data := getattr(leaf, "tobytes", None)) is not None:
+        return short_hash(data())
+    return short_hash(repr(leaf).encode()) if isinstance(leaf, (str, bytes, int, float)) else ""
+
+
+def sample_count(batch: Any) -> int:
     """The number of samples in a batch: the first dimension of its first tensor; 0 if unknown."""
-    if hasattr(batch, "shape") and len(batch.shape):
-        return int(batch.shape[0])
-    inner = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
-    return next((size for value in inner if depth < MAX_DEPTH and (size := sample_count(value, depth + 1))), 0)
+    return next((int(leaf.shape[0]) for leaf in leaves(batch) if len(getattr(leaf, "shape", ()))), 0)
 
 
 class ScriptListener:
