@@ -149,6 +149,10 @@ class StallError(TrainingError):
     exit_code = ExitCode.STALLED
 
 
+class FaultyRankError(TrainingError):
+    """An audit has named this rank, and the agents start the other ranks again."""
+
+
 class ReportedByPeer(PacelineError):  # noqa: N818 - this rank reports no error
     """Another rank reports the error. This rank ends silently with the same exit code."""
 

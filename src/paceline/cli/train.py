@@ -152,6 +152,8 @@ def check_training(config: TrainConfig, nproc: int) -> None:
         raise UsageError(code="torch-too-old", why=why)
     if config.cluster.balance is not None:
         _check_balance(config, nproc)
+    guard, strategy = config.guard, default_strategy(config, nproc)
+    strategies.check_can_audit(guard.audit_every, guard.on_audit, strategy, nproc, has_agent=True)
     if mesh.replicas > shape.virtual_ranks:
         processes = f"{nproc} processes" if mesh.replicas == nproc else f"--mesh {mesh}: {mesh.replicas} along data"
         raise UsageError(code="processes-without-work", who=processes, virtual_ranks=shape.virtual_ranks)

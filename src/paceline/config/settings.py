@@ -200,6 +200,10 @@ class GuardConfig:
     the pace of the run (10 to 300 s); off: no guard"""
     not_finite: Literal["stop", "skip", "rollback"] = "stop"
     """on NaN/Inf: stop, skip the step, or roll back to the newest snapshot or checkpoint and skip it there"""
+    audit_every: int | None = None
+    """exact, zero: steps between two audits. A second rank repeats one micro-batch, and the bits must agree"""
+    on_audit: Literal["stop", "exclude"] = "stop"
+    """on wrong numbers: save the state before the step and stop, or restart without the rank that is named"""
 
 
 @dataclass(frozen=True)
@@ -512,7 +516,7 @@ _POSITIVE = (
     "data.batch_size", "data.accumulation", "data.global_batch", "data.virtual_ranks", "optimizer.lr",
     "optimizer.clip_norm", "optimizer.lr_base_batch", "run.epochs", "run.steps", "run.log_interval", "launch.nproc",
     "launch.threads_per_rank", "launch.timeout", "launch.min_nproc", "launch.grace_period",
-    "checkpoint.checkpoint_every", "checkpoint.check_replicas_every", "checkpoint.snapshot_every",
+    "checkpoint.checkpoint_every", "checkpoint.check_replicas_every", "checkpoint.snapshot_every", "guard.audit_every",
     "checkpoint.rehearse_preemption", "run.eval_every", "run.patience", "network.powersgd_rank", "network.local_steps",
     "network.outer_lr",
 )  # fmt: skip

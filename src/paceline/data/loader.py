@@ -15,14 +15,13 @@ import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar, cast
 
 import torch
-from msgspec import Struct
-from msgspec.structs import replace
+from msgspec import Struct, structs
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
@@ -42,7 +41,7 @@ from paceline.data.workers import (
 from paceline.errors import UsageError
 from paceline.nested import map_tensors, tensors
 from paceline.protocol.status_page import StatusPage
-from paceline.seeding import derive_seed
+from paceline.seeding import derive_seed, preserve_generator_states
 
 Item = TypeVar("Item")
 CPU = torch.device("cpu")
@@ -163,6 +162,20 @@ def load_planned_batches(
             advance()
 
 
+def load_again(
+    dataset: Dataset[Any], loading: Loading, plan: BatchPlan, epoch: int, step: int, virtual_rank: int
+) -> MicroBatch | None:
+    """The first micro-batch of any virtual rank in a step, for an audit. It does not count. None without samples."""
+    samples = plan.global_indices(epoch, step)
+    indices, *_ = plan.microbatches(samples, virtual_rank)
+    if not indices.numel():
+        return None
+    work = MicroBatchPlan(epoch, step, virtual_rank, 0, indices, False, samples.numel(), is_repeated=True)
+    loading = replace(loading, num_workers=0, evaluates=True)
+    with preserve_generator_states(), closing(load_planned_batches(dataset, [[work]], plan.seed, loading)) as loaded:
+        return next(loaded)[0]
+
+
 def _gatherer_in_place(dataset: Dataset[Any], loading: Loading) -> GatherFunction | None:
     """Gathers whole batches, if the data are on the device of the batches: then nothing is prefetched or moved."""
     source = dataset.dataset if type(dataset) is Subset else dataset
@@ -248,7 +261,7 @@ def as_pair(batch: Any) -> tuple[Any, Any]:
 def split_pair(batch: MicroBatch) -> MicroBatch:
     """The batch with its inputs and targets, which the dataset returns as a pair."""
     inputs, targets = as_pair(batch.inputs)
-    return replace(batch, inputs=inputs, targets=targets)
+    return structs.replace(batch, inputs=inputs, targets=targets)
 
 
 def prefetch_to_device(

@@ -137,6 +137,7 @@ class MicroBatchPlan(Struct, frozen=True):
     indices: Tensor  # (n,) int64, n >= 1
     is_counted: bool = True
     global_samples: int = 0  # in the global batch; 0 for a stream, whose length is unknown
+    is_repeated: bool = False  # for an audit: computed as on its own rank, but not counted
 
     def random_seed(self, seed: int) -> int:
         """The seed of the random stream (e.g. for dropout) in this forward. It does not depend on the rank."""

@@ -85,6 +85,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     speeds: tuple[float, ...] = ()  # the relative speed of each rank: --balance. Empty: equal
     balance: str = ""  # the value of --balance, for errors
     shares_gradients: bool = False  # DDP reduces gradients through shared memory: --collectives shared
+    devices: tuple[int, ...] = ()  # index of the device of each local rank; empty: the local rank
     preload: int = -1  # only for the preloader: the socket on which the agent requests workers
 
     @classmethod

@@ -209,4 +209,5 @@ class NodePlan(JobSpec, frozen=True):
     stdin: int = -1  # the launcher's standard input, for scripts
     keep_open: tuple[int, ...] = ()  # descriptors that every worker inherits from its agent, for example a lock
     attach: int = -1  # the socket for ranks that a different launcher started; -1: the agent starts its workers
+    devices: tuple[int, ...] = ()  # index of the device of each local rank, after an exclusion; empty: the local rank
     may_end: bool = True  # False: the agent never ends ranks that have attached

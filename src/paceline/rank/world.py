@@ -89,13 +89,14 @@ class World:
         """
         env = os.environ if env is None else env
         rank, size, local_rank, local_size = rank_counts(env)
+        spec = WorkerSpec.from_environment()
+        # not the global rank, because it is not a device index on the second node
+        index = spec.devices[local_rank] if spec is not None and spec.devices else local_rank
         if device != "cpu":
-            select_mig_instance(local_rank, local_size)
-        # local_rank, because the global rank is not a device index on the second node
-        torch_device = resolve_device(device, local_rank, local_size, backend)
+            select_mig_instance(index, local_size)
+        torch_device = resolve_device(device, index, local_size, backend)
         if device == "auto" and torch_device.type == "cpu" and rank == 0 and (reason := explain_missing_gpus()):
             print(f"WARNING: cpu: {reason}; or use --device cpu", file=sys.stderr)
-        spec = WorkerSpec.from_environment()
         speeds = spec.speeds if spec is not None else ()
         backend = resolve_backend(backend, torch_device)
         return cls(rank, size, local_rank, local_size, torch_device, backend, speeds=speeds)

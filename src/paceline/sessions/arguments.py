@@ -20,6 +20,7 @@ from paceline.runs.trackers import tracker_names
 
 MIN_ARGUMENT_VALUES = {
     "virtual_ranks": 1, "threads": 1, "checkpoint_every": 1, "keep_checkpoints": 2, "check_replicas_every": 0,
+    "audit_every": 1,
     "timeout": 1, "batch_size": 1, "num_workers": 0,
 }  # fmt: skip
 COMMAND_OPTIONS = ("balance", "nproc", "nodes", "port", "hang_timeout", "max_restarts", "check", "without")
@@ -86,6 +87,8 @@ class SessionConfig:
     keep_checkpoints: int
     check_replicas_every: int
     not_finite: Literal["stop", "skip"]
+    audit_every: int | None
+    on_audit: Literal["stop", "exclude"]
     device: str
     backend: str
     timeout: float
@@ -108,6 +111,8 @@ class SessionConfig:
                 )
         if self.resume and self.run_dir is None:
             raise UsageError(code="session-resume-without-folder")
+        if self.on_audit == "exclude" and not self.resume:
+            raise UsageError(code="audit-needs-resume", value=self.on_audit)
         if self.peak_tflops is not None and not 0 <= self.peak_tflops < math.inf:
             raise UsageError(code="negative", setting="peak_tflops", value=self.peak_tflops)
         if tracker_names(self.report_to) and self.run_dir is None:
@@ -142,6 +147,7 @@ class SessionConfig:
         return {
             "checkpoint_every": self.checkpoint_every, "keep_checkpoints": self.keep_checkpoints,
             "not_finite": self.not_finite, "check_replicas_every": self.check_replicas_every,
+            "audit_every": self.audit_every, "on_audit": self.on_audit,
             "threads_per_rank": self.threads, "device": self.device, "backend": self.backend, "timeout": self.timeout,
             "report_to": self.report_to, "peak_tflops": self.peak_tflops, "precision": self.precision,
         }  # fmt: skip

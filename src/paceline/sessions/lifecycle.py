@@ -15,7 +15,7 @@ from paceline.collectives.control import check_equal, raise_on_all_ranks, report
 from paceline.compute.flops import Utilization
 from paceline.config.choices import steps_or_seconds, untested_torch_notice
 from paceline.config.definition import check_same
-from paceline.config.strategies import check_can_balance
+from paceline.config.strategies import check_can_audit, check_can_balance
 from paceline.data.workers import name_lost_workers
 from paceline.errors import PacelineError, UsageError
 from paceline.protocol.balance import AUTO
@@ -86,6 +86,10 @@ class SessionRun:
         if (spec := WorkerSpec.from_environment()) is not None and spec.balance:
             with raise_on_all_ranks(world):
                 check_balance(spec.balance, config, virtual_ranks, world)
+        if self.observer is None and not restart_count():  # later one rank may be left
+            with raise_on_all_ranks(world):
+                every, has_agent = config.audit_every, spec is not None
+                check_can_audit(every, config.on_audit, config.strategy, world.size, has_agent=has_agent)
         self.share = world.share(virtual_ranks)
         """The virtual ranks that this rank computes."""
         own = {"virtual_ranks": virtual_ranks, "seed": config.seed or 0, "strategy": config.strategy}

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from paceline.collectives.control import all_gather_object, check_equal, report_on_one_rank
 from paceline.data.fingerprint import data_fingerprint, hash_of_probes
-from paceline.data.loader import Loading, MicroBatch, load_planned_batches
+from paceline.data.loader import Loading, MicroBatch, load_again, load_planned_batches
 from paceline.data.plan import BatchPlan, MicroBatchPlan, plan_rank_micro_batches
 from paceline.data.streams import StreamPlan
 from paceline.errors import UsageError
@@ -179,6 +179,10 @@ class Loader:
                 if self.order:
                     self.order.needed = step[0].work.step - 1
                 yield [_with_count(batch) for batch in step] if is_counted else step
+
+    def load_again(self, plan: BatchPlan, epoch: int, step: int, virtual_rank: int) -> MicroBatch | None:
+        batch = load_again(self.dataset, self._counting(), plan, epoch, step, virtual_rank)
+        return batch if batch is None or self.loading.collate is None else _with_count(batch)
 
     def _counting(self) -> Loading:
         """Its loading. A collate function of the user also counts the samples of its batches."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from paceline.collectives.control import check_equal, raise_on_all_ranks
+from paceline.collectives.control import check_equal, raise_on_all_ranks, report_on_one_rank
 from paceline.compute.flops import can_count
 from paceline.compute.phase_events import phase_events
 from paceline.config.choices import current_name
@@ -33,11 +33,12 @@ from paceline.sessions.loader import Loader, StreamLoader
 from paceline.sessions.order import global_random_states, restore_global_random_states
 from paceline.sessions.session_step import POSITION_KEYS, LoopPosition, SessionStep
 from paceline.sessions.state import SessionState, json_copy
+from paceline.stepping.audit import Audits
 from paceline.stepping.totals import ControlFlags
 from paceline.stepping.trained_model import make_loss_scale
 from paceline.train.determinism import hardware_facts
 from paceline.train.step_record import PhaseClock, StepRecord
-from paceline.train.wording import batch_line, report_hint
+from paceline.train.wording import audit_line, batch_line, report_hint
 
 TRACK_EVERY = 50  # steps between two reports of the loss
 CHANGED_DATA_ADVICE = (
@@ -65,6 +66,9 @@ class TrainingLoop:
         )  # fmt: skip
         self.step.notes, self.step.saves, self.step.observer = state.notes, state.saves, run.observer
         self.step.loss_scale = make_loss_scale(run.precision)
+        if config.audit_every is not None and run.observer is None and run.world.size > 1:
+            save = partial(progress.save_before_stop, partial(self._checkpoint_values, run.world))
+            self.step.audits = Audits(config.audit_every, run.world, run.virtual_ranks, config.on_audit, save)
         self.position = LoopPosition(*(saved.get("where", {}).get(name, 0) for name in POSITION_KEYS))
         self._resumed = replace(self.position) if progress.origin else None  # until the loop reaches this position
         self._resumed_streams: dict[str, Any] | None = saved.get("streams")
@@ -112,7 +116,7 @@ class TrainingLoop:
             return
         plan, work = loader.dealt, micro_step.work
         shares = self._run.world.shares(self._run.virtual_ranks)
-        if (
+        if self.step.audits is not None or (
             plan is not None
             and len({len(plan_rank_micro_batches(plan, work.epoch, work.step, share)) for share in shares}) > 1
         ):
@@ -204,6 +208,11 @@ class TrainingLoop:
         plan = loader.draw_epoch_plan(self._run.world, streams, start, is_training=True)
         with preserve_generator_states():
             self._open(loader, plan)
+        if self.step.audits is not None:
+            if isinstance(loader, StreamLoader) or len(self._state.models) > 1:
+                code = "audit-of-stream" if isinstance(loader, StreamLoader) else "audit-of-several-models"
+                raise report_on_one_rank(UsageError(code=code), self._run.world)
+            self.step.audits.use(loader.load_again, plan)
         self._resumed, self.position.batch, self._loader, self._at_end = None, start, loader, False
         self._run.progress.stream = loader if isinstance(loader, StreamLoader) else None
         return plan
@@ -255,6 +264,8 @@ class TrainingLoop:
         processes = f"{plural(run.world.size, 'process', 'processes')} on {device_name(run.world.device)}"
         words = f"strategy {config.strategy}; {plan.size_text}; {batch_line(plan, run.world.size)}"
         run.print(f"{config.program_name}: {processes}, {words}")
+        if config.audit_every is not None and run.observer is None:
+            run.print(audit_line(config.audit_every, plan, run.world))
         models = [model for part in state.models for model in (part.replica.model, part.replica.module)]
         if run.observer is None and progress.use.given and not config.is_exact and can_count(models):
             self.step.flop_counter = progress.use.count

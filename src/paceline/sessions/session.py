@@ -106,9 +106,9 @@ class Session:
 
     @property
     def samples(self) -> int:
-        """Number of counted samples of the current batch; 0 for the dummy batch of a rank without samples."""
+        """Number of counted samples of the current batch; 0 for a dummy batch and for one that an audit repeats."""
         micro_step = self._steps.micro_step
-        return 0 if micro_step is None else micro_step.samples
+        return 0 if micro_step is None or micro_step.work.is_repeated else micro_step.samples
 
     @property
     def saved(self) -> dict[str, Any]:
@@ -504,6 +504,8 @@ def session(
     keep_checkpoints: int = 3,
     check_replicas_every: int = 100,
     not_finite: Literal["stop", "skip"] = "stop",
+    audit_every: int | None = None,
+    on_audit: Literal["stop", "exclude"] = "stop",
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto",
     backend: Literal["auto", "nccl", "xccl", "gloo", "mpi"] = "auto",
     timeout: float = 600.0,
@@ -531,6 +533,8 @@ def session(
         keep_checkpoints: number of checkpoints to keep, at least 2.
         check_replicas_every: steps between bit-by-bit comparisons of all replicas.
         not_finite: what to do if a loss or gradient is NaN or Inf: "stop" the run or "skip" the step.
+        audit_every: exact and zero only: steps between two audits. A second rank then repeats one micro-batch.
+        on_audit: what to do if an audit finds wrong numbers: "stop" the run, or "exclude" the rank and restart.
         device: auto, cpu, cuda or xpu. auto: one GPU per rank if the node has GPUs, otherwise the CPU.
         backend: backend of torch.distributed. auto: nccl on NVIDIA and AMD GPUs, xccl on xpu, gloo on CPUs.
         timeout: seconds after which a collective fails.

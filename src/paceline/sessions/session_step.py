@@ -63,6 +63,8 @@ class SessionStep(Step):
 
     @property
     def is_final_micro_batch(self) -> bool:
+        if self.audits is not None and self.audits.is_disputed:  # the step will be repeated
+            return False
         return self.micro_step is None or self.phases.is_final(self.micro_step)
 
     @property

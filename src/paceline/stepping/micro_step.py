@@ -51,7 +51,8 @@ class MicroStep(Struct):
             samples = None
         if samples is not None and samples < 0:
             raise UsageError(code="samples-not-counted", samples=len(self.work.indices))
-        return (self.work.indices.numel() if samples is None else samples) * self.work.is_counted
+        has_samples = self.work.is_counted or self.work.is_repeated
+        return (self.work.indices.numel() if samples is None else samples) * has_samples
 
     @property
     def completed_calls(self) -> tuple[int, tuple[int, ...]]:
@@ -116,7 +117,7 @@ def make_weighted_loss(
         raise UsageError(code="loss-not-a-tensor", kind=type(loss).__name__)
     if reduction not in ("mean", "sum"):
         raise UsageError(code="reduction-unknown", value=reduction)
-    counted = micro_step.work.is_counted
+    counted = micro_step.work.is_counted or micro_step.work.is_repeated
     if loss.dtype in HALF_PRECISION:
         loss = loss.float()
     if loss.numel() == 1 and (loss.ndim == 1 or micro_step.work.indices.numel() > 1):

@@ -39,6 +39,7 @@ from paceline.rank.guard import HangGuard
 from paceline.rank.world import World
 from paceline.seeding import SeededStream
 from paceline.stepping import nonfinite
+from paceline.stepping.audit import Audits
 from paceline.stepping.hooks import (
     HiddenHooks,
     TensorHookTracker,
@@ -80,6 +81,7 @@ class Step:
         exact: bool = False,
         max_norm: float | None = None,
         forward: nonfinite.LossSumFunction | None = None,
+        audits: Audits | None = None,
     ) -> None:
         """The caller adds the models to `parts`. `votes` to `may_skip` are for tasks.
 
@@ -110,6 +112,7 @@ class Step:
         self._world, self._is_single = world, world.size == virtual_ranks == 1
         self._enter, self._exact, self._way_out, self._may_skip = enter, exact, way_out, may_skip
         self._max_norm, self._forward, self.ahead = max_norm, forward, ahead or PrefetchTrigger()
+        self.audits = audits
         self._on_device = is_async(world.device)  # whether the host would have to wait for numbers
         self._guard = HangGuard.of_process()
 
@@ -135,6 +138,25 @@ class Step:
                 yield batch
                 self.end_body()
             again = not self.phases.alone and self.phases.needs_another_pass()
+        if self.audits is not None and self.audits.is_disputed:
+            yield from self._judge(self.audits)
+
+    def _judge(self, audits: Audits) -> Generator[MicroBatch]:
+        """Compute a disputed micro-batch on all ranks, save the state before the step, and raise an error."""
+        for part in self.parts:
+            part.give_up()
+        self.phases.begin()
+        batch = audits.repeated()
+        assert batch is not None
+        self._enter_batch(batch, False)
+        self.micro_step = MicroStep(batch, batch.work, False, self._rates())
+        yield batch
+        self.end_body()
+        error = audits.judge(str(self._where))
+        for part in self.parts:
+            part.give_up()
+        audits.save()
+        raise error
 
     def _begin(
         self, place: object, micro_batches: Sequence[MicroBatch], *, one_each: bool = False
@@ -142,6 +164,8 @@ class Step:
         in_lockstep, first = False, self.parts[0]
         for part in self.parts:
             in_lockstep = in_lockstep or part.replica.in_lockstep
+        if self.audits is not None:
+            micro_batches = self.audits.begin(first.replica, micro_batches)
         if in_lockstep:
             micro_batches = pad_micro_batches(micro_batches, self._world)
         self.phases.alone = len(micro_batches) == 1
@@ -213,6 +237,8 @@ class Step:
 
     def end(self) -> StepResult:
         """End the step, after all micro-batches."""
+        if self.audits is not None and self.audits.is_disputed:  # the loop was left in its last body
+            raise self.audits.judge(str(self._where), is_repeated=False)
         if self._host is not None:
             self._sums.await_totals(self._enter, self._way_out)
         if self._first is not None:
@@ -293,6 +319,8 @@ class Step:
                 # with several models it is not known which of them this backward reaches: no early exchange
                 part.replica.begin_backward(micro_step.work, last and len(self.parts) == 1)
                 begun_parts.append(part)
+            if self.audits is not None:
+                self.audits.begin_backward(micro_step.work, weighed.value, weighed.factor)
             if weighed.value.requires_grad and not is_weightless:
                 self.parts[0].backward(weighed.value, factor=weighed.factor / scale, retain_graph=retain_graph)
             else:
@@ -306,6 +334,8 @@ class Step:
                 part.replica.end_backward()
         finally:
             self.in_backward = False
+            if self.audits is not None:
+                self.audits.end_backward()
             for part in self.parts:
                 part.last_gradient.clear()
             if hidden_hooks:
@@ -397,6 +427,11 @@ class Step:
             for part in reached:
                 if part.synchronise(rest, agreed=host is None) is not True or self._max_norm is not None:
                     to_judge.append(part)
+            if self.audits is not None and self.audits.is_running and not self.audits.compare(str(self._where)):
+                self._result.skip_cause = nonfinite.NonFiniteCause("an audit has found different numbers")
+                for part in reached:
+                    part.remember_skipped_gradients()
+                return
             if self._sums.without_gradient and not any(part.has_gradients for part in self.parts):
                 raise UsageError(code="batch-without-gradient", place=str(self._where))
             if self._on_device:

@@ -109,12 +109,13 @@ class Strategy:
         `is_last`: it is this rank's last one of the step. `around`: a context of a strategy, until `leave`.
         """
         work = batch.work
-        if around is not None or not work.is_counted:
+        is_dummy = not (work.is_counted or work.is_repeated)
+        if around is not None or is_dummy:
             with ExitStack() as stack:
                 stack.enter_context(self.buffers.micro_batch_context(work))
                 if around is not None:
                     stack.enter_context(around)
-                if not work.is_counted:
+                if is_dummy:
                     stack.enter_context(ignore_batch(self.model, self.parameters))
                 self._inside = stack.pop_all()
         elif not self.buffers.is_idle:

@@ -86,6 +86,7 @@ class VirtualRankBuffers:
         """`_last_read` when the gradients of the current micro-batch were summed"""
         self._by_loop: set[str] = set()  # buffers that the loop body changed after that
         self._differed: set[str] = set()  # integer buffers whose values have differed between virtual ranks
+        self._lent: dict[int, _Buffers] = {}  # of a virtual rank that another rank computes, for an audit
         self._inside: tuple[MicroBatchPlan, _Buffers, dict[str, tuple[Tensor, int]]] | None = None
         """the current micro-batch, the buffers before it, and `_last_read` before it"""
         self._kept: dict[int, _Buffers] = {}
@@ -157,12 +158,21 @@ class VirtualRankBuffers:
             return
         self._apply_assigned_values()
         self._forwarded = True
-        buffers = self._of.get(work.virtual_rank) or {name: buffer.clone() for name, buffer in self._initial.items()}
+        lent = self._lent.get(work.virtual_rank) if work.is_repeated else None
+        buffers = self._of.get(work.virtual_rank) or lent or {n: b.clone() for n, b in self._initial.items()}
         if work.is_counted:
             self._put(buffers)
         else:
             self._put({n: b if n in self._synchronised else b.clone() for n, b in buffers.items()})
         self._inside = work, buffers, dict(self._last_read) if self._integers else {}
+
+    def lend(self, virtual_rank: int, owner: int) -> None:
+        """Let all ranks repeat a micro-batch of a virtual rank with the buffers of its owner (a collective if any)."""
+        self._apply_assigned_values()
+        buffers = self._of.get(virtual_rank) or self._initial
+        self._lent = {virtual_rank: {name: buffer.clone() for name, buffer in buffers.items()}}
+        if buffers:
+            broadcast([*self._lent[virtual_rank].values()], owner, "buffers of an audit", self._world.group)
 
     def leave(self, *, failed: bool = False) -> None:
         """End the micro-batch that `enter` has begun. If it has `failed`, its buffers are not read."""

@@ -5,7 +5,8 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-from paceline.data.loader import MicroBatch, load_steps, split_pair
+from paceline.data.loader import MicroBatch, load_again, load_steps, split_pair
+from paceline.data.plan import BatchPlan
 from paceline.protocol.status_page import StatusPage
 from paceline.rank.world import World
 from paceline.train.prepare import TrainingComponents
@@ -26,6 +27,10 @@ class DataProgress:
             parts.train_set, parts.plan, parts.local_virtual_ranks, self._loading,
             start=start, stop=self._total, merged=parts.config.model.batchnorm == "sync",
         )  # fmt: skip
+
+    def load_again(self, plan: BatchPlan, epoch: int, step: int, virtual_rank: int) -> MicroBatch | None:
+        batch = load_again(self._parts.train_set, self._loading, plan, epoch, step, virtual_rank)
+        return None if batch is None else split_pair(batch)
 
     def global_batch_samples(self, record: StepRecord) -> int:
         return record.microbatches[0].work.global_samples

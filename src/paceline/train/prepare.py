@@ -138,6 +138,8 @@ def prepare(config: TrainConfig, world: World) -> TrainingComponents:
         if stream is not None:
             if world.data is not world:
                 raise UsageError(code="stream-on-mesh")
+            if config.guard.audit_every is not None:
+                raise UsageError(code="audit-of-stream")
             sets["train"] = cast("Any", stream.first_samples(largest if config.compute.precision == "auto" else 2))
         for split, dataset in sets.items():
             if is_stream(dataset):

@@ -166,6 +166,11 @@ class TrainingProgress(RunRecorder):
             if wait:
                 self.throughput.exclude_pause(self._checkpoints.wait())
 
+    def save_before_stop(self, numbers: CheckpointValues) -> None:
+        """Save the state after the last step, unless this start has resumed from it (collective)."""
+        if self.step > self.start:
+            self.after_step(ControlFlags(), numbers, save=True, wait=True)
+
     def _content(self, numbers: CheckpointValues) -> TrainerState:
         definition = self.place.definition if self.place else {}
         return TrainerState(self.samples, finite(self.metrics), definition, self.evaluated, numbers(), self._names)

@@ -19,9 +19,9 @@ from paceline.collectives.control import check_equal, raise_on_all_ranks, report
 from paceline.config.definition import EXACT_ONLY_SETTINGS, allowed_changes, check_same, settings
 from paceline.config.mesh import mesh_of
 from paceline.config.settings import TrainConfig, config_to_record, dump, load, with_defaults
-from paceline.config.strategies import EXACT_STRATEGIES
+from paceline.config.strategies import EXACT_STRATEGIES, check_can_audit
 from paceline.errors import ExitCode, PacelineError, UsageError
-from paceline.protocol.control import WorkerSpec
+from paceline.protocol.control import WorkerSpec, restart_count
 from paceline.protocol.evidence import Phase
 from paceline.rank.guard import HangGuard
 from paceline.rank.world import World, create_mesh_groups, device_name, joined
@@ -72,6 +72,10 @@ def train(config: TrainConfig) -> Outcome:
         try:
             make_communicator(config.launch.collectives)
             check_equal("settings", settings(config), world)
+            if not restart_count():  # later one rank may be left
+                every, on_audit, strategy = config.guard.audit_every, config.guard.on_audit, str(config.strategy)
+                with raise_on_all_ranks(world):
+                    check_can_audit(every, on_audit, strategy, world.size, has_agent=bool(locked_dir))
             rehearsed_step = config.checkpoint.rehearse_preemption
             with use_deterministic_kernels() if config.strategy in EXACT_STRATEGIES else nullcontext():
                 location.notices.extend(set_threads(config.launch.threads_per_rank, world))

@@ -16,6 +16,7 @@ from paceline.nested import batch_size
 from paceline.protocol.evidence import Phase
 from paceline.protocol.status_page import StatusPage
 from paceline.rank.guard import HangGuard
+from paceline.stepping.audit import Audits
 from paceline.stepping.micro_step import upcast
 from paceline.stepping.order import CollectiveOrderCheck
 from paceline.stepping.pipeline_step import PipelineStep
@@ -46,6 +47,8 @@ class StepOptions(TypedDict, total=False):
     may_skip: bool
     """If the loss or a gradient is not finite, skip the step on all ranks instead of raising an error. Parameters and
     buffers then stay unchanged."""
+    audits: Audits | None
+    """Let a second rank repeat some micro-batches."""
 
 
 class TaskSteps:

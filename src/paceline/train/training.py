@@ -18,6 +18,7 @@ from paceline.rank.guard import HangGuard
 from paceline.rank.world import World
 from paceline.runs.progress import ProgressDisplay
 from paceline.runs.summary import Summary
+from paceline.stepping.audit import Audits
 from paceline.stepping.totals import ControlFlags
 from paceline.stepping.trained_model import ModelInTraining, make_loss_scale
 from paceline.train.checkpointing import CheckpointPolicy
@@ -58,6 +59,12 @@ class TaskTrainer:
         if origin is not None:
             self._load(origin)
         self._evaluator = Evaluator(parts, self._progress, self._data)
+        self._audits: Audits | None = None
+        if (every := self._config.guard.audit_every) is not None and self._world.size > 1:
+            save = partial(self._progress.save_before_stop, partial(self._numbers, self._world))
+            on_audit = self._config.guard.on_audit
+            self._audits = Audits(every, self._world, parts.plan.virtual_ranks, on_audit, save)
+            self._audits.use(self._data.load_again, parts.plan)
 
     def run(self) -> ExitCode:
         parts, progress, run = self._parts, self._progress, self._config.run
@@ -121,7 +128,7 @@ class TaskTrainer:
             start=progress.step, max_norm=self._config.optimizer.clip_norm, votes=self._votes,
             page=self._page, on_device=self._on_device, order=progress.order,
             may_skip=self._config.guard.not_finite != "stop", ahead=parts.loading.ahead, scale=self._scale,
-            one_each=one_each,
+            one_each=one_each, audits=self._audits,
         )  # fmt: skip
         with closing(batches), closing(records):  # also ends the loader processes if a step fails
             for record in records:

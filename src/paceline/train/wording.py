@@ -9,7 +9,7 @@ import torch
 from paceline.checkpoint.resume import RunLocation
 from paceline.data.plan import BatchPlan
 from paceline.errors import plural
-from paceline.rank.world import device_name
+from paceline.rank.world import World, device_name
 from paceline.runs.summary import Summary, scores_line
 from paceline.train.optimizer import scaled_lr
 
@@ -29,6 +29,8 @@ def opening_lines(parts: "TrainingComponents") -> list[str]:
     if line := _compute_line(parts):
         lines.append(line)
     lines += parts.compute.notices
+    if (every := config.guard.audit_every) is not None:
+        lines.append(audit_line(every, plan, world))
     o = config.optimizer
     if o.lr_scaling != "none":
         peak_lr = scaled_lr(o.lr, o.lr_scaling, plan.global_batch, o.lr_base_batch)
@@ -43,6 +45,15 @@ def opening_lines(parts: "TrainingComponents") -> list[str]:
         virtual_ranks = plural(plan.virtual_ranks, "virtual rank")
         lines.append(f"the batch is too small: {idle} of {virtual_ranks} never get a sample")
     return lines
+
+
+def audit_line(every: int, plan: BatchPlan, world: World) -> str:
+    if world.size == 1:
+        return "no audits, because one rank is left"
+    most = max(map(len, world.shares(plan.virtual_ranks)))
+    computed, waited = (100 / (ranks * plan.accumulation * every) for ranks in (plan.virtual_ranks, most))
+    steps = "step" if every == 1 else f"{every} steps"
+    return f"audit every {steps}: {computed:.2g} % more computation, at most {waited:.2g} % longer steps"
 
 
 def batch_line(plan: BatchPlan, world_size: int) -> str:

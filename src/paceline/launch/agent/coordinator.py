@@ -18,7 +18,7 @@ from typing import Any, Literal, Self
 import msgspec
 from msgspec.structs import replace
 
-from paceline.errors import ExitCode, UsageError, plural
+from paceline.errors import ExitCode, FaultyRankError, UsageError, plural
 from paceline.guard.deaths import RankEnd, diagnosis_due_seconds, first_to_fail, rank_end
 from paceline.guard.judge import judge_samples
 from paceline.guard.report import RunEvent, same_diagnosis
@@ -93,6 +93,7 @@ class FailedGeneration:
 @dataclass(frozen=True)
 class Restart:
     nproc: int
+    after_failure: bool = True
 
 
 def _restart_message(ranks: int, nodes: int, number: str, *, joined: int, lost: int, fewer: bool) -> str:
@@ -434,6 +435,8 @@ class Coordinator:
 
     def _decide_restart(self, generation: Generation, failed: FailedGeneration) -> Restart | int:
         plan = self.plan
+        if failed.exception == FaultyRankError.__name__:
+            return self._continue(generation, self._without_rank(generation, failed.rank), failed.exit_code)
         # a node may also be lost while the others are being stopped
         is_lost = failed.rank_end is RankEnd.LOST or len(self.cluster.present_nodes) < len(generation.members)
         is_trial = failed.step == 0 and time.monotonic() < self._began_seconds + JOIN_TRIAL_SECONDS
@@ -459,6 +462,22 @@ class Coordinator:
         verb = "remains" if count == 1 else "remain"
         return f"not restarted: {count} of {plan.nodes} nodes {verb}, but {option} requires more{advice}"
 
+    def _without_rank(self, generation: Generation, rank: int) -> Restart | str:
+        """Decide on a start without a rank that an audit has named. On another node, all ranks of it are left out."""
+        first, plan = generation.plan.nproc, self.plan
+        if rank < first:
+            if first == 1:
+                return f"not restarted: rank {rank} is the only one of node 0, with which the run ends"
+            devices = [device for local, device in enumerate(plan.devices or range(first)) if local != rank]
+            self.plan = replace(plan, nproc=first - 1, devices=tuple(devices))
+            return Restart(first - 1, after_failure=False)
+        for member in generation.members:
+            first += member.hello.nproc
+            if rank < first:
+                member.leaves = "an audit has found wrong numbers"
+                break
+        return self._with_remaining_nodes()
+
     def _continue(self, generation: Generation, decision: Restart | str, code: int) -> Restart | int:
         if isinstance(decision, str):
             if decision:
@@ -472,12 +491,12 @@ class Coordinator:
             pids = ", ".join(f"pid {pid}" for pid in left_pids)
             print_to_stderr(f"Not restarting: {pids} did not exit after SIGKILL (stuck in the kernel?)")
             return code
-        self._entered = self._queue.admit()
+        self._entered, is_counted = self._queue.admit(), code != ExitCode.SAVED and decision.after_failure
         members, joined = self.cluster.present_nodes, len(self._entered)
         message = _restart_message(
             decision.nproc + sum(member.hello.nproc for member in members),
             1 + len(members),
-            f"{len(self._failures)} of {self.plan.max_restarts}" if code != ExitCode.SAVED else "",
+            f"{len(self._failures)} of {self.plan.max_restarts}" if is_counted else "",
             joined=joined,
             lost=len(generation.members) + joined - len(members),
             fewer=generation.plan.nproc > decision.nproc,

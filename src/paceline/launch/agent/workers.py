@@ -257,6 +257,7 @@ def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inhe
             shares_gradients=plan.collectives == "shared",
             speeds=plan.ranks.speeds,
             balance=plan.balance,
+            devices=plan.devices,
         )
         env = worker_environment(plan, local_rank, store.port_number(plan), generation) | spec.to_environment()
         env["MASTER_ADDR"] = store.address(plan)
