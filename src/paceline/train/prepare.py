@@ -1,7 +1,7 @@
 """Builds the components of a training from its configuration, and checks them on all ranks before the first step."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from paceline.checkpoint.manager import MessageCallback
 from paceline.checkpoint.resume import ResumePoint
@@ -47,7 +47,7 @@ from paceline.data.arrays import batch_gatherer, on_device
 from paceline.data.fingerprint import data_fingerprint, hash_of
 from paceline.data.loader import Loading, fetch_pairs
 from paceline.data.plan import BatchPlan
-from paceline.data.streams import is_stream
+from paceline.data.streams import ENDLESS_NUM_SAMPLES, StreamPlan, is_stream
 from paceline.data.workers import SharedMemoryDemand, check_shared_memory
 from paceline.errors import UsageError
 from paceline.host.cgroup import free_memory
@@ -65,7 +65,6 @@ from paceline.train.evaluate import eval_mode, try_evaluation
 from paceline.train.optimizer import LRSchedule, configured_optimizer_maker, describe_optimizer, scaled_lr, schedule_for
 from paceline.train.parallelism import NO_PARALLELISM, ParallelConfig, ParallelPlan, parallelize_model
 from paceline.train.step import weighted_losses
-from paceline.train.stream_task import make_stream
 from paceline.train.streaming import Stream
 from paceline.train.weights import load_initial_weights
 
@@ -190,6 +189,36 @@ def prepare(config: TrainConfig, world: World) -> TrainingComponents:
         config, task, train_set, sets, replica, plan, share, schedule, loading, total_steps, data, compute,
         task_settings, average, stream, count,
     )  # fmt: skip
+
+
+def check_stream(config: TrainConfig, data: Any) -> None:
+    if isinstance(data, (DataLoader, Iterator)) or not isinstance(data, Iterable):
+        why = "are neither map-style nor iterable"
+        why = "are batches already" if isinstance(data, DataLoader) else why
+        why = "can be read once" if isinstance(data, Iterator) else why
+        raise UsageError(code="not-a-dataset", kind=type(data).__name__, why=why)
+    d = config.data
+    if d.last_batch == "pad":
+        raise UsageError(code="stream-cannot-be-padded")
+    if d.num_workers > 1:
+        raise UsageError(code="stream-in-several-processes", value=d.num_workers)
+    if config.model.batchnorm == "sync":
+        raise UsageError(code="stream-with-sync-batchnorm")
+
+
+def make_stream(
+    config: TrainConfig, task: Task, data: Any, shape: BatchSizes, loading: Loading, world: World
+) -> Stream:
+    check_stream(config, data)
+    schedule = config.optimizer.schedule
+    if config.run.steps is None:
+        if task.make_schedule is not None:
+            raise UsageError(code="schedule-without-length")
+        if schedule != "constant" and task.make_optimizer is None:
+            raise UsageError(code="stream-schedule-without-steps", value=schedule)
+    batch, virtual_ranks, last_batch = shape.global_batch, shape.virtual_ranks, config.data.last_batch
+    plan = StreamPlan(ENDLESS_NUM_SAMPLES, batch, virtual_ranks, shape.accumulation, config.run.seed, False, last_batch)
+    return Stream(data, plan, loading, world, print)
 
 
 def parallel_config(config: TrainConfig) -> ParallelConfig:
