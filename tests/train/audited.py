@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from paceline.strategies import STRATEGIES
 from paceline.train.step import TaskSteps
 
 SAMPLES, BATCH, WIDTH = 96, 24, 8
+COST_EVERY, COST_RANKS, ROUND, ROUNDS = 10, 4, 20, 8
 
 
 class Net(nn.Module):
@@ -53,7 +55,7 @@ class Training:
 
     def __init__(
         self, rank: int, size: int, virtual_ranks: int, every: int | None, *, strategy: str = "exact",
-        accumulation: int = 1, model: nn.Module | None = None,
+        accumulation: int = 1, model: nn.Module | None = None, samples: int = SAMPLES, batch: int = BATCH,
     ) -> None:  # fmt: skip
         torch.manual_seed(0)
         self.world = World(rank, size, rank, size, torch.device("cpu"), "gloo")
@@ -62,9 +64,9 @@ class Training:
         self.replica = STRATEGIES[strategy](
             self.model, lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), self.world, virtual_ranks=virtual_ranks
         )
-        x = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(1))
+        x = torch.randn(samples, WIDTH, generator=torch.Generator().manual_seed(1))
         self.data = ArrayDataset(x, x.sum(1))
-        self.plan = BatchPlan(SAMPLES, BATCH, virtual_ranks, accumulation)
+        self.plan = BatchPlan(samples, batch, virtual_ranks, accumulation)
         self.loading, self.saved = Loading(self.world.device), 0
         self.audits, self.every = None, every or 1
         if every is not None:
@@ -171,3 +173,38 @@ def flip_always(rank: int, size: int, seed: int, count: int, strategy: str, virt
             same = are_equal(training, twin)
             results.append({"kind": "any", "faulty": faulty, "steps": 2 * turn, "turn": turn, "same": same})
     return results
+
+
+class Wide(nn.Module):
+    """Whose forward and backward take most of a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(w, 512), nn.Tanh()) for w in (WIDTH, 512, 512)))
+        self.head = nn.Linear(512, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(x))
+
+
+def timed(rank: int, size: int) -> list[tuple[float, ...]]:
+    """For each round: the seconds of steps with audits and without, of the processors of all ranks and of the clock."""
+    trainings = [
+        Training(rank, size, COST_RANKS, every, model=Wide(), samples=64 * 512, batch=512)
+        for every in (COST_EVERY, None)
+    ]
+    rounds: list[tuple[float, ...]] = []
+    for number in range(ROUNDS + 1):
+        spent: list[float] = []
+        for training in trainings:
+            dist.barrier()
+            cpu, clock = time.process_time(), time.monotonic()
+            for step in range(number * ROUND, (number + 1) * ROUND):
+                assert training.step(step) is None
+            seconds = torch.tensor([time.process_time() - cpu])
+            dist.barrier()
+            wall = time.monotonic() - clock
+            dist.all_reduce(seconds)
+            spent += [float(seconds), wall]
+        rounds.append(tuple(spent))
+    return rounds[1:]
