@@ -72,6 +72,8 @@ def settings(config: TrainConfig) -> dict[str, Any]:
         "precision": config.compute.precision,
         **vars(config.network),
     }
+    if config.data.micro_batch is not None:  # not found yet
+        del definition["accumulation"]
     if config.compute.precision == "auto":  # not resolved yet
         del definition["precision"]
     return definition

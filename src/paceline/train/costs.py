@@ -1,10 +1,9 @@
 """The costs of a run over all ranks, reported at its end: the time spent waiting for data, and the peak memory."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from paceline.collectives.control import all_gather_object
 from paceline.compute.resources import peak_memory
@@ -53,17 +52,6 @@ def max_costs_over_ranks(data_wait: DataWait, world: World) -> tuple[dict[str, A
     costs = {"peak_memory_bytes": max(peaks) or None, "peak_gpu_memory_bytes": max(gpu_peaks) or None}
     data_share = None if data_wait.fraction() is None else round(largest, 4)
     return {"data_share": data_share, **costs}, fractions.index(largest)
-
-
-def storage_bytes(tensors: Iterable[Any]) -> int:
-    """The bytes of the storages of these tensors, each storage once. Only this rank's part of a DTensor counts."""
-    storages: dict[int, int] = {}
-    for value in tensors:
-        local: Any = value.to_local() if hasattr(value, "to_local") else value
-        if isinstance(local, Tensor):
-            storage = local.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
 
 
 def data_wait_lines(summary: Summary, rank: int, parts: "TrainingComponents") -> list[str]:

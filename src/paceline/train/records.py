@@ -19,17 +19,16 @@ from paceline.protocol.control import WorkerSpec
 from paceline.protocol.status_page import StatusPage
 from paceline.rank.world import World
 from paceline.runs import events
-from paceline.runs.events import Event, MemoryBreakdown, TracedStep
+from paceline.runs.events import Event, TracedStep
 from paceline.runs.summary import finite, scores_line
 from paceline.runs.trackers import TrackerQueue, tracker_names
 from paceline.runs.writers import EventWriter
 from paceline.strategies.base import Strategy
-from paceline.train.costs import storage_bytes
 from paceline.train.fit import PhaseStart, StepRecord
+from paceline.train.memory import memory_breakdown
 
 NUM_LAST_TRACED_STEPS = 8  # the last steps of a run are always traced
 FULLY_TRACED_STEP_BITS = 6  # the first 2**6 - 1 steps are all traced
-MAX_LISTED_PARAMETERS = 4096
 
 
 class RunRecorder:
@@ -189,18 +188,3 @@ def collective_bytes(shapes: str, dtypes: str) -> int:
     sizes = [[number.strip() for number in shape.split(",") if number.strip()] for shape in shape_texts]
     total = sum(prod(map(int, shape)) for shape in sizes if all(map(str.isdigit, shape)))
     return total * width
-
-
-def memory_breakdown(replicas: Sequence[Strategy]) -> MemoryBreakdown:
-    """The memory that this rank uses for all models, after a step."""
-    named = [pair for replica in replicas for pair in replica.model.named_parameters()]
-    trained = [p for _, p in named if p.requires_grad]
-    gradients = [shard.tensor for replica in replicas for shard in replica.gradients()]
-    states = [state for replica in replicas for one in replica.optimizers for state in one.state.values()]
-    return MemoryBreakdown(
-        parameters=[(name, [*p.shape], p.numel() * p.element_size()) for name, p in named[:MAX_LISTED_PARAMETERS]],
-        weight_bytes=storage_bytes(p for _, p in named),
-        gradient_bytes=storage_bytes(gradients) or storage_bytes(trained),
-        optimizer_bytes=storage_bytes(value for state in states for value in state.values()),
-        buffer_bytes=storage_bytes(buffer for replica in replicas for buffer in replica.model.buffers()),
-    )  # fmt: skip
