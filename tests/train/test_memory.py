@@ -79,7 +79,7 @@ def model():
 task = Task(model, data, loss)
 """
 LOOP = """
-
+import sys
 import torch, paceline, mine
 mine.limit()
 settings = {"micro_batch": "auto"} if sys.argv[1] == "auto" else {"accumulation": int(sys.argv[1])}

@@ -64,7 +64,8 @@ class MemoryMeter:
         if not self._gpu:
             soft, hard = self._limits = resource.getrlimit(resource.RLIMIT_DATA)
             lowest = min(limit for limit in (soft, hard, UNLIMITED) if limit != resource.RLIM_INFINITY)
-            resource.setrlimit(resource.RLIMIT_DATA, (min(lowest, _status_bytes("VmData") + self.free_bytes), hard))
+            used_bytes = _status_bytes("VmData") - _free_heap_bytes()
+            resource.setrlimit(resource.RLIMIT_DATA, (min(lowest, used_bytes + self.free_bytes), hard))
 
     def remove_limit(self) -> None:
         """End the limit, if there is one."""
@@ -78,6 +79,19 @@ def _status_bytes(name: str) -> int:
         if match := re.search(rf"^{name}:\s*([0-9]+) kB", Path("/proc/self/status").read_text(), re.MULTILINE):
             return int(match[1]) << 10
     return 0
+
+
+def _free_heap_bytes() -> int:
+    """The bytes in free chunks of glibc's heaps; 0 if the C library does not report them."""
+    with suppress(AttributeError):
+        mallinfo2 = ctypes.CDLL(None).mallinfo2
+        mallinfo2.restype = _MallInfo2
+        return mallinfo2().fordblks
+    return 0
+
+
+class _MallInfo2(ctypes.Structure):
+    _fields_ = (("others", ctypes.c_size_t * 8), ("fordblks", ctypes.c_size_t), ("keepcost", ctypes.c_size_t))
 
 
 def release_free_memory() -> None:

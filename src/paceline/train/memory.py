@@ -142,6 +142,7 @@ class MicroBatchSearch:
             traceback.clear_frames(error.__traceback__)  # they hold tensors
             self._has_failed = True
         else:
+            self._trials = [trial for trial in self._trials if trial[0] != self.size]
             self._trials.append((self.size, self.meter.peak()))
         finally:
             self.meter.remove_limit()
