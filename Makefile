@@ -96,6 +96,11 @@ soak-balance: $(STAMP)  ## two ranks, one with half a core: steps against the ha
 soak-diff: $(STAMP)  ## pairs of runs that differ by one planted cause: the step and the layer are found (about 10 minutes)
 	PYTHONPATH=. $(BIN)/python tests/soak_diff.py --out benchmarks/results/diff.json
 
+soak-audit: $(STAMP)  ## flip 1,000 bits in forwards and backwards: found, on the right rank; an hour without faults (repeat to continue)
+	for part in once always cost healthy; do \
+		PYTHONPATH=. $(BIN)/python tests/soak_audit.py --part $$part --out benchmarks/results/audit.json || exit 1; \
+	done
+
 soak-fuzz: $(STAMP)  ## damage checkpoints at random places; see that none is ever loaded
 	PYTHONPATH=. $(BIN)/python tests/checkpoint/soak_fuzz.py --count 200 --out benchmarks/results/checkpoint-fuzz.json
 
@@ -134,6 +139,10 @@ soak-same: $(STAMP)  ## 100 small scripts, some of Accelerate, Trainer and Light
 soak-sessions: $(STAMP)  ## the six scripts of examples/classic: equal to their originals, and to themselves after kills
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf]'
 	PYTHONPATH=. $(BIN)/python tests/sessions/soak_classic.py --out benchmarks/results/classic.json
+
+soak-loaders: $(STAMP)  ## 200 random kills of loops over streamed, length-grouped and packed data (40 minutes; repeat to continue)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf]'
+	PYTHONPATH=. $(BIN)/python tests/sessions/soak_loaders.py --kills 200 --out benchmarks/results/loaders.json
 
 soak-lora: $(STAMP)  ## LoRA on GPT-2, Llama and BERT, four strategies, 1 to 3 ranks, each killed and resumed (30 minutes)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf]'

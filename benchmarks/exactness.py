@@ -45,9 +45,10 @@ from paceline.tasks.task import Task
 from paceline.train.checkpointing import CheckpointWriter
 from paceline.train.consistency import check_replicas
 from paceline.train.determinism import hardware_facts, use_deterministic_kernels
-from paceline.train.fit import StepRecord, fit
 from paceline.train.optimizer import Schedule, optimizer_maker
 from paceline.train.prepare import make_model
+from paceline.train.step import fit
+from paceline.train.step_record import StepRecord
 
 LIMIT_SECONDS = 1800  # for one model: far more than a busy machine needs, but not for ever
 COLLECTIVE_SECONDS = 300.0

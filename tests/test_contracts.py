@@ -20,7 +20,10 @@ PLANTED = {
         "launch/ssh/plan.py",
         "import paceline.launch.by_hand",
     ),
-    "Packages outside a rank import neither torch nor packages inside a rank": ("lab/scale.py", "def f():\n    import torch"),
+    "Packages outside a rank import neither torch nor packages inside a rank": (
+        "lab/scale.py",
+        "def f():\n    import torch",
+    ),
     "Commands read checkpoints and MNIST without torch": ("checkpoint/format.py", "import paceline.rank.world"),
     "Packages inside a rank import no launcher, agent or judge": ("train/step.py", "import paceline.guard.judge"),
     "No part takes the whole configuration": ("strategies/ddp.py", "import paceline.config.settings"),

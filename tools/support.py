@@ -69,6 +69,7 @@ TRAINED = {
     "context parallelism": "--mesh context=2",
     "sharding as a mesh axis": "--mesh shard=2",
     "skip steps with NaN": "--not-finite skip",
+    "audits by a second rank": "--audit-every 1",
     "compressed gradients between nodes": "--compress bf16",
     "local steps (DiLoCo)": "--local-steps 2",
 }
@@ -313,6 +314,7 @@ LOOPS: dict[str, Callable[[str], None]] = {
     "scheduler of torch": scheduled,
     "streaming dataset": lambda name: loop(name, data=Stream),
     "skip steps with NaN": lambda name: loop(name, settings={"not_finite": "skip"}),
+    "audits by a second rank": lambda name: loop(name, settings={"audit_every": 1}),
 }
 
 

@@ -52,7 +52,7 @@ _LAZY_EXPORTS = {
     "Moment": "tasks.task",
     "Schedule": "train.optimizer",
     "evaluate": "train.evaluate",
-    "fit": "train.fit",
+    "fit": "train.step",
     "train_step": "train.step",
     "optimizer_maker": "train.optimizer",
 }
@@ -84,9 +84,9 @@ if TYPE_CHECKING:
     from paceline.tasks.task import Task as Task
     from paceline.train.adapters import load_adapter as load_adapter
     from paceline.train.evaluate import evaluate as evaluate
-    from paceline.train.fit import fit as fit
     from paceline.train.optimizer import Schedule as Schedule
     from paceline.train.optimizer import optimizer_maker as optimizer_maker
+    from paceline.train.step import fit as fit
     from paceline.train.step import train_step as train_step
 
 

@@ -43,8 +43,7 @@ class ExitCode(IntEnum):
 
 
 MESSAGES_FOLDER = Path(__file__).with_name("messages")
-OptionRenderer = Callable[[str, Any], str]
-"""Renders (name of an option, its value or None) for a front end."""
+OptionRenderer = Callable[[str, Any], str]  # renders (name of an option, its value or None) for a front end
 
 
 @cache
@@ -59,7 +58,6 @@ def message_templates() -> dict[str, Any]:
 
 
 def format_option(name: str, value: Any = None) -> str:
-    """An option in the syntax of the command line, with its value if there is one."""
     return f"--{name.replace('_', '-')}" if value is None else f"--{name.replace('_', '-')} {value}"
 
 
@@ -86,8 +84,7 @@ class PacelineError(Exception):
     """The base of every error that paceline prints without a traceback."""
 
     exit_code: ExitCode = ExitCode.FAILED
-    code: str = ""
-    """Identifies the error, in kebab-case."""
+    code: str = ""  # identifies the error, in kebab-case
     render_option: OptionRenderer = staticmethod(format_option)
     """Renders an option for the front end that shows this error."""
     front_end: str = ""
@@ -120,7 +117,6 @@ class PacelineError(Exception):
 
     @property
     def message_with_code(self) -> str:
-        """The message with its code, for a terminal or a log."""
         return f"{self} [{self.code}]" if self.code else str(self)
 
 
@@ -153,6 +149,10 @@ class StallError(TrainingError):
     exit_code = ExitCode.STALLED
 
 
+class FaultyRankError(TrainingError):
+    """An audit has named this rank, and the agents start the other ranks again."""
+
+
 class ReportedByPeer(PacelineError):  # noqa: N818 - this rank reports no error
     """Another rank reports the error. This rank ends silently with the same exit code."""
 
@@ -170,7 +170,6 @@ def unknown_name_error(kind: str, value: str, choices: Iterable[str], *, more: s
 
 
 def first_few(items: Sequence[str], most: int, separator: str = ", ") -> str:
-    """The first `most` items in one text, with the number of the other items."""
     suffix = f" and {len(items) - most} more" if len(items) > most else ""
     return separator.join(items[:most]) + suffix
 

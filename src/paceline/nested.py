@@ -10,7 +10,6 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """Iterate over all tensors in `value`, in order."""
     if isinstance(value, Mapping):
         value = [*value.values()]
     elif _is_record(value):

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from numpy import random as numpy_random
 
 
 def derive_seed(seed: int, purpose: str, *keys: int) -> int:
@@ -37,8 +38,7 @@ class SeededStream:
     def __init__(self, device: torch.device) -> None:
         self._device = None if device.type in ("cpu", "meta") else device
         self._on_device: torch.Tensor | None = None
-        self.outside: GeneratorStates | None = None
-        """The states of the generators before `enter`; None after `leave`."""
+        self.outside: GeneratorStates | None = None  # the states of the generators before `enter`; None after `leave`
 
     def enter(self, seed: int) -> None:
         """Continue from `seed`. Without `leave` since the last time, the streams outside are those of that time."""
@@ -53,7 +53,6 @@ class SeededStream:
                 module.manual_seed(seed)
 
     def leave(self) -> None:
-        """Restore the states that the generators had at `enter`."""
         if self._on_device is not None:
             torch.get_device_module(self._device).set_rng_state(self._on_device, self._device)
             self._on_device = None
@@ -64,7 +63,6 @@ class SeededStream:
 
 @contextmanager
 def seeded_random_stream(seed: int, device: torch.device) -> Generator[None]:
-    """A context manager that enters and leaves a SeededStream."""
     stream = SeededStream(device)
     try:
         stream.enter(seed)
@@ -74,10 +72,10 @@ def seeded_random_stream(seed: int, device: torch.device) -> Generator[None]:
 
 
 def seed_streams(seed: int) -> None:
-    """Seed torch, `random` and (if it is imported) numpy."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
-    _NUMPY.seed(seed % 2**32)
+    _NUMPY.last_seed = seed % 2**32
+    numpy_random.seed(_NUMPY.last_seed)
 
 
 class GeneratorStates:
@@ -90,7 +88,6 @@ class GeneratorStates:
         self._python, self._torch, self._numpy = random.getstate(), torch.get_rng_state(), _NUMPY.state()
 
     def put_back(self) -> None:
-        """Restore the saved states."""
         random.setstate(self._python)
         torch.set_rng_state(self._torch)
         _NUMPY.put_back(self._numpy)
@@ -109,7 +106,6 @@ class GeneratorStates:
 
 @contextmanager
 def preserve_generator_states() -> Generator[GeneratorStates]:
-    """Restore the generators of torch (CPU), `random` and numpy at the end of the context."""
     streams = GeneratorStates()
     try:
         yield streams
@@ -119,9 +115,9 @@ def preserve_generator_states() -> Generator[GeneratorStates]:
 
 def generator_states(device: torch.device) -> torch.Tensor:
     """The generator states of torch (CPU, `device`), `random` and numpy: (n,) uint8, for `restore_generator_states`."""
-    (_, words, gauss), numpy_random = random.getstate(), _numpy_random()
+    _, words, gauss = random.getstate()
     numbers = [*map(float, words), math.nan if gauss is None else gauss]
-    _, keys, *rest = numpy_random.get_state() if numpy_random else ("", [0] * 624, 0, 0, math.nan)
+    _, keys, *rest = numpy_random.get_state()
     python = torch.tensor([*numbers, *map(float, keys), *map(float, rest)], dtype=torch.float64)
     parts = [torch.get_rng_state(), python.view(torch.uint8)]
     if device.type not in ("cpu", "meta"):
@@ -137,9 +133,8 @@ def restore_generator_states(state: torch.Tensor, device: torch.device) -> None:
     numbers: list[float] = python.clone().view(torch.float64).tolist()
     words, gauss = numbers[:625], numbers[625]
     random.setstate((3, tuple(map(int, words)), None if math.isnan(gauss) else gauss))
-    if (numpy_random := _numpy_random()) and not math.isnan(numbers[-1]):
-        *keys, at, has_gauss, cached = numbers[626:]
-        numpy_random.set_state(("MT19937", [*map(int, keys)], int(at), int(has_gauss), cached))
+    *keys, at, has_gauss, cached = numbers[626:]
+    numpy_random.set_state(("MT19937", [*map(int, keys)], int(at), int(has_gauss), cached))
     if len(on_device):
         torch.get_device_module(device).set_rng_state(on_device.clone(), device)
 
@@ -154,43 +149,34 @@ class _NumpyStream:
     _BYTES = 4 * 625  # 624 words and a position
 
     def __init__(self) -> None:
+        self.last_seed = 0
+        """the last seed of the generator by `seed_streams`"""
         self._saved: tuple[bytes, Any] = b"", None  # the words of a state without a cached number, and the state
-        self._seeded = b""  # the words after the last seed
         self._generator: Any = None  # `_memory` is its memory
         self._memory: Any = None
 
-    def seed(self, seed: int) -> None:
-        """Seed the generator; 0 <= seed < 2**32."""
-        if numpy_random := _numpy_random():
-            numpy_random.seed(seed)
-            self._seeded = self._words(numpy_random)
-
     def state(self) -> Any:
-        """The state of the generator; None if numpy is not imported."""
-        if not (numpy_random := _numpy_random()):
-            return None
-        words, state = self._words(numpy_random), self._saved[1]
+        words, state = self._words(), self._saved[1]
         if not words or words != self._saved[0]:
-            state = numpy_random.get_state()
+            state: Any = numpy_random.get_state()
             _, key, position, has_cached_number, _ = state
             is_known = words == key.tobytes() + position.to_bytes(4, sys.byteorder)  # else numpy's memory has changed
             self._saved = (words if is_known and not has_cached_number else b""), state
         return state
 
     def put_back(self, state: Any) -> None:
-        """Restore a `state`."""
-        if state is None:
-            return
-        numpy_random = _numpy_random()
-        words = self._words(numpy_random)
-        if words and words == self._seeded and state is self._saved[1] and self._saved[0]:
+        words = self._words()
+        is_saved = words and self._saved[0] and state is self._saved[1]
+        if is_saved:
+            numpy_random.seed(self.last_seed)
+        if is_saved and words == self._words():  # no number was drawn since the seed
             self._memory.raw = self._saved[0]
         else:
             numpy_random.set_state(state)
             self._saved = b"", None  # the same words may have a cached number now
 
-    def _words(self, numpy_random: Any) -> bytes:
-        generator = numpy_random.get_bit_generator()
+    def _words(self) -> bytes:
+        generator: Any = numpy_random.get_bit_generator()
         if generator is not self._generator:
             self._generator = generator
             is_default = type(generator).__name__ == "MT19937"
@@ -200,7 +186,3 @@ class _NumpyStream:
 
 
 _NUMPY = _NumpyStream()
-
-
-def _numpy_random() -> Any:
-    return getattr(sys.modules.get("numpy"), "random", None)

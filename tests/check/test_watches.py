@@ -36,7 +36,6 @@ from paceline.rank.check.loaders import (
     wrap_generator_setters,
 )
 from paceline.rank.check.steps import FULLY_SHARD_MODULES, MAX_UNJOINED_STEPS, ModelParallelDetector, StepWatch
-from paceline.rank.imports import when_imported
 from paceline.rank.probes import Hooks
 
 
@@ -176,26 +175,6 @@ def test_a_loader_that_is_dropped_in_its_own_loop_is_seen_to_the_end() -> None:
     watch.on_batch_received(batches, torch.ones(2))
     watch.on_epoch_end(batches)
     assert (facts.loaders[0].passes[0].sizes, facts.loaders[0].passes[0].ended) == ([2], True)
-
-
-def test_all_who_wait_for_a_module_are_called_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "waited_for.py").write_text("ready = True\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    heard: list[tuple[str, bool, bool]] = []
-
-    def first(*, late: bool) -> None:
-        heard.append(("first", late, sys.modules["waited_for"].ready))
-
-    def second(*, late: bool) -> None:
-        heard.append(("second", late, sys.modules["waited_for"].ready))
-
-    for then in (first, second, first):
-        when_imported("waited_for", then)
-    __import__("waited_for")
-    assert heard == [("first", False, True), ("second", False, True)]
-    when_imported("waited_for", second)
-    assert heard[2:] == [("second", True, True)]
-    del sys.modules["waited_for"]
 
 
 def test_a_head_that_ddp_does_not_know_leaves_the_old_one_unused() -> None:

@@ -9,7 +9,7 @@ import pytest
 from tests.errors import raises
 from tests.lab.typed import measured
 
-from paceline.cli.compare import main
+from paceline.cli.measure import compare as main
 
 TASKS = Path(__file__).parents[1] / "lab" / "tasks_to_measure.py"
 QUICK = ("--steps", 4, "--warmup", 3, "--nproc", 2, "--rounds", 1, "--batch-sizes", 16)

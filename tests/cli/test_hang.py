@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from paceline.cli import hang, main
+from paceline.cli import live, main
 from paceline.guard.judge import judge
 from paceline.guard.report import write_diagnosis
 from paceline.protocol.evidence import Evidence, Frame, Op, Stack
@@ -159,7 +159,7 @@ def test_an_agent_that_does_not_answer_is_not_waited_for_for_ever(
     agent: Callable[..., subprocess.Popen[str]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(hang, "ANSWER_TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr(live, "ANSWER_TIMEOUT_SECONDS", 0.5)
     agent([], answers=False)
     assert "0.5 s" in told(capsys, "demo")
     stalled(run, 1)

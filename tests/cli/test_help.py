@@ -131,9 +131,7 @@ def test_values_are_parsed_by_the_types_of_their_fields_over_the_default() -> No
     )
     assert (str(found.run.run_dir), found.checkpoint.checkpoint_every) == ("x", "10min")
     assert found.checkpoint.checkpoint_epochs is False
-    given = line.parse_values_or_print_help(
-        ["--nproc", "3", "--task-arg", "c=3", "--checkpoint-every", "5", "--lr", "-2"]
-    )
+    given = line.values(["--nproc", "3", "--task-arg", "c=3", "--checkpoint-every", "5", "--lr", "-2"])
     again = build_settings(TrainConfig, given, found)
     assert (again.task, again.launch.nproc, again.task_arg) == ("mnist-cnn", 3, ("a=1", "b=2", "c=3"))
     assert (again.checkpoint.checkpoint_every, again.optimizer.lr, again.run) == (5, -2.0, found.run)

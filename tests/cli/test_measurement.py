@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import NoReturn
 
 import msgspec
@@ -12,8 +12,8 @@ import pytest
 from tests.errors import raises
 from tests.lab.typed import typed
 
-from paceline.cli import compare, scale
-from paceline.cli.measurement import MeasurementConfig, check_measurement, publish, train_config
+from paceline.cli import main, measure
+from paceline.cli.measure import MeasurementConfig, check_measurement, publish, train_config
 from paceline.config.settings import TrainConfig, dump
 from paceline.lab.compare import compared_rows
 from paceline.lab.measurement import Measurement
@@ -39,7 +39,7 @@ def test_flags_win_over_the_file_and_a_task_is_found_from_any_folder(
 @pytest.mark.parametrize("command", ["compare", "scale"])
 def test_both_have_the_same_flags_for_how_it_is_measured(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        {"compare": compare.main, "scale": scale.main}[command](["--help-all"])
+        main([command, "--help-all"])
     said = capsys.readouterr().out
     for name in MeasurementConfig.__dataclass_fields__:
         assert f"  --{name.replace('_', '-')}" in said, name
@@ -71,30 +71,30 @@ def chunk(ranks: int) -> Measurement:
 
 def test_more_ranks_than_cores_are_said_and_not_refused() -> None:
     found = MeasuredRounds([[chunk(1), chunk(2), chunk(4)]])
-    crowded, launch = scale.scaling_notes([1, 2, 4], found, 2, 1)
+    crowded, launch = measure.scaling_notes([1, 2, 4], found, 2, 1)
     assert "4 threads on 2 cores" in crowded
     assert launch.endswith("2.5 s for 1, 2.5 s for 2, 2.5 s for 4")
-    assert len(scale.scaling_notes([1, 2], found, 2, 1)) == 1
+    assert len(measure.scaling_notes([1, 2], found, 2, 1)) == 1
     rows = compared_rows(found.rounds, "ddp", steps=10)
-    assert len(compare.comparison_notes([row for row in rows if row.world_size < 4], 2, 1)) == 1
-    assert "4 threads on 2 cores" in compare.comparison_notes(rows, 2, 1)[1]
+    assert len(measure.comparison_notes([row for row in rows if row.world_size < 4], 2, 1)) == 1
+    assert "4 threads on 2 cores" in measure.comparison_notes(rows, 2, 1)[1]
 
 
 def test_what_was_not_measured_is_a_note_of_either_command_once() -> None:
     noted = [msgspec.structs.replace(chunk(ranks), notes=("a stream",)) for ranks in (1, 2)]
     found = MeasuredRounds([noted, noted])
     assert found.notes() == ["a stream"]
-    assert scale.scaling_notes([1, 2], found, 2, 1)[-1] == "a stream"
+    assert measure.scaling_notes([1, 2], found, 2, 1)[-1] == "a stream"
     hot, hotter = (msgspec.structs.replace(chunk(2), gpus={1: f"GPU 1: hot ({mhz} MHz)"}) for mhz in (405, 400))
     (note,) = MeasuredRounds([[chunk(1), hot], [chunk(1), hotter], [chunk(1), chunk(2)]]).notes()
     assert note.startswith("rank 1 of 2, in 2 of 3 ") and note.endswith("GPU 1: hot (405 MHz)")
-    compared = compare._compare(compare.CompareConfig("mnist-cnn"), found, [], 8, None, 2, 1)  # pyright: ignore[reportPrivateUsage]
+    compared = measure._comparison(measure.CompareConfig("mnist-cnn"), found, [], 8, None, 2, 1)  # pyright: ignore[reportPrivateUsage]
     assert compared.notes[-1] == "a stream"
 
 
-@pytest.mark.parametrize(("command", "ranks"), [(scale, "--ranks=1,2"), (compare, "--nproc=2")])
+@pytest.mark.parametrize(("command", "ranks"), [(measure.scale, "--ranks=1,2"), (measure.compare, "--nproc=2")])
 def test_several_processes_share_a_gpu_over_gloo_only(
-    command: ModuleType, ranks: str, monkeypatch: pytest.MonkeyPatch
+    command: Callable[[list[str]], int], ranks: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Begun(Exception):  # noqa: N818
         pass
@@ -103,17 +103,17 @@ def test_several_processes_share_a_gpu_over_gloo_only(
         assert settings.launch.backend == "gloo"
         raise Begun
 
-    monkeypatch.setattr(command, "usable_gpus", lambda device: 1)
-    monkeypatch.setattr(command, "measure_groups", begin)
+    monkeypatch.setattr(measure.options, "usable_gpus", lambda device: 1)
+    monkeypatch.setattr(measure, "measure_groups", begin)
     with pytest.raises(Begun):
-        command.main(["mnist-cnn", ranks, "--backend", "gloo"])
+        command(["mnist-cnn", ranks, "--backend", "gloo"])
     with raises("too-few-gpus", nproc=2, gpus=1):
-        command.main(["mnist-cnn", ranks])
+        command(["mnist-cnn", ranks])
 
 
 def test_an_empty_network_is_refused_as_any_that_cannot_be_read() -> None:
     with raises("network-not-understood", value=""):
-        scale.main(["mnist-cnn", "--network", ""])
+        measure.scale(["mnist-cnn", "--network", ""])
 
 
 @pytest.mark.slow

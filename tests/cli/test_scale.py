@@ -10,7 +10,8 @@ import pytest
 from tests.errors import ended_with, raises
 from tests.lab.typed import measured, typed
 
-from paceline.cli.scale import main, points_to_measure
+from paceline.cli.measure import points_to_measure
+from paceline.cli.measure import scale as main
 from paceline.host.cgroup import usable_cores
 from paceline.lab.scale import REST, WAITING, ScalePoint
 

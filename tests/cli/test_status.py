@@ -17,7 +17,7 @@ import msgspec
 import pytest
 from tests.errors import raises
 
-from paceline.cli import cancel, logs, status
+from paceline.cli import live, logs, status
 from paceline.cli import run_state as run_state_module
 from paceline.cli.run_state import Access, find_run, run_state
 from paceline.errors import TrainingError
@@ -56,7 +56,7 @@ def test_without_a_name_it_is_the_newest_run_and_only_to_look_at(run: Path, caps
     assert msgspec.json.decode(capsys.readouterr().out)["run_dir"] == str(run)
     for arguments in ([], [""]):
         with raises("not-a-run-folder" if arguments else "missing-argument"):
-            cancel.main(arguments)
+            live.cancel(arguments)
 
 
 AGENT = """
@@ -148,7 +148,7 @@ def test_a_run_without_an_agent_runs_while_it_is_held_and_is_not_cancelled_from_
     (run / ".lock").write_text("pid 4711 on n1")
     assert run_state(run).state == "running"
     with raises("cannot-stop-from-here", raised=TrainingError) as caught:
-        cancel.main([str(run)])
+        live.cancel([str(run)])
     assert "pid 4711 on n1" in str(caught.value)
     agent.kill()
     agent.wait()
@@ -224,8 +224,8 @@ def test_an_agent_on_another_host_is_asked_and_told_by_the_users_ssh(
     ):
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
-    for module in (run_state_module, cancel):  # a file system that does not tell of locks on other hosts
-        monkeypatch.setattr(module, "is_locked", lambda _: False)
+    # a file system that does not tell of locks on other hosts
+    monkeypatch.setattr(run_state_module, "is_locked", lambda _: False)
     write_roster(run, agent.pid, host="n2")
     words = (str(tmp_path / "ssh"), "-F", "my config")
     submission = SubmitRecord(on="ssh", started_at=1.0, hosts=("n2",), ssh=words)
@@ -236,9 +236,9 @@ def test_an_agent_on_another_host_is_asked_and_told_by_the_users_ssh(
     assert found.state == "unknown" and f"started with --ssh {shlex.join(words)!r}" in found.words
     with raises("agent-of-another-run"):
         write_roster(run, os.getpid(), host="n2")
-        cancel.main([str(run), *flag])
+        live.cancel([str(run), *flag])
     write_roster(run, agent.pid, host="n2")
-    assert cancel.main([str(run), *flag]) == 0
+    assert live.cancel([str(run), *flag]) == 0
     assert agent.wait(5) == 75
     assert run_state(run, access).state == "lost"  # it has left no summary
     (tmp_path / "ssh").write_text("#!/bin/sh\nexit 255\n")
@@ -252,12 +252,11 @@ def test_a_process_that_does_not_hold_the_run_is_left_alone(
     try:
         write_roster(run, bystander.pid)  # and the run is locked: somebody works on it
         with raises("cannot-stop-from-here", raised=TrainingError):
-            cancel.main([str(run)])
-        monkeypatch.setattr(
-            cancel, "is_agent_alive", lambda *_: True
-        )  # it ended just now, and its number was given away
+            live.cancel([str(run)])
+        # it ended just now, and its number was given away
+        monkeypatch.setattr(run_state_module, "is_agent_alive", lambda *_: True)
         with raises("agent-of-another-run", agent_pid=bystander.pid):
-            cancel.main([str(run)])
+            live.cancel([str(run)])
         assert bystander.poll() is None
     finally:
         bystander.kill()
@@ -327,7 +326,7 @@ def test_cancel_tells_the_agent_and_waits_for_its_end(
 ) -> None:
     (run / "checkpoints" / "step-00000002").mkdir(parents=True)
     began = time.monotonic()
-    assert cancel.main([str(run), *words]) == 0
+    assert live.cancel([str(run), *words]) == 0
     assert agent.poll() == code and time.monotonic() - began < 20
     output = capsys.readouterr().out
     assert "step 2;" in output and "--resume auto" in output
@@ -335,5 +334,5 @@ def test_cancel_tells_the_agent_and_waits_for_its_end(
 
 def test_what_has_ended_is_not_cancelled(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_summary(run, Summary(task="t", exit=0))
-    assert cancel.main([str(run)]) == 0
+    assert live.cancel([str(run)]) == 0
     assert "the run is done" in capsys.readouterr().err

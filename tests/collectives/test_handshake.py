@@ -19,7 +19,7 @@ from tests.run_ranks import run_ranks
 
 from paceline.collectives import shared_memory as handshake
 from paceline.collectives.communicator import communicator, make_communicator
-from paceline.collectives.control import all_gather_object, resolve, start_totals
+from paceline.collectives.control import all_gather_object
 from paceline.collectives.shared_memory import MemoryLayout, SharingRefusal, connect_memory
 from paceline.protocol.control import SHARED_MEMORY
 from paceline.rank.world import World
@@ -106,13 +106,12 @@ def test_a_refusal_at_any_stage_is_one_of_all_ranks(tmp_path):
         assert words in found, name
 
 
-def falls_back(rank: int, world_size: int) -> tuple[str, list, list]:
+def falls_back(rank: int, world_size: int) -> tuple[str, list[float], list[int]]:
     with contextlib.redirect_stderr(io.StringIO()) as said, stage("memfd refused" if rank == 1 else ""):
         assert make_communicator().memory is None
         assert make_communicator().memory is None
     world = World(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
-    totals = resolve(start_totals([float(rank)] * 2, [0.0] * 2, [1.0], world)().totals)
-    return said.getvalue(), [totals.sums, totals.votes], all_gather_object(rank, world)
+    return said.getvalue(), communicator().start_float_sum([rank, 1.0], "test")(), all_gather_object(rank, world)
 
 
 def test_ranks_without_shared_memory_talk_over_gloo_and_rank_0_says_why_once(tmp_path):
@@ -120,7 +119,7 @@ def test_ranks_without_shared_memory_talk_over_gloo_and_rank_0_says_why_once(tmp
     words = "paceline: ranks talk over gloo, not through shared memory: rank 1: PermissionError: [Errno 1] Operation"
     assert everybody[0][0].startswith(words) and everybody[0][0].count("\n") == 1
     assert everybody[1][0] == ""
-    assert all(one[1:] == ([[2.0, 0.0], [2.0]], [0, 1]) for one in everybody)
+    assert all(one[1:] == ([1.0, 2.0], [0, 1]) for one in everybody)
 
 
 def leaves_nothing(rank: int, world_size: int) -> list[bool]:

@@ -27,7 +27,7 @@ from paceline.collectives import shared_memory as handshake
 from paceline.collectives.buckets import buckets_of, trainable
 from paceline.collectives.communicator import HierarchicalBucketReduction, make_communicator
 from paceline.collectives.communicator import communicator as exchange
-from paceline.collectives.control import all_gather_object, resolve, start_totals
+from paceline.collectives.control import all_gather_object
 from paceline.collectives.hosts import NodeTopology
 from paceline.collectives.reducer import Reducer, make_leaf_reducer, make_rank_reducer
 from paceline.collectives.replicate import broadcast_module
@@ -203,8 +203,7 @@ def sends(rank: int, world_size: int, folder: Path) -> list[object]:
     model = nn.Linear(999, 1000)
     broadcast_module(model)
     world = World(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
-    totals = resolve(start_totals([float(rank)] * 4, [0.0] * 4, [1.0], world)().totals)
-    assert (totals.sums, totals.votes) == ([24.0, 0.0], [4.0])
+    assert exchange().start_float_sum([rank, 1.0], "test")() == [6.0, 4.0]
     assert all_gather_object(rank, world) == [0, 1, 2, 3]
     partition = LeafPartition.one_leaf_per_rank(4, rank)
     sent: list[float | None] = []

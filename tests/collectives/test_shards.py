@@ -25,7 +25,7 @@ from paceline.collectives.reducer import make_shard_reducer
 from paceline.collectives.shards import ALIGNMENT_ELEMENTS, MAX_PENDING_BUCKETS, Shards
 from paceline.collectives.torch_collectives import TreeReduceScatter
 from paceline.collectives.tree import LeafPartition
-from paceline.strategies.optimizers import ELEMENT_WISE_OPTIMIZERS
+from paceline.strategies.optimizer_scope import ELEMENT_WISE_OPTIMIZERS
 
 # ---- shares: pure
 

@@ -8,7 +8,7 @@ from paceline.compute.phase_events import PhaseEvents
 from paceline.guard.detectors import find_slow_rank
 from paceline.protocol.evidence import Phase
 from paceline.protocol.status_page import StatusPage, make_status_page, read_counters
-from paceline.train.fit import PhaseClock
+from paceline.train.step_record import PhaseClock
 
 STEP = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.SYNC, Phase.OPTIMIZER)
 

@@ -3,6 +3,7 @@
 import resource
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -123,7 +124,12 @@ def few_files() -> Iterator[int]:
 
 
 def has_free(monkeypatch: pytest.MonkeyPatch, size_bytes: int | None) -> None:
-    monkeypatch.setattr(workers, "_free_bytes", lambda: size_bytes)
+    def disk_usage(folder: str) -> SimpleNamespace:
+        if size_bytes is None:
+            raise OSError
+        return SimpleNamespace(free=size_bytes)
+
+    monkeypatch.setattr("paceline.data.workers.shutil.disk_usage", disk_usage)
 
 
 def test_room_is_counted_in_bytes_of_all_ranks_batches_ahead_and_in_use(monkeypatch) -> None:
@@ -157,7 +163,3 @@ def test_too_few_open_files_are_refused(few_files, monkeypatch) -> None:
     )  # 3 tensors x 3 batches + 64 others
     with raises("too-few-open-files", files=75, num_workers=2, needed_files=79):
         check_shared_memory(BATCH, 2, SharedMemoryDemand(largest_batch=1, num_workers=2, local_ranks=1))
-
-
-def test_this_machines_own_room_is_seen() -> None:
-    assert workers._free_bytes() is None or workers._free_bytes() >= 0

@@ -20,7 +20,7 @@ from paceline.collectives.control import are_finite
 from paceline.data.loader import PrefetchTrigger
 from paceline.errors import PacelineError, StallError
 from paceline.rank.guard import HangGuard
-from paceline.stepping import totals
+from paceline.stepping.totals import StepTotals
 from paceline.train.step import TaskSteps
 
 
@@ -123,9 +123,9 @@ def test_the_next_batches_are_begun_while_the_device_is_busy_with_the_step(
     (step,), said, ahead = batches(world, 2), list[str](), PrefetchTrigger()
     replica = made("exact", world, 2)
     ahead.more = lambda: said.append("begin")
-    freed, start = HangGuard.check_unblocked, totals.start_totals
+    freed, start = HangGuard.check_unblocked, StepTotals.start
     monkeypatch.setattr(HangGuard, "check_unblocked", lambda self: (said.append("read"), freed(self)))
-    monkeypatch.setattr(totals, "start_totals", lambda *args: (said.append("last backward"), start(*args))[1])
+    monkeypatch.setattr(StepTotals, "start", lambda self: (said.append("last backward"), start(self))[1])
     replica.optimizer.register_step_pre_hook(lambda *_: said.append("update"))
     for around, wanted in (
         (on_the_cpu, ["last backward", "begin", "begin", "read", "read", "update"]),  # the last read looks again

@@ -13,9 +13,14 @@ from tests.doubles.test_syncs import META, begin
 from tests.run_ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import Dataset, TensorDataset
 
-from paceline.data.loader import MicroBatch
-from paceline.data.plan import MicroBatchPlan
+from paceline import ArrayDataset
+from paceline.collectives.control import NumbersToDevice
+from paceline.data import loader
+from paceline.data.arrays import IndicesOnDevice
+from paceline.data.loader import Loading, MicroBatch, load_steps
+from paceline.data.plan import BatchPlan, MicroBatchPlan
 from paceline.rank.world import World
 from paceline.stepping.order import CollectiveOrderCheck
 from paceline.stepping.totals import ControlFlags
@@ -88,3 +93,33 @@ def beyond_a_plain_loop(rank: int, world_size: int, strategy: str, ranks: int) -
 def test_a_step_has_few_operations_beyond_a_plain_loop(strategy: str, ranks: int, most: int, tmp_path: Path) -> None:
     ((more, found),) = run_ranks(beyond_a_plain_loop, 1, tmp_path, strategy, ranks)
     assert more <= most, found
+
+
+@pytest.mark.parametrize("dataset_class", [TensorDataset, ArrayDataset])
+def test_data_on_the_device_need_one_copy_of_indices_in_an_epoch_and_no_separate_stream(
+    dataset_class: type[Dataset[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "prefetch_to_device", None)
+    dataset = dataset_class(torch.empty(100, 8, device=META), torch.empty(100, device=META))
+    steps = load_steps(dataset, BatchPlan(100, 20, virtual_ranks=2), range(1, 2), Loading(META), start=0, stop=10)
+    with Operations() as counter:
+        assert [batch.inputs.shape[0] for step in steps for batch in step] == [10] * 10
+    assert (counter.found["aten::_to_copy"], counter.found["aten::index_select"]) == (2, 20)
+    assert not counter.lines  # the host waits for no copy
+
+
+def test_indices_that_are_on_the_device_are_those_of_the_batch() -> None:
+    device, order = torch.device("cpu", 0), torch.randperm(50)  # another device than that of `order`, for comparisons
+    copies = IndicesOnDevice(device)
+    for whole in (order[:20], order[20:40], order[40:], torch.arange(7), torch.arange(9)[2:]):
+        for portion in (whole, whole[1::3], whole[::2].tensor_split(2)[1]):
+            assert torch.equal(copies.copy_of(portion), portion)
+
+
+def test_numbers_are_sent_out_of_the_same_two_buffers() -> None:
+    sender = NumbersToDevice(torch.device("cpu"))
+    sent = [sender.send([float(step), 1.0]) for step in range(5)]
+    assert [numbers.tolist() for numbers in sent] == [[float(step), 1.0] for step in range(5)]
+    buffers = {id(buffer) for buffer in sender._buffers}
+    sender.send([7.0, 1.0])
+    assert {id(buffer) for buffer in sender._buffers} == buffers

@@ -41,6 +41,15 @@ def test_every_batch_has_arrived_before_it_is_read_and_is_kept_until_then(ahead:
     assert recorder.races == []
 
 
+@pytest.mark.parametrize("ahead", [None, PrefetchTrigger()], ids=["by itself", "when a step says so"])
+def test_events_are_reused(ahead: PrefetchTrigger | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[Event]()
+    with Recorder() as recorder:
+        monkeypatch.setattr(torch.cuda, "Event", lambda: made.append(Event()) or made[-1])
+        consumed(recorder, ahead)
+    assert len(made) <= 2 and recorder.races == []
+
+
 def test_without_the_wait_a_batch_is_read_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Stream, "wait_event", lambda self, event: None)
     with Recorder() as recorder:

@@ -92,7 +92,7 @@ def test_ranks_that_take_uneven_numbers_of_steps_on_purpose_are_not_compared() -
 
     assert shadowed(120, 80, 131) == shadowed(120, 1, 131, last=False) == []
     (notice,) = shadowed(120, 58, 130)
-    assert (notice.kind, notice.rank, notice.step) == ("shadowed", 1, 58)
+    assert notice.kind == "shadowed" and "rank 1 took 58 steps" in notice.words
     rendered(notice.words)
 
 
@@ -104,7 +104,7 @@ def test_without_ddp_a_rank_that_took_far_fewer_steps_is_told_at_the_end() -> No
 
     assert told(240, 240, 200) == told(240, 240, 0) == told(240, 240, 152, last=False) == []
     (notice,) = told(240, 240, 152)
-    assert (notice.kind, notice.rank, notice.step) == ("few steps", 2, 152)
+    assert notice.kind == "few steps" and "rank 2 took 152 steps" in notice.words
     rendered(notice.words)
 
 
@@ -162,8 +162,8 @@ def test_what_only_some_ranks_tell_is_passed_on_once_the_others_had_the_time_to(
         assert one.notices == []  # the slowest rank may still report the same
     for _ in range(2):
         one.update([rank(0, step=51), rank(1, step=60, findings=(stale,)), rank(2, step=60)])
-        assert [(told.kind, told.rank, told.step) for told in one.notices] == [("stale", 1, 30)]
-        assert stale.text in one.notices[0].words
+        assert [told.kind for told in one.notices] == ["stale"]
+        assert f"rank 1 {stale.text} (step 30)" in one.notices[0].words
     of_all = silent()
     of_all.update([rank(n, step=60, findings=(stale,)) for n in range(3)], last=True)
     assert of_all.notices == []
@@ -187,7 +187,7 @@ def test_a_swallowed_exception_is_told_once_and_again_with_the_drift_that_it_mad
     swallowed = ScriptFinding("swallowed", 5, "ValueError in its forward, at train.py:7 in forward: bad")
     samples = [rank(n, findings=(swallowed,) if n == 1 else ()) for n in range(3)]
     assert first(one.update(samples)) is None and first(one.update(samples)) is None
-    assert [(told.kind, told.rank, told.step) for told in one.notices] == [("swallowed", 1, 5)]
+    assert [told.kind for told in one.notices] == ["swallowed"]
     rendered(one.notices[0].words)
     found = first(one.update([rank(n, step(5, n == 1), findings=(swallowed,) if n == 1 else ()) for n in range(3)]))
     assert found is not None and swallowed.text in found.sentences[-1]
@@ -223,8 +223,8 @@ def test_a_thread_that_ended_is_told_and_again_when_its_rank_hangs() -> None:
     one, ended = silent(), ScriptFinding("thread", 5, "its thread reader ended with OSError at train.py:7 in read: bad")
     samples = [rank(n, findings=(ended,) if n == 1 else ()) for n in range(2)]
     assert first(one.update(samples)) is None and first(one.update(samples)) is None
-    assert [(told.kind, told.rank, told.step) for told in one.notices] == [("thread", 1, 5)]
-    assert ended.text in one.notices[0].words
+    assert [told.kind for told in one.notices] == ["thread"]
+    assert f"rank 1: {ended.text} (after step 5)" in one.notices[0].words
     waits = Op("0", 7, "all_reduce", shape="[3]")
     hung = [Evidence.from_sample(samples[0]), Evidence.from_sample(samples[1])]
     found = judge([replace(hung[0], ops=(waits,), answered=True), replace(hung[1], answered=True)])
@@ -334,5 +334,5 @@ def test_that_all_ranks_leave_ddp_is_said_once_and_of_some_nothing() -> None:
     for _ in range(2):
         assert looks.update([rank(n, findings=left) for n in range(3)]) == []
     (told,) = looks.notices
-    assert (told.kind, told.step) == ("left", 60)
+    assert told.kind == "left" and "step 60" in told.words
     rendered(told.words)

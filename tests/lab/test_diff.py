@@ -13,7 +13,7 @@ from tests.run_script import run_script
 from tests.soak_diff import Planted, cases, diffed, fault, train
 from tests.soak_replay import LOOP, hashes
 
-from paceline.lab.diff import Recorded, differing, first_difference, first_different_step, probable_cause
+from paceline.lab.replay import Recorded, differing, first_difference, first_different_step, probable_cause
 from paceline.runs.events import Step
 
 CASES = {planted.name: planted for planted in cases(random.Random(0))}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.errors import raises
 from tests.rendered import rendered
 
-from paceline.cli import scale
+from paceline.cli.measure import scale
 from paceline.lab.scale import (
     COMPUTE,
     DATA,
@@ -317,7 +317,7 @@ def test_a_message_takes_the_stated_latency_twice_with_gloo_and_once_with_nccl(t
         for delay in (0, 10):
             out = tmp_path / f"{device[:4]}-{delay}.json"
             words = ["--runs", ",".join(map(str, folders)), "--network", f"1Gbit,{delay}ms", "--mode", "strong"]
-            scale.main([*words, "--out", str(out)])
+            scale([*words, "--out", str(out)])
             rows = json.loads(out.read_text())["estimates"]
             times.setdefault(device, []).append(next(a["step_seconds"] for a in rows if a["where"].startswith("8 ")))
     trips = 2 * (8 - 1) * 0.01

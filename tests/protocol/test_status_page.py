@@ -122,7 +122,7 @@ def test_long_words_cost_their_own_ends_only(descriptor: int, page: StatusPage) 
 
 
 def test_a_question_an_answer_a_word(descriptor: int, page: StatusPage) -> None:
-    status_page.put_question(descriptor, 3)
+    status_page.set_counter(descriptor, "asked", 3)
     assert page.get("asked") == 3 and status_page.read_counters(descriptor).answered == 0
     page.answer(3, b"{}")
     assert status_page.read_counters(descriptor).answered == 3 and status_page.read_answer(descriptor) == b"{}"

@@ -64,7 +64,7 @@ class Rank:
 
     def ask(self, question: int = 1, *, seconds: float = 3.0) -> Answer | None:
         """Its answer, if one comes within `seconds`."""
-        status_page.put_question(self.page, question)
+        status_page.set_counter(self.page, "asked", question)
         deadline = time.monotonic() + seconds
         while status_page.read_counters(self.page).answered < question:
             if time.monotonic() > deadline:

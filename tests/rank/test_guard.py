@@ -89,17 +89,17 @@ def test_a_lost_peer_without_a_word_is_no_stall(mine: Mine) -> None:
 IMPORTS = """
 import sys
 from paceline.rank.imports import when_imported
-def then(late): print("late", late, hasattr(sys.modules["decimal"], "Decimal"))
+def then(): print("imported", hasattr(sys.modules["decimal"], "Decimal"))
 when_imported("decimal", then)
 when_imported("decimal", then)
-when_imported("decimal", lambda late: print("another"))
+when_imported("decimal", lambda: print("another"))
 import json
 print("json")
 from decimal import Decimal
 import decimal, importlib, inspect
 print(decimal.__spec__.loader is decimal.__loader__, "exec_module" in vars(decimal.__loader__), len(inspect.getsource(decimal)) > 0)
 importlib.reload(decimal)
-when_imported("decimal", lambda late: print("late", late))
+when_imported("decimal", lambda: print("now"))
 print(any("paceline" in type(finder).__module__ for finder in sys.meta_path))
 """  # noqa: E501
 
@@ -108,7 +108,7 @@ def test_whoever_waits_for_a_module_is_called_once_and_leaves_no_trace() -> None
     run = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines() == [
-        "json", "late False True", "another", "True False True", "late True", "False",
+        "json", "imported True", "another", "True False True", "now", "False",
     ]  # fmt: skip
 
 

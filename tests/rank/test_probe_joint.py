@@ -62,7 +62,7 @@ class Rank:
     def counts(self) -> tuple[int, int]:
         """Steps that are compared, and those before them."""
         read = read_counters(self.page.descriptor)
-        return read.step - read.solo_steps, read.solo_steps
+        return read.step - read.alone, read.alone
 
     @property
     def marked(self) -> set[tuple[int, int]]:

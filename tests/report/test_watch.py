@@ -17,10 +17,10 @@ from tests.rendered import rendered
 from tests.small_mnist import small_mnist as small_mnist
 from textual.widgets import Static
 
+from paceline.cli import live as command
 from paceline.cli import main
-from paceline.cli import watch as command
 from paceline.cli.run_state import NO_ACCESS, Access
-from paceline.protocol.evidence import LIVE, WATCHED_FILE, LiveRank, LiveState, Phase
+from paceline.protocol.evidence import LIVE, WATCHED_FILE, LiveState, Phase, WorkerSample
 from paceline.report.live import FileTail, LiveReader, RankSnapshot, RunSnapshot
 from paceline.report.watch_app import KeyActions, RankScreen, RankTable, WatchApp
 from paceline.report.watch_lines import summary_line
@@ -48,10 +48,10 @@ def write_events(folder: Path, rank: int, steps: int, forward: float = 0.1) -> N
             writer.write(step(number, forward=forward, sync=0.5 - forward))
 
 
-def live_rank(rank: int, steps: int, forward: float) -> LiveRank:
+def live_rank(rank: int, steps: int, forward: float) -> WorkerSample:
     spent = [0.0] * len(Phase)
     spent[Phase.FORWARD], spent[Phase.SYNC] = steps * forward, steps * (0.5 - forward)
-    return LiveRank(rank, "n1", 1, step=steps, phase="sync", phase_seconds=tuple(spent))
+    return WorkerSample(rank, "n1", 1, step=steps, phase=Phase.SYNC, phase_seconds=tuple(spent))
 
 
 def say_live(attempt: Path, steps: int) -> None:

@@ -20,7 +20,7 @@ PAST_THE_DOOR = {
 }  # fmt: skip
 ALLOWED = {
     ("cli/run_state.py", "iterdir"): "/proc",
-    ("cli/hang.py", "rmtree"): "the answer that was made for us, in a run that is ours",
+    ("cli/live.py", "rmtree"): "the answer that was made for us, in a run that is ours",
     ("checkpoint/manager.py", "iterdir"): "what older generations of the same run have left",
     ("host/sweep.py", "read_bytes"): "/proc",
     ("host/sweep.py", "open"): "/dev/null",

@@ -10,7 +10,7 @@ from tests import warm
 from tests.errors import ended_with
 
 from paceline.cli import logs, status
-from paceline.cli.hang import _newest_diagnosis
+from paceline.cli.live import _newest_diagnosis
 from paceline.cli.run_state import agent_run_folder, attempts, run_state
 from paceline.errors import ExitCode
 from paceline.report.outcome import root_failures

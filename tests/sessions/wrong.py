@@ -6,6 +6,7 @@ python wrong.py FILE       writes the code and the text of each error, as JSON
 from __future__ import annotations
 
 import json
+import random
 import sys
 import warnings
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from torch import nn
 from torch.optim import LBFGS, SGD
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import paceline
 from paceline.errors import PacelineError, UsageError
@@ -270,7 +271,7 @@ def a_stream_to_be_padded(s: Any) -> None:
 
 @case()
 def a_stream_in_four_processes(s: Any) -> None:
-    s.loader(DataLoader(Stream(), batch_size=2, num_workers=4))
+    s.loader(DataLoader(Stream(), batch_size=2, num_workers=4), split=True)
 
 
 @case()
@@ -341,11 +342,6 @@ def trained_on_parts(s: Any, stream: Any) -> None:
 
 
 @case()
-def worker_init(s: Any) -> None:
-    s.loader(DataLoader(DATA, batch_size=2, worker_init_fn=print))
-
-
-@case()
 def batches_out_of_order(s: Any) -> None:
     s.loader(DataLoader(DATA, batch_size=2, num_workers=1, in_order=False))
 
@@ -355,13 +351,38 @@ def whole_batches(s: Any) -> None:
     s.loader(DataLoader(DATA, batch_size=None))
 
 
+class OwnIteration(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return super().__iter__()
+
+
 @case()
-def processes_that_should_stay(s: Any) -> None:
-    """No error: said."""
-    words: list[str] = []
-    s._run.print = words.append
-    s.loader(DataLoader(DATA, batch_size=2, num_workers=1, persistent_workers=True))
-    raise UsageError("; ".join(words))
+def an_iteration_of_its_own(s: Any) -> None:
+    s.loader(OwnIteration(DATA, batch_size=2))
+
+
+@case()
+def a_stream_that_each_process_reads(s: Any) -> None:
+    ready(s)
+    for _ in s.loader(DataLoader(Stream(), batch_size=2, num_workers=2)):
+        pass
+
+
+class OwnGenerator(Dataset[Any]):
+    dice = random.Random(1)
+
+    def __getitem__(self, number: int) -> Any:
+        return torch.full((3,), self.dice.random()), 0
+
+    def __len__(self) -> int:
+        return 8
+
+
+@case(strategy="exact")
+def a_generator_of_its_own(s: Any) -> None:
+    ready(s)
+    for _ in s.loader(OwnGenerator(), global_batch=4):
+        pass
 
 
 @case()

@@ -31,7 +31,7 @@ from paceline.strategies import Strategy
 from paceline.strategies.bucketed import bucketed
 from paceline.strategies.exact import Exact
 from paceline.strategies.fsdp import FSDP
-from paceline.strategies.outer_optimizer import InterNodeOptions
+from paceline.strategies.inter_node import InterNodeOptions
 from paceline.strategies.zero import Zero
 
 pytestmark = pytest.mark.sample(2)

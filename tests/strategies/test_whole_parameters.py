@@ -28,7 +28,7 @@ from paceline.config.mesh import Mesh
 from paceline.data.plan import ranks_share
 from paceline.rank.world import create_mesh_groups
 from paceline.strategies import STRATEGIES, Strategy
-from paceline.strategies.optimizers import scope_of
+from paceline.strategies.optimizer_scope import scope_of
 from paceline.train.parallelism import ParallelPlan
 
 CPU, STEPS = torch.device("cpu"), 4

@@ -14,8 +14,8 @@ from paceline.compute.precision import bf16_unsupported_reason
 from paceline.compute.resources import current_cpu_allocation, thread_warnings
 from paceline.config.settings import ComputeConfig, LaunchConfig, TrainConfig, check_values
 from paceline.rank.world import World
-from paceline.train.compute_settings import _choose_precision, set_threads
-from paceline.train.costs import WARM_UP_STEPS, DataWait
+from paceline.train.compute_settings import set_threads
+from paceline.train.prepare import _choose_precision
 
 CPU = torch.device("cpu")
 
@@ -79,17 +79,6 @@ def test_all_ranks_are_told_the_same_of_their_threads_and_what_was_asked_for_sta
 def test_auto_takes_bf16_only_where_it_is_faster_for_all(told, precision, words):
     chosen, notice = _choose_precision(told)
     assert chosen == precision and words in notice
-
-
-def test_the_share_of_waiting_leaves_out_the_first_steps_unless_there_are_few():
-    waiting = DataWait()
-    assert waiting.fraction() is None
-    for _ in range(WARM_UP_STEPS):
-        waiting.add_step({"data": 9.0, "forward": 1.0})
-    assert waiting.fraction() == 0.9
-    for _ in range(WARM_UP_STEPS + 1):
-        waiting.add_step({"data": 1.0, "forward": 9.0})
-    assert waiting.fraction() == pytest.approx(0.1)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from tests import warm
 from paceline.protocol.evidence import Phase
 from paceline.protocol.status_page import StatusPage, make_status_page
 from paceline.runs.events import Step, read_events
-from paceline.train.fit import PhaseClock
+from paceline.train.step_record import PhaseClock
 
 
 def test_phases_add_up_and_what_follows_a_take_counts_for_no_step(monkeypatch: pytest.MonkeyPatch) -> None:

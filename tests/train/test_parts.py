@@ -34,6 +34,17 @@ def test_learning_rate_scaling():
     assert scaled_lr(0.1, "none", 512, 128) == 0.1
 
 
+def test_the_share_of_waiting_leaves_out_the_first_steps_unless_there_are_few():
+    waiting = Throughput()
+    assert waiting.data_fraction() is None
+    for _ in range(WARMUP_STEPS):
+        waiting.count_step(1, 9.0, 10.0)
+    assert waiting.data_fraction() == 0.9
+    for _ in range(WARMUP_STEPS + 1):
+        waiting.count_step(1, 1.0, 10.0)
+    assert waiting.data_fraction() == pytest.approx(0.1)
+
+
 def test_throughput_leaves_out_the_warm_up_and_pauses():
     now = 0.0
     meter = Throughput(clock=lambda: now)

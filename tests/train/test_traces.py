@@ -13,9 +13,8 @@ from paceline.protocol.evidence import Op, Phase
 from paceline.protocol.status_page import RECORDS, StatusPage, make_status_page
 from paceline.rank.world import World
 from paceline.strategies.single import Single
-from paceline.train.fit import PhaseClock, StepRecord
-from paceline.train.memory import memory_breakdown
-from paceline.train.records import NUM_LAST_TRACED_STEPS, StepTraces, collective_bytes, is_traced_step
+from paceline.train.records import NUM_LAST_TRACED_STEPS, StepTraces, collective_bytes, is_traced_step, memory_breakdown
+from paceline.train.step_record import PhaseClock, StepRecord
 
 ALL_REDUCE = Op("shared", 1, "all_reduce", "gradients", "[10, 3] [4]", "float32")
 NO_RESULT: Any = None

@@ -28,7 +28,6 @@ class BufferHistory:
     replaced: int = 0  # micro-batches in which the module has assigned a new tensor
 
     def tensor(self) -> Tensor:
-        """The numbers as a tensor, for a checkpoint."""
         return torch.tensor([self.micro_batches, self.samples, self.writes, self.replaced])
 
 
@@ -45,7 +44,6 @@ class BufferObservation:
 
 
 def possible_reductions(buffer: Tensor) -> tuple[str, ...]:
-    """The reductions that a buffer of this type can have."""
     if buffer.is_complex():
         return ("sum", "mean", "first")
     if buffer.is_floating_point():
@@ -70,12 +68,10 @@ def observe_buffer(
 
 
 def digest_of(tensor: Tensor) -> str:
-    """SHA-256 of the bytes of a tensor."""
     return hashlib.sha256(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
 def load_buffer_history(source: Source, virtual_rank: int, name: str) -> BufferHistory:
-    """The saved history of a buffer on a virtual rank."""
     saved = source.tensor(f"seen/{virtual_rank}/{name}")
     return BufferHistory() if saved is None else BufferHistory(*saved.tolist())
 

@@ -34,11 +34,10 @@ from paceline.checkpoint.format import (
     read_manifest,
     step_of,
 )
-from paceline.errors import TrainingError, UsageError
+from paceline.errors import TrainingError
 from paceline.runs import writing
 from paceline.runs.reading import entry_names
 
-MIN_KEPT_CHECKPOINTS = 2  # a single one is lost if its disk blocks are damaged
 MAX_LISTINGS = 100  # a new listing is needed when a writer has published and deleted meanwhile
 LOCK_SECONDS = 30.0  # the fence is locked for a few renames; if it takes longer, the other process is frozen
 
@@ -72,26 +71,19 @@ class PublishFence:
         self._path = path
 
     def advance_to(self, claim: Claim) -> None:
-        """Make `claim` the newest one; may be repeated.
-
-        Raises:
-            TrainingError: if a newer claim exists, or another process does not release the fence.
-            OSError: if the file cannot be written, or the file system has no locks.
-        """
+        """Make `claim` the newest one; may be repeated. Raises TrainingError if a newer claim exists."""
         with self._locked(make=True) as descriptor:
             newest = _read_claim(descriptor, self._path)
             if newest is not None and claim < newest:
                 raise TrainingError(code="fence-taken-over", newest=newest, claim=claim)
-            _write_claim(descriptor, claim)
+            line = f"{claim.attempt:020d} {claim.generation:020d}\n".encode()
+            if (written := os.pwrite(descriptor, line, 0)) != len(line):  # one write: a crash leaves no partial claim
+                raise OSError(f"wrote only {written} of {len(line)} bytes")
+            os.fsync(descriptor)
 
     @contextlib.contextmanager
     def hold_claim(self, claim: Claim) -> Generator[None]:
-        """No other process can take the fence during this context.
-
-        Raises:
-            Fenced: if another process has taken it.
-            TrainingError: if another process does not release the fence.
-        """
+        """No other process can take the fence during this context. Raises FencedError if one has taken it."""
         if not self._path.exists():
             raise FencedError(code="fence-missing", path=self._path)
         with self._locked() as descriptor:
@@ -123,15 +115,6 @@ def _read_claim(descriptor: int, path: Path) -> Claim | None:
     if not match:
         raise TrainingError(code="fence-damaged", path=path, value=text)
     return Claim(int(match[1]), int(match[2]))
-
-
-def _write_claim(descriptor: int, claim: Claim) -> None:
-    """Write a claim into a locked fence. One write of a fixed length: a crash leaves no partial claim."""
-    line = f"{claim.attempt:020d} {claim.generation:020d}\n".encode()
-    written = os.pwrite(descriptor, line, 0)
-    if written != len(line):
-        raise OSError(f"wrote only {written} of {len(line)} bytes")
-    os.fsync(descriptor)
 
 
 class CheckpointFolder(NamedTuple):
@@ -181,11 +164,7 @@ class Checkpoints:
     def newest_valid(self, report: MessageCallback) -> tuple[Path, Manifest] | None:
         """The newest intact checkpoint, with all files hashed; None if there is none.
 
-        Args:
-            report: called for each newer, damaged checkpoint, with its name and the damage.
-
-        Raises:
-            TrainingError: if another process deletes checkpoints faster than this one can read them.
+        `report` is called for each newer, damaged checkpoint, with its name and the damage.
         """
         reported: set[Path] = set()
         for _ in range(MAX_LISTINGS):
@@ -205,11 +184,7 @@ class Checkpoints:
     # ---- publish
 
     def claim_publishing(self, attempt: int, generation: int, report: MessageCallback = lambda _: None) -> None:
-        """Create the folder, take the fence, and remove the partial checkpoints of older generations.
-
-        Raises:
-            TrainingError: if a newer generation has the fence, or the folder cannot be written.
-        """
+        """Create the folder, take the fence, and remove the partial checkpoints of older generations."""
         claim = Claim(attempt, generation)
         try:
             writing.make_folder(self.root, exist_ok=True)
@@ -233,11 +208,7 @@ class Checkpoints:
         return f"a checkpoint needs {size_bytes:,} bytes, and the file system of {self.root} has {free_bytes:,} free"
 
     def begin(self, step: int) -> Path:
-        """A new empty folder for the files of all ranks.
-
-        Raises:
-            OSError: if it cannot be created.
-        """
+        """A new empty folder for the files of all ranks."""
         attempt, generation = self._checked_claim()
         return self._create(f".tmp-{step}-{attempt}-{generation}")
 
@@ -257,18 +228,9 @@ class Checkpoints:
         """Publish `tmp` as the checkpoint of its step, then delete those older than the newest `keep` intact ones.
 
         If an intact checkpoint of this step exists, it stays, and the new one is removed. If an old one cannot be
-        deleted, `report` is called. If the commit fails, no published checkpoint has changed.
-
-        Returns:
-            The folder of the checkpoint.
-
-        Raises:
-            Fenced: a newer generation has taken the fence. Nothing is published.
-            Damaged: a file of the manifest is missing or has a different size. Nothing is published.
-            OSError: for example, the disk is full.
+        deleted, `report` is called. If the commit fails, no published checkpoint has changed. It fails if a newer
+        generation has taken the fence, or if a file of the manifest is missing or has a different size.
         """
-        if keep < MIN_KEPT_CHECKPOINTS:
-            raise UsageError(code="keep-too-few-checkpoints", least=MIN_KEPT_CHECKPOINTS, value=keep)
         encoded = encode_manifest(manifest)
         decode_manifest(encoded)  # raises an error unless it can be read again
         try:
@@ -340,8 +302,7 @@ class Checkpoints:
         return writing.rename(path, trash)
 
     def _checked_claim(self) -> Claim:
-        if self._claim is None:
-            raise RuntimeError("call claim() before begin() and commit()")
+        assert self._claim is not None, "call claim_publishing() before begin() and commit()"
         if self._inode is not None and self._root_inode() != self._inode:
             raise TrainingError(code="checkpoints-exchanged", folder=self.root)
         return self._claim

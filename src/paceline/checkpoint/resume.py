@@ -23,8 +23,6 @@ from paceline.runs import folder as run_folder
 
 @dataclass(frozen=True)
 class RunLocation:
-    """The folder of a run, its attempt and generation, and the settings that define it."""
-
     folder: Path
     attempt: int
     generation: int
@@ -46,8 +44,6 @@ class TrainerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The state that a training resumes from."""
-
     step: int
     trainer_state: TrainerState
     source: ShardFileSource
@@ -89,10 +85,6 @@ def newest_on_disk(
     """The newest intact checkpoint between two steps (a collective). The ranks split the work of hashing.
 
     For each newer, damaged checkpoint, rank 0 calls `report` with the damage.
-
-    Raises:
-        UsageError: on rank 0, if all checkpoints are damaged and there is no older state (`after` is -1).
-        ReportedByPeer: on the other ranks.
     """
     candidates = [str(path) for step, path in checkpoints.entries() if after < step < before]
     paths: list[str] = all_gather_object(candidates, world)[0]
@@ -137,18 +129,9 @@ def lock_run_folder(
 ) -> Generator[RunLocation]:
     """Lock the run folder. The folder, attempt and generation are the same on all ranks (a collective).
 
-    Args:
-        world: the ranks.
-        asked: the folder. None: a new one under runs/.
-        name: the prefix of a new folder's name.
-        prepared: the folder, if the agent has already created and locked it.
-        resume: whether the folder may contain a run. A restarted run always may.
-        restart: whether to move the checkpoints and weights of that run aside.
-        trust: whether other users may own the folder or write to it.
-
-    Raises:
-        UsageError: on one rank; see `open_run_dir` and `lock_run_dir`.
-        ReportedByPeer: on the other ranks.
+    `asked` is the folder; None: a new one under runs/, whose name begins with `name`. `prepared` is set if the agent
+    has already created and locked it. It may contain a run with `resume`, or if the run is restarted. `restart` moves
+    the checkpoints and weights of that run aside. With `trust` other users may own the folder or write to it.
     """
     generation, spec = restart_count(), WorkerSpec.from_environment()
     launched_dir = Path(spec.attempt_dir).resolve() if spec is not None and spec.attempt_dir else None
@@ -184,12 +167,7 @@ def lock_run_folder(
 def find_resume_point(
     location: RunLocation, world: World, *, resume: bool, trust: bool, restart: bool = False
 ) -> ResumePoint | None:
-    """The state to resume from, if any (a collective). With `restart`, a finished run may start again.
-
-    Raises:
-        UsageError: on one rank, if every checkpoint is damaged, or the run is finished.
-        ReportedByPeer: on the other ranks.
-    """
+    """The state to resume from, if any (a collective). With `restart`, a finished run may start again."""
     if not resume and not location.generation:
         return None
     checkpoints = Checkpoints(location.folder / run_folder.CHECKPOINTS, trust=trust)

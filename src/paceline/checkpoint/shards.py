@@ -49,7 +49,7 @@ def select_shards_to_save(shards: Sequence[TensorShard], rank: int, world_size: 
     """The tensors that `rank` saves: those that only it holds, and its portion, by bytes, of the replicated ones."""
     replicated = sorted((h for h in shards if h.replicated), key=lambda h: h.name)
     portion = assign_balanced([h.tensor.nbytes for h in replicated], world_size)[rank]
-    return [h for h in shards if not (h.replicated or h.is_saved_elsewhere)] + [replicated[i] for i in portion]
+    return [h for h in shards if h.is_unique] + [replicated[i] for i in portion]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,6 @@ class ShardLayout:
     total_bytes: int
 
     def header(self, meta: Mapping[str, str]) -> bytes:
-        """The JSON header with the description of the tensors, and `meta`."""
         table: dict[str, Any] = {"__metadata__": dict(meta)}
         for piece, entry, offset in zip(self.pieces, self.shards, self.offsets, strict=True):
             pair = [2] if piece.dtype in REAL_DTYPE_OF_COMPLEX else []
@@ -73,11 +72,7 @@ class ShardLayout:
 
 
 def make_shard_layout(part: Iterable[TensorShard], *, room_bytes: int = 4096) -> ShardLayout:
-    """Lay out a part, large elements first, so that each is aligned. `room_bytes` are reserved for metadata.
-
-    Raises:
-        UsageError: for a dtype that a file cannot have.
-    """
+    """Lay out a part, large elements first, so that each is aligned. `room_bytes` are reserved for metadata."""
     ordered = tuple(sorted(part, key=lambda h: (-h.tensor.element_size(), h.name)))
     for entry in ordered:
         if entry.tensor.dtype not in DTYPE_NAMES:
@@ -157,7 +152,6 @@ class ShardFileSource:
 
     @classmethod
     def from_checkpoint(cls, folder: Path, manifest: Manifest) -> Self:
-        """The state in a checkpoint."""
         return cls((folder / file.name, file.pieces) for file in manifest.files)
 
     def names(self, prefix: str) -> list[str]:
@@ -167,11 +161,6 @@ class ShardFileSource:
         return torch.Size(self._pieces[name][0][1].shape)
 
     def tensor(self, name: str, start: int = 0, stop: int | None = None) -> Tensor | None:
-        """See Source.
-
-        Raises:
-            Damaged: if a file differs from its description, or the files do not have each element once.
-        """
         if name not in self._pieces:
             return None
         first = self._pieces[name][0][1]
@@ -195,7 +184,6 @@ class ShardFileSource:
         return result.view(shape) if start == 0 and stop is None else result
 
     def _assemble_ranges(self, name: str) -> Tensor:
-        """The full tensor, flat, from files with several ranges of its elements each."""
         pieces = self._pieces[name]
         first = pieces[0][1]
         problem = find_coverage_error([piece for _, piece in pieces])
@@ -234,7 +222,7 @@ def full_state(held: Sequence[TensorShard], world: World) -> dict[str, Tensor]:
     """
     shards: dict[str, list[TensorShard]] = defaultdict(list)
     for h in held:
-        if not (h.replicated or h.is_saved_elsewhere):
+        if h.is_unique:
             shards[h.name].append(h)
     parts = [(name, list(h.full_shape), str(h.tensor.dtype).removeprefix("torch.")) for name, (h, *_) in shards.items()]
     shapes = {name: (shape, dtype) for entries in all_gather_object(parts, world) for name, shape, dtype in entries}
@@ -275,12 +263,10 @@ class ShardedParameter:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the shard."""
         length = sum(stop - start for start, stop in self.ranges)
         return torch.Size([length if dim == self.dim else size for dim, size in enumerate(self.full_shape)])
 
     def extract_shard(self, whole: Tensor) -> Tensor:
-        """A copy of the shard of a full tensor."""
         return torch.cat([whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges], self.dim)
 
     def split_into_full_ranges(self, shard: TensorShard) -> list[TensorShard]:
@@ -336,7 +322,6 @@ def parameter_of(name: str, known: Mapping[str, object]) -> str | None:
 
 
 def find_sharded_parameter(name: str, sharded: Mapping[str, ShardedParameter]) -> ShardedParameter | None:
-    """The shard of the parameter that a tensor belongs to."""
     return sharded.get(parameter_of(name, sharded) or "")
 
 

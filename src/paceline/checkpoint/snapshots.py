@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.checkpoint.format import HEADER_LENGTH_FIELD_BYTES, Piece
+from paceline.checkpoint.format import Piece
 from paceline.checkpoint.shards import (
     DTYPES_BY_NAME,
     ShardFileSource,
@@ -66,8 +66,6 @@ class SnapshotMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A complete state in memory."""
-
     meta: SnapshotMeta  # of one of its parts
     source: ShardFileSource
     memory_file_descriptors: tuple[int, ...]  # the descriptors of its memory files
@@ -90,8 +88,7 @@ class SnapshotWriter:
         self._part, self._parts, self._generation = part, parts, generation
         self._files = files[::-1] if spared == files[0] else files  # the next one first
         self._buffers: dict[int, Tensor] = {}
-        self._locked: set[int] = set()
-        """The addresses of page-locked buffers. A GPU copies into them without the host."""
+        self._locked: set[int] = set()  # the addresses of page-locked buffers. A GPU copies into them without the host
 
     def write(self, shards: Sequence[TensorShard], step: int, content: dict[str, Any]) -> int:
         """Copy this rank's part of the state, and return its number of bytes.
@@ -149,12 +146,11 @@ class InterNodeExchange:
         self._world = world
         self._group: dist.ProcessGroup | None = None
         self._tries, self._pause, self._since = 0, 0, -math.inf  # no pause before the first exchange is timed
-        unique_bytes, local = sum(shard.tensor.nbytes for shard in _unique_shards(held)), world.local_size
+        unique_bytes, local = sum(shard.tensor.nbytes for shard in held if shard.is_unique), world.local_size
         replicated = sum(shard.tensor.nbytes for shard in held if shard.replicated)
         by_rank = all_gather_object([[world.local_rank, local], unique_bytes, free_memory(), replicated], world)
         total = sum(unique_bytes for _, unique_bytes, _, _ in by_rank) + by_rank[0][3]
-        self.why_not = ""
-        """The reason why snapshots are impossible, the same on all ranks; empty if they are possible."""
+        self.why_not = ""  # the reason why snapshots are impossible, the same on all ranks; empty if they are possible
         if any(unique_bytes for _, unique_bytes, _, _ in by_rank):
             if any(at != [rank % local, local] for rank, (at, *_) in enumerate(by_rank)) or world.group is not None:
                 self.why_not = "hosts have parts of the state, and different numbers of ranks"
@@ -188,7 +184,7 @@ class InterNodeExchange:
 
     def _exchange(self, shards: Sequence[TensorShard], group: dist.ProcessGroup) -> list[TensorShard]:
         world = self._world
-        shard = make_shard_layout(_unique_shards(shards))
+        shard = make_shard_layout(shard for shard in shards if shard.is_unique)
         own_buffer = torch.empty(shard.total_bytes, dtype=torch.uint8)
         write_shard_file(own_buffer, shard, {})
         offsets = [shard.header_bytes + offset for offset in shard.offsets]
@@ -212,10 +208,6 @@ class InterNodeExchange:
         ]
 
 
-def _unique_shards(shards: Sequence[TensorShard]) -> list[TensorShard]:
-    return [shard for shard in shards if not (shard.replicated or shard.is_saved_elsewhere)]
-
-
 def _received(piece: Piece, data: Tensor, at: int) -> TensorShard:
     dtype, shape = DTYPES_BY_NAME[piece.dtype], torch.Size(piece.shape)
     values = data[at : at + piece.elements * dtype.itemsize].view(dtype)
@@ -233,10 +225,6 @@ def newest_snapshot(files: Iterable[Sequence[int]]) -> Snapshot | None:
     """The newest state with all its parts in these memory files, by rank."""
     states: dict[tuple[int, int, int], dict[int, tuple[int, SnapshotMeta, tuple[Piece, ...]]]] = {}
     for descriptor in itertools.chain.from_iterable(files):
-        if os.fstat(descriptor).st_size <= HEADER_LENGTH_FIELD_BYTES or not any(
-            os.pread(descriptor, HEADER_LENGTH_FIELD_BYTES, 0)
-        ):
-            continue
         metadata = read_meta(_path(descriptor))
         if metadata is None:
             continue

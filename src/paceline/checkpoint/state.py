@@ -37,8 +37,12 @@ class TensorShard:
 
     @property
     def full_shape(self) -> torch.Size:
-        """The shape of the full tensor."""
         return self.tensor.shape if self.unsharded_shape is None else self.unsharded_shape
+
+    @property
+    def is_unique(self) -> bool:
+        """Whether only this rank saves it."""
+        return not (self.replicated or self.is_saved_elsewhere)
 
     def view_in(self, flat: Tensor) -> Tensor:
         """A view, (count, elements of each), of these elements in the full tensor `flat`."""
@@ -51,21 +55,14 @@ def view_ranges(flat: Tensor, start: int, length: int, count: int, apart: int) -
 
 
 def unsharded_parameter_shards(named: Iterable[tuple[str, Tensor]]) -> list[TensorShard]:
-    """The parameters of a model, unsharded."""
     return [TensorShard(f"model/{name}", parameter.detach()) for name, parameter in named]
 
 
 class Source(Protocol):
     """A saved state, in memory or on disk."""
 
-    def names(self, prefix: str) -> Iterable[str]:
-        """All names that begin with `prefix`."""
-        ...
-
-    def shape(self, name: str) -> torch.Size:
-        """The full shape of the tensor `name`, which must exist."""
-        ...
-
+    def names(self, prefix: str) -> Iterable[str]: ...  # all that begin with `prefix`
+    def shape(self, name: str) -> torch.Size: ...  # the full shape of a tensor that exists
     def tensor(self, name: str, start: int = 0, stop: int | None = None) -> Tensor | None:
         """The tensor in its full shape, or its elements [start, stop) as (stop - start,); None if it does not exist.
 
@@ -90,11 +87,7 @@ class PrefixedSource:
 
 
 def read_matching_tensor(source: Source, name: str, like: Tensor, *, any_type: bool = False) -> Tensor:
-    """The tensor `name`, with the shape of `like`, and its type unless `any_type`.
-
-    Raises:
-        UsageError: if it does not exist or does not fit: the state belongs to a different model.
-    """
+    """The tensor `name`, with the shape of `like`, and its type unless `any_type`."""
     tensor = source.tensor(name)
     if tensor is None or tensor.shape != like.shape or (tensor.dtype != like.dtype and not any_type):
         actual = "nothing" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
@@ -104,11 +97,7 @@ def read_matching_tensor(source: Source, name: str, like: Tensor, *, any_type: b
 
 @torch.no_grad()
 def load_into(source: Source, shard: TensorShard) -> None:
-    """Copy the saved tensor, or its range of elements, into `shard`.
-
-    Raises:
-        UsageError: see `read_matching_tensor`.
-    """
+    """Copy the saved tensor, or its range of elements, into `shard`."""
     if shard.unsharded_shape is None:
         shard.tensor.copy_(read_matching_tensor(source, shard.name, shard.tensor))
         return

@@ -53,11 +53,12 @@ GROUPS = {
              "srun python -m paceline watchover -m my_package.train --epochs 5"), usage_suffix="SCRIPT [ARGUMENTS]",
         ),
         "join": Command(
-            "add this host to a running multi-node job", "cancel.JoinConfig", "run",
+            "add this host to a running multi-node job", "live.JoinConfig", "run",
             ("runs/first", "runs/first --nproc 4"), "join",
         ),
         "cancel": Command(
-            "stop a run after it has saved its state", "cancel.CancelConfig", "run", ("runs/first", "runs/first --now")
+            "stop a run after it has saved its state", "live.CancelConfig", "run",
+            ("runs/first", "runs/first --now"), "cancel",
         ),
         "doctor": Command(
             "check that machines are fit to train on, and list the fixes", "doctor.DoctorConfig", "",
@@ -74,8 +75,8 @@ GROUPS = {
             ("", "/shared/runs --json"), "list_runs",
         ),
         "watch": Command(
-            "watch a run live, rank by rank; show stacks, save, stop", "watch.WatchConfig", "run",
-            ("runs/first", "first"),
+            "watch a run live, rank by rank; show stacks, save, stop", "live.WatchConfig", "run",
+            ("runs/first", "first"), "watch",
         ),
         "report": Command(
             "write an HTML report of a run, or compare several", "report.ReportConfig", "runs",
@@ -86,8 +87,8 @@ GROUPS = {
             ("runs/first --rank 0 --lines 100", "runs/first --grep loss --follow"),
         ),
         "hang": Command(
-            "show which rank is blocking a run, with every rank's stack", "hang.HangConfig", "run",
-            ("runs/first", "runs/first --json"),
+            "show which rank is blocking a run, with every rank's stack", "live.HangConfig", "run",
+            ("runs/first", "runs/first --json"), "hang",
         ),
         "monitor": Command(
             "show live use of cores, memory, network and GPUs, by process", "monitor.MonitorConfig", "",
@@ -108,14 +109,14 @@ GROUPS = {
             ("mnist-cnn --ranks 1,2,4", "my_loop.py:main -- --batch 16"), usage_suffix="[-- ARGUMENTS]",
         ),
         "compare": Command(
-            "measure every strategy (speed, memory, bytes, bits), and recommend one", "compare.CompareConfig", "task",
-            ("mnist-cnn --nproc 2", "mnist-cnn --strategies ddp,exact --nproc 2"),
+            "measure every strategy (speed, memory, bytes, bits), and recommend one", "measure.CompareConfig", "task",
+            ("mnist-cnn --nproc 2", "mnist-cnn --strategies ddp,exact --nproc 2"), "compare",
             common_options="strategies meshes nproc batch-sizes steps rounds config device optimizer precision out "
             "json",
         ),
         "scale": Command(
-            "measure scaling and lost time, and estimate a step on more machines", "scale.ScaleConfig", "task",
-            ("mnist-cnn --ranks 1,2", "mnist-cnn --ranks 1,2 --network 100Gbit,5us"),
+            "measure scaling and lost time, and estimate a step on more machines", "measure.ScaleConfig", "task",
+            ("mnist-cnn --ranks 1,2", "mnist-cnn --ranks 1,2 --network 100Gbit,5us"), "scale",
             common_options="runs ranks strategy mesh mode batch-size network steps rounds config device task-arg out "
             "json",
         ),
@@ -124,8 +125,8 @@ GROUPS = {
             ("runs/first --step 20", "runs/first --step 20 --find-nonfinite"), usage_suffix="[-- ARGUMENTS]",
         ),
         "diff": Command(
-            "show the first setting, step and tensor in which two runs differ", "diff.DiffConfig", "run other script",
-            ("runs/first runs/second", "runs/first --against-python new-env"), usage_suffix="[-- ARGUMENTS]",
+            "show the first setting, step and tensor in which two runs differ", "replay.DiffConfig", "run other script",
+            ("runs/first runs/second", "runs/first --against-python new-env"), "diff", "[-- ARGUMENTS]",
         ),
         "ledger": Command(
             "check that each sample was used once per epoch, over all attempts", "ledger.LedgerConfig", "run",
@@ -163,7 +164,6 @@ usage: paceline COMMAND [OPTIONS]
 
 
 def command_line(name: str) -> CommandLine:
-    """The options and arguments of `paceline NAME`."""
     from paceline.cli.options import CommandLine
 
     command = COMMANDS[name]
@@ -178,7 +178,6 @@ def command_line(name: str) -> CommandLine:
 
 
 def command_main(name: str) -> Callable[[Sequence[str]], int]:
-    """The function that runs `paceline NAME ARGUMENTS`, and returns its exit code."""
     command = COMMANDS[name]
     return getattr(import_module(f"paceline.cli.{command.settings.partition('.')[0]}"), command.main)
 
@@ -223,7 +222,6 @@ def _train_as_rank(settings: Path) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `paceline ARGUMENTS` and return its exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     hold_standard_descriptors()
     spec = WorkerSpec.from_environment()

@@ -70,7 +70,6 @@ class ExportConfig:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `paceline checkpoint ARGUMENTS`."""
     typed = [argument for argument in arguments if not argument.startswith("-")]
     if typed and typed[0] not in ("list", "verify") and (len(typed) == 1 or is_folder(Path(typed[0]))):
         raise UsageError(code="checkpoint-without-action", run=shlex.quote(typed[0]), allowed=["list", "verify"])
@@ -151,7 +150,6 @@ def _modification_time(path: Path) -> str:
 
 
 def export(arguments: Sequence[str]) -> int:
-    """Run `paceline export ARGUMENTS`."""
     from paceline.cli.run_state import find_run
 
     config: ExportConfig = command_line("export").parse(arguments)
@@ -217,7 +215,6 @@ def _check_out(config: ExportConfig, out: Path, file_format: str) -> None:
 
 
 def _weights(config: ExportConfig, run_dir: Path) -> tuple[Weights, str]:
-    """The requested weights, under all their names, and a description of their origin."""
     summary = read_summary(run_dir)
     if config.step == "best":
         return _saved_weights(config, run_dir, BEST_WEIGHTS), f"the best weights of {run_dir.name}"

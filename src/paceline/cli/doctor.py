@@ -55,7 +55,6 @@ class DoctorConfig:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `paceline doctor ARGUMENTS`."""
     config: DoctorConfig = command_line("doctor").parse(arguments)
     _check(config)
     if config.on == "slurm" and "SLURM_JOB_ID" not in os.environ:

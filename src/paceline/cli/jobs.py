@@ -28,16 +28,8 @@ from paceline.launch.plan import (
     write_files,
     write_submission,
 )
+from paceline.launch.slurm import queue
 from paceline.launch.slurm.plan import SCRIPT_FILE, plan_slurm
-from paceline.launch.slurm.queue import (
-    check_allocation,
-    check_fits,
-    cores_per_rank,
-    current_allocation,
-    follow,
-    run_in_allocation,
-    submit,
-)
 from paceline.launch.ssh.plan import plan_ssh, rsync_commands, run_rsync
 from paceline.launch.supervise import run
 from paceline.protocol.balance import AUTO, parse_balance, speeds_of_ranks
@@ -57,7 +49,6 @@ FOLLOW_UP_HINT = "paceline status {} shows the progress; also: paceline logs, pa
 
 
 def check_cluster_options(cluster: ClusterConfig) -> None:
-    """Check the settings, and that each has an effect with this launcher."""
     for field in dataclasses.fields(cluster):
         allowed = launchers_of(field.name)
         if cluster.on not in allowed and getattr(cluster, field.name) != field.default:
@@ -119,7 +110,6 @@ def make_job_spec(cluster: ClusterConfig, nproc: int | None) -> JobSpec:
 
 
 def check_balance(job: JobSpec) -> None:
-    """Raise UsageError if `--balance` has a wrong number of speeds, or nothing measures them."""
     if job.balance == AUTO and job.hang_timeout.off:
         raise UsageError(code="balance-without-guard", value=job.balance)
     if speeds := parse_balance(job.balance or None):
@@ -148,13 +138,11 @@ def world_size(job: JobSpec) -> int:
 
 
 def dry_run_job(job: JobSpec, asked: Path | None, name: str) -> JobSpec:
-    """For `--dry-run`: the job with the paths that its run folder and submit folder would have."""
     run_dir = (asked or new_run_dir(name)).absolute()
     return replace(job, run_dir=str(run_dir), submit_dir=str(run_dir / "submit-1"))
 
 
 def show_plan(cluster: ClusterConfig, job: JobSpec) -> int:
-    """`--dry-run`: print the complete plan; start nothing."""
     plan = LAUNCHERS[cluster.on](job)
     print(format_commands(plan) if cluster.on == "print" else describe(plan), end="")
     return ExitCode.DONE
@@ -164,13 +152,7 @@ def show_plan(cluster: ClusterConfig, job: JobSpec) -> int:
 def locked_run_dir(
     asked: Path | None, name: str, *, trust: bool, resume: bool = False, restart: bool = False
 ) -> Generator[tuple[Path, int]]:
-    """The folder of the run to start, and its lock, which is held inside the context.
-
-    With `restart`, earlier results are moved aside.
-
-    Raises:
-        UsageError: the folder cannot be used, or another run is active in it.
-    """
+    """The folder of the run to start, and its lock, held inside the context. `restart` moves earlier results aside."""
     run_dir = open_run_dir(asked, name, resume=resume, trust=trust)
     lock = lock_run_dir(run_dir)
     try:
@@ -182,12 +164,7 @@ def locked_run_dir(
 
 
 def with_submit_dir(job: JobSpec, settings: str = "") -> JobSpec:
-    """Make the submit folder of this start inside the run folder; return the job with it.
-
-    Args:
-        job: has its run folder.
-        settings: the text of config.toml for the workers; empty: write none.
-    """
+    """Make the submit folder of this start. `settings`: the text of config.toml for the workers; empty: write none."""
     submit_dir = next_submit_dir(Path(job.run_dir))
     if settings:
         write_files(submit_dir, {"config.toml": settings})
@@ -195,7 +172,6 @@ def with_submit_dir(job: JobSpec, settings: str = "") -> JobSpec:
 
 
 def start(cluster: ClusterConfig, job: JobSpec) -> int:
-    """Start the job over ssh or on Slurm, or print its commands; return the exit code."""
     if cluster.on == "slurm":
         return _start_slurm(cluster, job)
     plan = LAUNCHERS[cluster.on](job)
@@ -214,20 +190,20 @@ def start(cluster: ClusterConfig, job: JobSpec) -> int:
 
 def _start_slurm(cluster: ClusterConfig, job: JobSpec) -> int:
     submit_dir = Path(job.submit_dir)
-    allocation = current_allocation(os.environ)
+    allocation = queue.current_allocation(os.environ)
     if cluster.cpus_per_rank is None and job.slurm.gpus_per_node:
-        cores = min(CORES_PER_GPU_RANK, cores_per_rank(allocation, job, os.environ))
+        cores = min(CORES_PER_GPU_RANK, queue.cores_per_rank(allocation, job, os.environ))
         job = replace(job, slurm=replace(job.slurm, cpus_per_rank=cores))
     if allocation is not None:
-        check_allocation(allocation, job)
+        queue.check_allocation(allocation, job)
     plan = plan_slurm(job)
     write_files(submit_dir, plan.files)
     if allocation is None:
-        check_fits(job, os.environ)
+        queue.check_fits(job, os.environ)
     _record(cluster, job)  # also before it is submitted: the run is known even if this process is killed now
     if allocation is not None:
-        return run_in_allocation(submit_dir / SCRIPT_FILE)
-    job_id = submit(plan, os.environ)
+        return queue.run_in_allocation(submit_dir / SCRIPT_FILE)
+    job_id = queue.submit(plan, os.environ)
     _record(cluster, job, job_id)
     print_to_stderr(f"submitted as Slurm job {job_id}; batch script: {submit_dir / SCRIPT_FILE}")
     if not cluster.follow:
@@ -235,7 +211,7 @@ def _start_slurm(cluster: ClusterConfig, job: JobSpec) -> int:
         return ExitCode.DONE
     show_text = partial(print, end="", flush=True)
     output = submit_dir / f"slurm-{job_id}.out"
-    return follow(job_id, output, print_to_stderr, show_text, cancel_on_interrupt=cluster.cancel_on_interrupt)
+    return queue.follow(job_id, output, print_to_stderr, show_text, cancel_on_interrupt=cluster.cancel_on_interrupt)
 
 
 def _record(cluster: ClusterConfig, job: JobSpec, slurm_job: str = "") -> None:

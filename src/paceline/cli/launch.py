@@ -85,7 +85,6 @@ NPROC_OPTION_NAMES = ("--nproc", "--nproc-per-node", "--nproc_per_node")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `paceline launch ARGUMENTS`."""
     typed = read_arguments(arguments, os.environ, known_options())
     by_torchrun = typed.script_words and typed.need_torchrun
     ours = typed.paceline_options if by_torchrun else typed.paceline_arguments
@@ -229,7 +228,6 @@ def _script_job(options: ScriptLaunchConfig, command: Sequence[str]) -> JobSpec:
 
 
 def job_with_script_check(job: JobSpec, cluster: ClusterConfig, script: Sequence[str]) -> JobSpec:
-    """The job for --check: its workers record facts about the script."""
     refused = {
         f"--on {cluster.on}": cluster.on != "local",
         "--detach": cluster.detach,

@@ -38,7 +38,6 @@ class LedgerConfig:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `paceline ledger ARGUMENTS`."""
     config: LedgerConfig = command_line("ledger").parse(arguments)
     check_out_file("--json", config.json)
     run_dir = real_path(config.run)

@@ -73,7 +73,6 @@ class AnalyzeConfig:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `paceline logs ARGUMENTS`."""
     config: LogsConfig = command_line("logs").parse(arguments)
     viewer = _LogViewer(config, _ranks(config.rank), _line_filter(config))
     try:
@@ -129,8 +128,6 @@ def _since(text: str, now: float) -> float:
 
 
 class _LogViewer:
-    """The logs of a run that the options select."""
-
     def __init__(self, config: LogsConfig, ranks: tuple[range, ...], lines: LineFilter) -> None:
         self._config, self._ranks, self._filter = config, ranks, lines
         self._run_dir, self._access = resolve_run_access(config)
@@ -166,7 +163,6 @@ class _LogViewer:
         return UsageError(code="no-output", value=rank_name, folder=folder, allowed=allowed)
 
     def print_all(self) -> None:
-        """Print the selected lines of the existing logs."""
         logs, missing = self._logs.logs, self._logs.without_times
         if len(logs) > 1 and missing:
             ranks = "these ranks" if len(missing) == len(logs) else format_ranks(missing)
@@ -185,7 +181,6 @@ class _LogViewer:
         sys.stdout.flush()
 
     def follow(self) -> None:
-        """Print new lines, including those of later attempts, until the run ends."""
         tails = {rank: Tail(path, self._logs.ends[rank]) for rank, path in self._logs.logs.items()}
         pattern, waiting, last_check = self._filter.pattern, list[RankLine](), 0.0
 
@@ -216,7 +211,6 @@ class _LogViewer:
 
 
 def analyze(arguments: Sequence[str]) -> int:
-    """Run `paceline analyze ARGUMENTS`."""
     config: AnalyzeConfig = command_line("analyze").parse(arguments)
     if not config.logs:
         raise UsageError(code="no-log-named")
@@ -229,7 +223,6 @@ def analyze(arguments: Sequence[str]) -> int:
 
 
 def read_analysis(asked: str) -> Analysis:
-    """The values in a log or a run."""
     from paceline.report.analysis import EXAMPLES, LogAnalyzer
 
     analyzer = LogAnalyzer(asked)

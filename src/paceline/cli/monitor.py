@@ -33,8 +33,6 @@ GPU_QUERY_TIMEOUT_SECONDS = 3.0  # for the driver's first answer
 
 
 class ProcessUse(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One of the processes with the highest use."""
-
     pid: int
     user: str
     program: str = msgspec.field(name="words")  # and its script; no further arguments, which may hold passwords
@@ -45,8 +43,6 @@ class ProcessUse(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class NodeUsage(msgspec.Struct, frozen=True):
-    """A machine and its processes, or the reason why it cannot be queried."""
-
     name: str
     use: MachineUse | None = None
     processes: tuple[ProcessUse, ...] = ()
@@ -62,7 +58,6 @@ class Monitor:
         self._look()
 
     def sample(self) -> NodeUsage:
-        """The machine now, with the processes that have the highest use."""
         use = self._sampler.sample({})
         return NodeUsage(use.host, use, self._look())
 
@@ -89,7 +84,6 @@ def _process_use(process: psutil.Process, cores: float, gpu_bytes: int) -> Proce
 
 
 def _program(command: list[str]) -> str:
-    """The program with its script or module, which is the first argument that is not an option."""
     arguments = command[1:4]
     script = "-c" if "-c" in arguments else next((arg for arg in arguments if not arg.startswith("-")), "")
     return f"{Path(command[0]).name} {script}".strip()[:200]
@@ -112,7 +106,6 @@ class MonitorConfig:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `paceline monitor ARGUMENTS`."""
     config: MonitorConfig = command_line("monitor").parse(arguments)
     ssh = split_command("--ssh", config.ssh)
     hosts = [host.strip() for host in config.hosts.split(",") if host.strip()]
@@ -143,7 +136,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _query_host(host: str, ssh: Sequence[str], python: str) -> NodeUsage:
-    """Run `paceline monitor --json` on another machine."""
     argv = ssh_command(ssh, host, shlex.join((python, "-P", "-m", "paceline", "monitor", "--json", "--once")))
     try:
         done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=SSH_SECONDS, check=False)

@@ -76,8 +76,6 @@ TYPE_METAVARS = {int: ("N", "a whole number"), float: ("X", "a number"), Path: (
 
 @dataclass(frozen=True)
 class Option:
-    """One option, or positional argument, of a command."""
-
     name: str  # --batch-size; task, for an argument
     dest: str  # path of its field in the settings: data.batch_size
     settings_class: type  # the class that has the field
@@ -90,7 +88,6 @@ class Option:
 
     @property
     def is_flag(self) -> bool:
-        """Whether the option takes no value."""
         return self.types == [bool]
 
     @property
@@ -114,7 +111,6 @@ class Option:
 
     @property
     def usage_form(self) -> str:
-        """The form in the help and the usage line, e.g. -o, --out FILE."""
         if not self.names:
             form = f"{self.metavar} ..." if self.types == [tuple] else self.metavar
             return form if self.default is MISSING else f"[{form}]"
@@ -130,7 +126,6 @@ class Option:
         return f"{value:g}" if isinstance(value, float) else str(value)
 
     def convert(self, text: str) -> Any:
-        """Convert a command-line string to the value; argparse calls this as `type`."""
         if text in self.choices or self.types == [tuple]:
             return text
         for value_type in self.types:
@@ -142,7 +137,6 @@ class Option:
         raise argparse.ArgumentTypeError(f"must be {wanted}, got {text!r}")
 
     def add(self, add_argument: Callable[..., argparse.Action], *, hidden: bool) -> None:
-        """Add the option to a group of a parser. The help omits a `hidden` option."""
         default = self.file_value or (f"default: {self.default_text}" if self.default_text else "")
         text = f"{self.text} ({default})" if default else self.text
         how: dict[str, Any] = {"help": argparse.SUPPRESS if hidden else text.replace("%", "%%")}
@@ -181,8 +175,6 @@ class _Parser(argparse.ArgumentParser):
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A command with options."""
-
     prog: str  # the command as typed, e.g. paceline train
     settings: type
     arguments: tuple[str, ...] = ()  # fields that are positional arguments, in this order
@@ -225,7 +217,6 @@ class CommandLine:
                  of_group) for group, of_group in members.items() if of_group]  # fmt: skip
 
     def usage(self, options: Sequence[Option]) -> str:
-        """The usage line."""
         arguments = [option.usage_form for option in options if not option.names]
         return " ".join((self.prog, "[OPTIONS]", *arguments, self.usage_suffix)).rstrip()
 
@@ -257,16 +248,11 @@ class CommandLine:
         return parser
 
     def parse(self, arguments: Sequence[str]) -> Any:
-        """The settings from the command line; see `given`."""
-        return build_settings(self.settings, self.parse_values_or_print_help(arguments))
-
-    def parse_values_or_print_help(self, arguments: Sequence[str]) -> dict[str, Any]:
-        """As `values`, but --help prints the help and exits with code 0."""
         values = self.values(arguments)
         if help_option := values.get("help"):
             self.print_help(help_option)
             raise SystemExit(0)
-        return values
+        return build_settings(self.settings, values)
 
     def values(self, arguments: Sequence[str]) -> dict[str, Any]:
         """The values from the command line, by `Option.dest`. The key `help` has the help option, if there is one."""
@@ -341,7 +327,6 @@ def build_settings(settings_class: type, given: Mapping[str, Any], default: Any 
 
 
 def check_positive(config: Any, *names: str) -> None:
-    """Raise UsageError if one of these fields of the settings is a number below 1."""
     for name in names:
         value = getattr(config, name)
         if isinstance(value, int) and value < 1:
@@ -360,7 +345,6 @@ def parse_whole_numbers(flag: str, text: str) -> list[int]:
 
 
 def parse_names(kind: str, text: str, choices: Collection[str]) -> list[str]:
-    """Parse comma-separated names from `choices`, without duplicates."""
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     for name in names:
         if name not in choices:
@@ -371,7 +355,6 @@ def parse_names(kind: str, text: str, choices: Collection[str]) -> list[str]:
 
 
 def split_command(flag: str, text: str) -> tuple[str, ...]:
-    """Split the value of an option that is a command, as a shell does."""
     try:
         command = tuple(shlex.split(text))
     except ValueError as error:
@@ -395,11 +378,7 @@ def resolve_threads_per_rank(threads: int | None) -> int:
 
 
 def usable_gpus(device: str) -> int | None:
-    """The number of GPUs of this machine that ranks may use: 0 with --device cpu, None if only workers can count them.
-
-    Raises:
-        UsageError: `device` is cuda, and there is no GPU.
-    """
+    """The GPUs of this machine that ranks may use: 0 with --device cpu, None if only workers can count them."""
     gpus = None if device == "xpu" else 0 if device == "cpu" else count_gpus()
     if device == "cuda" and gpus == 0:
         raise UsageError(code="no-cuda")
@@ -438,10 +417,8 @@ def out_path(flag: str, path: Path) -> Path:
 
 
 def write_json(path: Path, results: object) -> None:
-    """Write results as indented JSON."""
     path.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=2) + b"\n")
 
 
 def print_json(results: object) -> None:
-    """Print results as indented JSON, with terminal control characters escaped."""
     sys.stdout.write(escape_controls(msgspec.json.format(msgspec.json.encode(results), indent=2).decode()) + "\n")

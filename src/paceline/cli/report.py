@@ -56,7 +56,6 @@ class TraceConfig:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `paceline report ARGUMENTS`."""
     import webbrowser
 
     config: ReportConfig = command_line("report").parse(arguments)
@@ -106,7 +105,6 @@ def _read(folder: Path) -> RunData:
 
 
 def trace(arguments: Sequence[str]) -> int:
-    """Run `paceline trace ARGUMENTS`."""
     config: TraceConfig = command_line("trace").parse(arguments)
     folder, out = find_run(config.run), out_path("--out", config.out)
     warn_if_shared(folder)
@@ -162,7 +160,6 @@ Span = tuple[str, float, float, str, dict[str, Any]]
 
 
 def _step_spans(log: RankLog) -> Iterator[Span]:
-    """Steps and their phases. Steps recorded in detail also have their collectives."""
     steps, detailed = log.steps, set[int]()
     for step in log.traced.values():
         yield f"step {step.step}", step.unix_time, sum(seconds for _, _, seconds in step.phases), "step", {}

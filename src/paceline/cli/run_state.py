@@ -107,11 +107,7 @@ def newest_run() -> Path:
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a folder is a run folder: it contains settings, an attempt or a submit folder.
-
-    Raises:
-        Unreadable: the folder is not readable, or contains too many files.
-    """
+    """Whether a folder is a run folder: it contains settings, an attempt or a submit folder."""
     files = entry_names(folder)
     return CONFIG in files or any(attempt_number(Path(name)) or submit_number(Path(name)) for name in files)
 
@@ -119,10 +115,8 @@ def holds_run(folder: Path) -> bool:
 def resolve_run_access(config: RunFlags, *, act: bool = False) -> tuple[Path, Access]:
     """The folder of a run, and the allowed access to it.
 
-    If other users could have written the folder, paceline prints that and allows no access.
-
-    Raises:
-        UsageError: there is no such run. With `act`: no run is specified, or other users could have written the folder.
+    If other users could have written the folder, paceline prints that and allows no access, or with `act` raises an
+    error.
     """
     run_dir = find_run(config.run) if config.run or act else newest_run()
     for folder in () if config.trust else dict.fromkeys((run_dir, agent_run_folder(run_dir))):
@@ -134,7 +128,6 @@ def resolve_run_access(config: RunFlags, *, act: bool = False) -> tuple[Path, Ac
 
 
 def attempts(run_dir: Path) -> list[Path]:
-    """The folders of the attempts of a run, the newest last."""
     return [*attempt_dirs(run_dir).values()]
 
 
@@ -156,7 +149,6 @@ def is_locked(run_dir: Path) -> bool:
 
 
 def coordinator_roster(run_dir: Path) -> Roster | None:
-    """The roster that the agent of node 0 has written in the newest attempt."""
     for attempt in attempts(run_dir)[-1:]:
         with suppress(OSError):
             return decode(roster_path(attempt), Roster)
@@ -181,11 +173,7 @@ def is_agent_alive(run_dir: Path, roster: Roster, submission: SubmitRecord | Non
 
 
 def signal_agent(run_dir: Path, roster: Roster, submission: SubmitRecord | None, ssh: Sequence[str]) -> bool:
-    """Send SIGTERM to the agent; return whether its host could be reached.
-
-    Raises:
-        UsageError: the process in the roster does not hold the lock of this run, so it is not its agent.
-    """
+    """Send SIGTERM to the agent, if it holds the lock of this run. Returns whether its host could be reached."""
     if roster.host == os.uname().nodename:
         with suppress(ProcessLookupError):  # the agent has just ended
             handle = os.pidfd_open(roster.agent_pid)  # so the checked process is the one that gets the signal
@@ -225,7 +213,6 @@ def _holds_lock(pid: int, run_dir: Path) -> bool:
 
 
 def _run_on_coordinator(submission: SubmitRecord | None, ssh: Sequence[str], command: str) -> str | None:
-    """The output of a shell command on the host of node 0; None if the host cannot be reached."""
     if not ssh or submission is None or submission.on != "ssh" or not submission.hosts:
         return None
     argv = ssh_command(ssh, submission.hosts[0], f"sh -c {shlex.quote(command)}")
@@ -240,8 +227,6 @@ def _run_on_coordinator(submission: SubmitRecord | None, ssh: Sequence[str], com
 
 
 class RunStatus(NamedTuple):
-    """The state of a run, with the submission and the Slurm job from which it was determined."""
-
     state: State
     details: str  # details of the state
     submission: SubmitRecord | None
@@ -258,7 +243,6 @@ class _Progress(NamedTuple):
 
 
 def run_state(run_dir: Path, access: Access = NO_ACCESS) -> RunState:
-    """The present state of a run."""
     from paceline.checkpoint.manager import Checkpoints
 
     current = read_run_status(run_dir, access)
@@ -289,7 +273,6 @@ def run_state(run_dir: Path, access: Access = NO_ACCESS) -> RunState:
 
 
 def _speed(run_dir: Path, progress: _Progress, *, running: bool, summary: Summary) -> dict[str, float | None]:
-    """The speed: over the last steps if the run is running, over the whole run if it has ended."""
     if not running:
         speeds = {"tokens_per_second": summary.tokens_per_second, "mfu": summary.mfu}
         return speeds | {"goodput": summary.goodput or goodput(run_dir)}
@@ -301,7 +284,6 @@ def _speed(run_dir: Path, progress: _Progress, *, running: bool, summary: Summar
 
 
 def _progress_fields(summary: Summary, settings: TrainConfig, progress: _Progress) -> dict[str, Any]:
-    """The task, strategy and progress of a run, from its summary if it has one, otherwise from its events."""
     started, steps, run = progress.started, progress.steps, settings.run
     start_step = started.start_step or None if started else None
     step = summary.steps if summary.steps is not None else steps[-1].step if steps else start_step

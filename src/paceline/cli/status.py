@@ -8,17 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.cli import command_line
+from paceline.cli import command_line, run_state
 from paceline.cli.options import print_json
-from paceline.cli.run_state import (
-    MOST_CHARS,
-    RUNS,
-    NewestRunFlags,
-    holds_run,
-    resolve_run_access,
-    resume_command,
-    run_state,
-)
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.report.outcome import find_bottleneck
 from paceline.report.run import read_run
@@ -36,7 +27,7 @@ MAX_CELL_CHARACTERS = 60  # characters of a cell
 
 
 @dataclass(frozen=True)
-class StatusConfig(NewestRunFlags):
+class StatusConfig(run_state.NewestRunFlags):
     """Show the state of a run: queued, running at a step, or its outcome. Exit code 0 for any state."""
 
     json: bool = False
@@ -47,20 +38,19 @@ class StatusConfig(NewestRunFlags):
 class RunsConfig:
     """List the runs of a folder with state, progress and results, the newest first."""
 
-    folder: Path = RUNS
+    folder: Path = run_state.RUNS
     """folder that contains the run folders"""
     json: bool = False
     """print JSON: for each run the output of `paceline status --json`"""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `paceline status ARGUMENTS`."""
     config: StatusConfig = command_line("status").parse(arguments)
-    state = run_state(*resolve_run_access(config))
+    state = run_state.run_state(*run_state.resolve_run_access(config))
     if config.json:
         print_json(state)
     else:
-        print("\n".join(f"{name:10}{remove_controls(text)[:MOST_CHARS]}" for name, text in _lines(state)))
+        print("\n".join(f"{name:10}{remove_controls(text)[: run_state.MOST_CHARS]}" for name, text in _lines(state)))
     return ExitCode.DONE
 
 
@@ -112,7 +102,9 @@ def _hint(state: RunState) -> str:
         case "queued" | "running":
             return f"paceline logs {run} --follow, or paceline cancel {run}"
         case "saved" | "lost" | "failed" | "cancelled":
-            command = resume_command(Path(state.run_dir)) or ("the same command" if state.state == "saved" else "")
+            command = run_state.resume_command(Path(state.run_dir)) or (
+                "the same command" if state.state == "saved" else ""
+            )
             return f"paceline logs {run}{f'; to resume: {command}' if command else ''}"
         case "done":
             return f"paceline report {run}"
@@ -121,7 +113,6 @@ def _hint(state: RunState) -> str:
 
 
 def list_runs(arguments: Sequence[str]) -> int:
-    """Run `paceline runs ARGUMENTS`."""
     config: RunsConfig = command_line("runs").parse(arguments)
     states = runs_in(real_path(config.folder))
     if config.json:
@@ -137,7 +128,7 @@ def runs_in(folder: Path) -> list[RunState]:
     """The runs whose folders are in `folder`, the newest first. Queries no host and no scheduler."""
     if not is_folder(folder):
         raise UsageError(code="no-folder-of-runs", folder=folder)
-    if holds_run(folder):
+    if run_state.holds_run(folder):
         raise UsageError(code="run-not-folder-of-runs", folder=folder)
     states = [state for name in folders(folder) if (state := _state(folder / name)) is not None]
     return sorted(states, key=lambda state: (-state.unix_time, state.run_dir))
@@ -146,12 +137,12 @@ def runs_in(folder: Path) -> list[RunState]:
 def _state(run_dir: Path) -> RunState | None:
     """The state of the run in a folder, `unknown` if it cannot be read; None if the folder holds no run."""
     try:
-        if not holds_run(run_dir):
+        if not run_state.holds_run(run_dir):
             return None
         warn_if_shared(run_dir)
-        return run_state(run_dir)
+        return run_state.run_state(run_dir)
     except (PacelineError, OSError) as error:
-        return RunState(run_dir=str(run_dir), state="unknown", words=str(error)[:MOST_CHARS])
+        return RunState(run_dir=str(run_dir), state="unknown", words=str(error)[: run_state.MOST_CHARS])
 
 
 def _print(states: Sequence[RunState]) -> None:
@@ -171,7 +162,7 @@ def _print(states: Sequence[RunState]) -> None:
     for state, row in zip(states, rows, strict=True):
         table.append(f"\n{line(row)}", f"not bold {STATE_STYLES.get(state.state, '')}")
         if state.words and state.state not in ("done", "saved"):
-            table.append(f"\n  {one_line(state.words, MOST_CHARS)}", "not bold dim")
+            table.append(f"\n  {one_line(state.words, run_state.MOST_CHARS)}", "not bold dim")
     table_console().print(table, no_wrap=True, overflow="ellipsis")
 
 

@@ -67,16 +67,13 @@ class LaunchArguments:
     script_words: tuple[str, ...]  # the script and its arguments
 
     def torchrun_value(self, name: str) -> str | None:
-        """The value of an option of torchrun. The command line takes precedence over the environment."""
         return self.torchrun.get(name, self.environment_values.get(name))
 
     def value_origin(self, name: str) -> str:
-        """The option or the environment variable that sets the value."""
         return name if name in self.torchrun else _variable(name)
 
     @property
     def launcher(self) -> str:
-        """The value of --on."""
         return self.paceline_values.get("--on", "local")
 
     @property
@@ -101,7 +98,6 @@ class LaunchArguments:
 
     @property
     def script(self) -> tuple[str, ...]:
-        """The script with its arguments. A module has `-m` before its name."""
         if not self.script_words:
             raise UsageError(code="no-script")
         if self.torchrun_value("--module") is None:
@@ -114,7 +110,6 @@ class LaunchArguments:
 
     @property
     def paceline_arguments(self) -> list[str]:
-        """The command line in paceline's options: the typed ones, and the translated ones of torchrun."""
         options, ignored = list(self.paceline_options), self._ignored()
         for name, ours in PACELINE_EQUIVALENTS.items():
             value = self.torchrun_value(name)
@@ -147,7 +142,6 @@ class LaunchArguments:
 
     @property
     def ignored_options_text(self) -> str:
-        """One line for all options that have no effect; empty if there is none."""
         names: dict[str, list[str]] = {}
         for name, why in self._ignored().items():
             names.setdefault(why, []).append(self.value_origin(name))
@@ -178,16 +172,7 @@ class LaunchArguments:
 def read_arguments(
     arguments: Sequence[str], environ: Mapping[str, str], takes_value: Mapping[str, bool]
 ) -> LaunchArguments:
-    """Sort the arguments of `paceline launch`. The script is the first argument that is not an option, or follows `--`.
-
-    Args:
-        arguments: the command line.
-        environ: has torchrun's variables, such as PET_NPROC_PER_NODE.
-        takes_value: paceline's options, and whether each takes a value.
-
-    Raises:
-        UsageError: an option is unknown, or the value of a variable is invalid.
-    """
+    """Sort the arguments. The script is the first one that is not an option, or follows `--`."""
     remaining, own = list(arguments), list[str]()
     given: dict[str, str] = {}
     torchrun: dict[str, str] = {}

@@ -20,17 +20,11 @@ from paceline.checkpoint.manager import Checkpoints
 from paceline.cli import command_line, jobs
 from paceline.cli.options import build_settings, check_gpus, nproc_auto, resolve_threads_per_rank, usable_gpus
 from paceline.config import settings as configuration
+from paceline.config import strategies
 from paceline.config.choices import torch_unsupported_reason, untested_torch_notice
 from paceline.config.definition import allowed_changes, check_same, settings
 from paceline.config.mesh import mesh_of
 from paceline.config.settings import ClusterConfig, TrainConfig, check_values, default_strategy, resolve_batch_sizes
-from paceline.config.strategies import (
-    EXACT_STRATEGIES,
-    MULTI_PROCESS_STRATEGIES,
-    SINGLE_PROCESS_STRATEGY,
-    STRATEGY_INFO,
-    check_can_balance,
-)
 from paceline.errors import ExitCode, UsageError, format_option
 from paceline.host.gpus import count_gpus
 from paceline.launch.plan import plan_local
@@ -41,16 +35,9 @@ from paceline.protocol.control import PRELOAD, WorkerSpec
 from paceline.protocol.job import HangTimeout, JobSpec
 from paceline.rank.environment import check_shape, is_launched, rank_counts
 from paceline.rank.imports import TRAINING_MODULES, import_without_gc
+from paceline.runs import folder as run_folder
 from paceline.runs.console import print_to_stderr
 from paceline.runs.events import Step, read_events
-from paceline.runs.folder import (
-    CHECKPOINTS,
-    CONFIG,
-    check_not_finished,
-    check_usable_as_run_dir,
-    create_attempt_dir,
-    write_settings,
-)
 from paceline.runs.reading import real_path
 from paceline.runs.summary import Summary, read_summary, write_summary
 from paceline.runs.trackers import tracker_names
@@ -59,7 +46,6 @@ from paceline.tasks.settings import all_settings, settings_help
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `paceline train ARGUMENTS`."""
     config = parse(arguments)
     if os.environ.get("RANK", "0") == "0" and WorkerSpec.from_environment() is None:
         for line in untested_torch_notice():
@@ -84,7 +70,11 @@ def main(arguments: Sequence[str]) -> int:
     jobs.check_balance(job if nproc is None else replace_fields(job, nproc=nproc))
     check_gpus(f"--nproc {nproc or 1}", nproc or 1, gpus, config.launch.backend)
     config, job = replace(config, launch=replace(config.launch, nproc=nproc)), replace_fields(job, nproc=nproc or 1)
-    if nproc is None and (gpus or 0) > 1 and not (config.strategy and STRATEGY_INFO[config.strategy].splits_over_gpus):
+    if (
+        nproc is None
+        and (gpus or 0) > 1
+        and not (config.strategy and strategies.STRATEGY_INFO[config.strategy].splits_over_gpus)
+    ):
         print_to_stderr(f"training on 1 of {gpus} GPUs. To use all of them, add --nproc auto")
     if config.cluster.dry_run:
         return _show_plan(config, job)
@@ -110,7 +100,7 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
     if resumed_file and default.task and is_session_script(default.task):
         raise UsageError(code="resume-of-session", run_dir=resumed_file.parent, script=default.task)
     # several processes resume with their default strategy
-    if resumed_file and default.strategy == SINGLE_PROCESS_STRATEGY:
+    if resumed_file and default.strategy == strategies.SINGLE_PROCESS_STRATEGY:
         default = replace(default, strategy=None)
     if resumed_file and values.get("data.micro_batch"):  # the size that was found is restored later
         default = replace(default, data=replace(default.data, accumulation=None))
@@ -134,20 +124,15 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
 
 
 def _resumed_config(values: Mapping[str, Any]) -> Path | None:
-    """The settings file of the run to resume. Its settings apply unless an option changes them."""
     folder = values.get("run.run_dir")
     if folder is None or values.get("checkpoint.resume") != "auto":
         return None
-    path = real_path(folder) / CONFIG  # CONFIG itself must not be a link
+    path = real_path(folder) / run_folder.CONFIG  # CONFIG itself must not be a link
     return path if os.path.lexists(path) else None
 
 
 def check_training(config: TrainConfig, nproc: int) -> None:
-    """Check the settings against each other, this machine and an earlier run, before any process starts.
-
-    Raises:
-        UsageError: a setting is wrong. The error has the setting, the facts and the remedy.
-    """
+    """Check the settings against each other, this machine and an earlier run, before any process starts."""
     mesh = mesh_of(config.launch.mesh, nproc)
     shape = resolve_batch_sizes(config.data, mesh.replicas)
     check_task(config.task, configuration.task_options(config))
@@ -159,16 +144,18 @@ def check_training(config: TrainConfig, nproc: int) -> None:
         if not path.exists():
             raise UsageError(code="init-from-not-found", path=path)
         if path.is_dir():
-            check_usable_as_run_dir(real_path(path), trust=config.run.trust)
-    if config.strategy in EXACT_STRATEGIES and config.model.batchnorm == "sync":
+            run_folder.check_usable_as_run_dir(real_path(path), trust=config.run.trust)
+    if config.strategy in strategies.EXACT_STRATEGIES and config.model.batchnorm == "sync":
         raise UsageError(code="exact-with-sync-batchnorm", strategy=config.strategy)
-    if config.strategy and STRATEGY_INFO[config.strategy].single_process and mesh.replicas > 1:
-        allowed = [*MULTI_PROCESS_STRATEGIES]
+    if config.strategy and strategies.STRATEGY_INFO[config.strategy].single_process and mesh.replicas > 1:
+        allowed = [*strategies.MULTI_PROCESS_STRATEGIES]
         raise UsageError(code="strategy-of-one-process", value=config.strategy, processes=nproc, allowed=allowed)
     if config.strategy and config.cluster.on == "local" and (why := torch_unsupported_reason(config.strategy)):
         raise UsageError(code="torch-too-old", why=why)
     if config.cluster.balance is not None:
         _check_balance(config, nproc)
+    guard, strategy = config.guard, default_strategy(config, nproc)
+    strategies.check_can_audit(guard.audit_every, guard.on_audit, strategy, nproc, has_agent=True)
     if mesh.replicas > shape.virtual_ranks:
         processes = f"{nproc} processes" if mesh.replicas == nproc else f"--mesh {mesh}: {mesh.replicas} along data"
         raise UsageError(code="processes-without-work", who=processes, virtual_ranks=shape.virtual_ranks)
@@ -180,7 +167,7 @@ def _check_balance(config: TrainConfig, nproc: int) -> None:
         raise UsageError(code="balance-with-mesh", value=balance)
     if launch.min_nproc is not None and parse_balance(balance):
         raise UsageError(code="balance-of-changing-ranks", value=balance, setting="--min-nproc")
-    check_can_balance(balance, default_strategy(config, nproc), config.data.virtual_ranks or nproc, nproc)
+    strategies.check_can_balance(balance, default_strategy(config, nproc), config.data.virtual_ranks or nproc, nproc)
     alone = {
         "--local-steps": config.network.local_steps is not None,
         "--compress": config.network.compress is not None,
@@ -214,10 +201,10 @@ def _check_checkpoints(config: TrainConfig, nproc: int) -> None:
         return
     assert config.run.run_dir is not None
     run_dir = real_path(config.run.run_dir)
-    check_usable_as_run_dir(run_dir, trust=config.run.trust)
-    checkpoints = Checkpoints(run_dir / CHECKPOINTS, trust=config.run.trust)
+    run_folder.check_usable_as_run_dir(run_dir, trust=config.run.trust)
+    checkpoints = Checkpoints(run_dir / run_folder.CHECKPOINTS, trust=config.run.trust)
     if not checkpoints.entries():
-        check_not_finished(run_dir)
+        run_folder.check_not_finished(run_dir)
     for _, path in checkpoints.entries():  # use the newest one with a readable manifest; the workers check its bytes
         with suppress(DamagedCheckpoint):
             saved = checkpoints.check(path, files=()).definition
@@ -276,16 +263,15 @@ def _locked(config: TrainConfig) -> AbstractContextManager[tuple[Path, int]]:
 
 def _record(config: TrainConfig, run_dir: Path) -> None:
     """Write the settings that repeat the run, unless an earlier attempt has written them."""
-    if not (run_dir / CONFIG).exists():
-        write_settings(run_dir, configuration.dump(configuration.config_to_record(config)))
+    if not (run_dir / run_folder.CONFIG).exists():
+        run_folder.write_settings(run_dir, configuration.dump(configuration.config_to_record(config)))
 
 
 def _launch(job: JobSpec, config: TrainConfig) -> tuple[Path, int]:
-    """Create the run folder and start `--nproc` workers under an agent; return the folder and the exit code."""
     with _locked(config) as (run_dir, lock):
         config = configuration.with_defaults(replace(config, run=replace(config.run, run_dir=run_dir)), job.nproc)
-        attempt, attempt_dir = create_attempt_dir(run_dir)
-        write_settings(attempt_dir, configuration.dump(config))
+        attempt, attempt_dir = run_folder.create_attempt_dir(run_dir)
+        run_folder.write_settings(attempt_dir, configuration.dump(config))
         _record(config, run_dir)
         job = training_job(config, replace_fields(job, run_dir=str(run_dir), attempt_dir=str(attempt_dir)))
         code = run(plan_local(job), keep_open=[lock])
@@ -298,7 +284,6 @@ def _launch(job: JobSpec, config: TrainConfig) -> tuple[Path, int]:
 
 
 def _show_plan(config: TrainConfig, job: JobSpec) -> int:
-    """`--dry-run`: print the plan, with the paths that the folders of this run would have."""
     job = jobs.dry_run_job(job, config.run.run_dir, str(config.task))
     if config.cluster.on == "local":
         job = replace_fields(job, attempt_dir=f"{job.run_dir}/attempt-1")
@@ -306,7 +291,6 @@ def _show_plan(config: TrainConfig, job: JobSpec) -> int:
 
 
 def _hand_over(config: TrainConfig, job: JobSpec, size: int) -> int:
-    """Create the run folder and start the job with its launcher; return the exit code."""
     cluster, on = config.cluster, config.cluster.on
     with _locked(config) as (run_dir, _):  # once the job runs, the agent of node 0 holds the lock
         # if Slurm or the user starts this job again, it resumes
@@ -333,7 +317,7 @@ def _hand_over(config: TrainConfig, job: JobSpec, size: int) -> int:
 
 def training_job(config: TrainConfig, job: JobSpec) -> JobSpec:
     """The job of a training. Each worker runs `paceline train` with the settings in the folder of this start."""
-    settings_file = Path(job.attempt_dir or job.submit_dir) / CONFIG
+    settings_file = Path(job.attempt_dir or job.submit_dir) / run_folder.CONFIG
     return replace_fields(
         job,
         # -P: the working folder may contain modules with the names of modules that paceline imports

@@ -3,10 +3,10 @@
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 
@@ -17,16 +17,7 @@ from paceline.config.settings import parse_task_args
 from paceline.config.strategies import DEFAULT_STRATEGY, EXACT_STRATEGIES, MULTI_PROCESS_STRATEGIES, STRATEGY_INFO
 from paceline.errors import ExitCode, UsageError, plural
 from paceline.host.cgroup import threads_per_rank, usable_cores
-from paceline.lab.verify import (
-    TASK_OPTIMIZER,
-    BitsReport,
-    LoopCase,
-    LoopSpec,
-    VerifyReport,
-    VerifySpec,
-    compare_and_print_bits,
-    print_report,
-)
+from paceline.lab import verify
 from paceline.launch.supervise import run_workers
 from paceline.protocol.job import AUTO, HangTimeout
 from paceline.runs.attempt import read_ended
@@ -34,8 +25,7 @@ from paceline.tasks.registry import check_no_training_at_import, check_task, is_
 
 WORKER = "paceline.lab.ranks.verify"
 STALL_SECONDS = 60.0  # window of the guard for a custom loop, whose epochs are short here
-ReportType = TypeVar("ReportType", VerifyReport, BitsReport)
-OPTIMIZERS = ("sgd", "adamw", TASK_OPTIMIZER)
+OPTIMIZERS = ("sgd", "adamw", verify.TASK_OPTIMIZER)
 
 
 @dataclass(frozen=True)
@@ -84,7 +74,6 @@ class VerifyConfig:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `paceline verify ARGUMENTS`."""
     separator = [*arguments, "--"].index("--")
     config: VerifyConfig = command_line("verify").parse(arguments[:separator])
     loop_arguments = list(arguments[separator + 1 :])
@@ -110,7 +99,7 @@ def main(arguments: Sequence[str]) -> int:
         return _verify_loop(config, ranks, strategies if config.strategies else [""], loop_arguments)
     if loop_arguments:
         raise UsageError(code="verify-arguments-of-task", arguments=" ".join(loop_arguments), task=config.task)
-    spec = VerifySpec(
+    spec = verify.VerifySpec(
         task=config.task,
         options=options,
         strategies=strategies,
@@ -126,11 +115,9 @@ def main(arguments: Sequence[str]) -> int:
         schedule_pipeline=config.schedule_pipeline,
         bitwise=config.bitwise,
     )
-    if config.bitwise:
-        if {*strategies} - {*EXACT_STRATEGIES}:
-            raise UsageError(code="verify-bitwise", allowed=[*EXACT_STRATEGIES], value=chosen)
-        return _verify(spec, ranks, BitsReport, compare_and_print_bits, config.json)
-    return _verify(spec, meshes or ranks, VerifyReport, print_report, config.json)
+    if config.bitwise and {*strategies} - {*EXACT_STRATEGIES}:
+        raise UsageError(code="verify-bitwise", allowed=[*EXACT_STRATEGIES], value=chosen)
+    return _verify(spec, meshes or ranks, config.json)
 
 
 def _verify_loop(config: VerifyConfig, ranks: Sequence[int], strategies: Sequence[str], arguments: list[str]) -> int:
@@ -140,9 +127,13 @@ def _verify_loop(config: VerifyConfig, ranks: Sequence[int], strategies: Sequenc
     if task_options := [name for name in for_tasks if getattr(config, name) != getattr(default, name)]:
         raise UsageError(code="verify-option-of-task", setting=task_options[0].replace("_", "-"), task=config.task)
     max_ranks = max(ranks)
-    strategy_cases = [LoopCase(max_ranks, exact=False, strategy=name) for name in strategies]
-    cases = [LoopCase(1, exact=False, plain=True), *strategy_cases, LoopCase(max_ranks, exact=True, strategy="exact")]
-    spec = LoopSpec(config.task, arguments, cases, max_ranks, config.steps, config.seed, config.device)
+    strategy_cases = [verify.LoopCase(max_ranks, exact=False, strategy=name) for name in strategies]
+    cases = [
+        verify.LoopCase(1, exact=False, plain=True),
+        *strategy_cases,
+        verify.LoopCase(max_ranks, exact=True, strategy="exact"),
+    ]
+    spec = verify.LoopSpec(config.task, arguments, cases, max_ranks, config.steps, config.seed, config.device)
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as name:
         folder = Path(name).resolve()
         ended = {size: _launch(spec, size, folder)[1] for size in sorted({1, *ranks})}
@@ -155,18 +146,15 @@ def _verify_loop(config: VerifyConfig, ranks: Sequence[int], strategies: Sequenc
     )
     if config.json:
         write_json(config.json, [report, bits])
-    equal = print_report(None, [report])
-    return ExitCode.DONE if (not bits or compare_and_print_bits(None, bits)) and equal else ExitCode.FAILED
+    equal = verify.print_report(None, [report])
+    return ExitCode.DONE if (not bits or verify.compare_and_print_bits(None, bits)) and equal else ExitCode.FAILED
 
 
-def _verify(
-    spec: VerifySpec,
-    sizes: Sequence[int | Mesh],
-    report_type: type[ReportType],
-    print_all: Callable[[VerifySpec, Sequence[ReportType]], bool],
-    json: Path | None,
-) -> int:
-    reports: list[ReportType] = []
+def _verify(spec: verify.VerifySpec, sizes: Sequence[int | Mesh], json: Path | None) -> int:
+    report_type, print_all = verify.VerifyReport, verify.print_report
+    if spec.bitwise:
+        report_type, print_all = verify.BitsReport, verify.compare_and_print_bits
+    reports: list[Any] = []
     for size in sizes:
         nproc, mesh = (size, "") if isinstance(size, int) else (size.size, str(size))
         print(f"{plural(nproc, 'process', 'processes')} {mesh} ...", file=sys.stderr, flush=True)
@@ -181,11 +169,11 @@ def _verify(
     return ExitCode.DONE if print_all(spec, reports) else ExitCode.FAILED
 
 
-def _launch(spec: VerifySpec | LoopSpec, nproc: int, folder: Path) -> tuple[int, str]:
+def _launch(spec: verify.VerifySpec | verify.LoopSpec, nproc: int, folder: Path) -> tuple[int, str]:
     """Run the workers of one world size; return the exit code and the agent's report of a failure."""
     attempt, files = folder / f"attempt-{nproc}", [str(folder / name) for name in ("spec.json", "report.json")]
     Path(files[0]).write_bytes(msgspec.json.encode(spec))
-    hang_timeout = HangTimeout(seconds=STALL_SECONDS) if isinstance(spec, LoopSpec) else AUTO
+    hang_timeout = HangTimeout(seconds=STALL_SECONDS) if isinstance(spec, verify.LoopSpec) else AUTO
     threads = threads_per_rank(usable_cores(), nproc)
     code = run_workers(WORKER, files, attempt, nproc, threads, hang_timeout=hang_timeout)
     return code, ended.words if (ended := read_ended(attempt)) else ""

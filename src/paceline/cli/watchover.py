@@ -32,7 +32,6 @@ class WatchoverConfig:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `paceline watchover ARGUMENTS`."""
     options, script = split_script(arguments)
     config: WatchoverConfig = command_line("watchover").parse(options)
     windows = HangTimeout.parse(config.hang_timeout)
@@ -62,7 +61,6 @@ def split_script(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def agent_plan(config: WatchoverConfig, windows: HangTimeout, env: Mapping[str, str]) -> NodePlan:
-    """The plan of this node's agent."""
     if missing := [name for name in RANK_VARIABLES if not env.get(name, "").isdecimal()]:
         raise UsageError(code="launcher-variables-missing", missing=[*missing], counts=[*RANK_VARIABLES])
     rank, size, _, local_size = (int(env[name]) for name in RANK_VARIABLES)  # local rank 0 starts the agent

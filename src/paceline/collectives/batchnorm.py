@@ -58,13 +58,11 @@ class SyncBatchNorm(_BatchNorm):
     """
 
     def __init__(self, num_features: int, *, group: dist.ProcessGroup | None = None, **options: Any) -> None:
-        """`options`: those of torch's batch norm. See also `convert_sync_batchnorm`."""
         super().__init__(num_features, **options)
         self.group = group
         self.counted = True
 
     def forward(self, input: Tensor) -> Tensor:
-        """(N, C, ...) -> (N, C, ...) of the same dtype."""
         if input.dim() < 2 or input.shape[1] != self.num_features:
             raise ValueError(f"expected (N, {self.num_features}, ...), got {tuple(input.shape)}")
         is_alone = not dist.is_initialized() or dist.get_world_size(self.group) == 1
@@ -124,10 +122,8 @@ def convert_sync_batchnorm(module: nn.Module, group: dist.ProcessGroup | None = 
     """Turn every BatchNorm1d, 2d and 3d in `module` into a SyncBatchNorm, in place; returns `module`.
 
     Only the class of the layers changes (as with torch's lazy layers). Parameters, buffers, names, hooks and layers
-    with several names stay. An existing optimizer remains valid.
-
-    Raises:
-        TypeError: for a different kind of batch norm (lazy, torch's SyncBatchNorm, a subclass). Nothing has changed.
+    with several names stay. An existing optimizer remains valid. TypeError, before any change, for other kinds of batch
+    norm.
     """
     layers = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, _BatchNorm)]
     for name, layer in layers:
@@ -218,7 +214,6 @@ class _Normalize(torch.autograd.Function):
 
 
 def _to_compute_dtype(values: Tensor) -> Tensor:
-    """In the precision of the computation: float64 unchanged, all others in float32."""
     return values if values.dtype == torch.float64 else values.float()
 
 

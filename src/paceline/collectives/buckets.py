@@ -19,21 +19,16 @@ ALIGNED_BYTES = 64
 
 
 def trainable(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters that receive gradients, in the module's order."""
     return [p for p in module.parameters() if p.requires_grad]
 
 
 def assign_buckets(sizes: Sequence[int], capacity: int, first: int = 0) -> list[list[int]]:
     """Group item indices, last item first, into runs of at most `capacity` bytes. A larger item gets a separate run.
 
-    Backward reaches the last layers first: their bucket is sent while the other layers compute.
+    Backward reaches the last layers first: their bucket is sent while the other layers compute. The first bucket is
+    full at `first` bytes.
 
         assign_buckets([4, 4, 4, 9, 2], capacity=8) == [[4], [3], [2, 1], [0]]
-
-    Args:
-        sizes: of the items, in bytes.
-        capacity: of a bucket, in bytes.
-        first: the number of bytes at which the first bucket is full.
     """
     buckets: list[list[int]] = []
     room = assigned = 0
@@ -101,7 +96,6 @@ def _constant(device: torch.device, dtype: torch.dtype, value: int, size: int) -
 
 
 def packed_size(parameters: Sequence[nn.Parameter]) -> int:
-    """The number of elements of an unpadded `pack`."""
     return sum(p.numel() + _gap(p) for p in parameters) + len(parameters)
 
 
@@ -136,7 +130,6 @@ def divide(total: Tensor, divisor: float | Tensor) -> Tensor:
 
 
 def divide_each(totals: Iterable[Tensor], divisor: float | Tensor) -> None:
-    """As `divide`, for many tensors in few kernels."""
     for group, number in group_by_type(totals, divisor) if isinstance(divisor, Tensor) or divisor != 1.0 else ():
         if group[0].element_size() < 4:
             for total in group:
@@ -158,7 +151,6 @@ Layout = tuple[Sequence[int], Sequence[int]]  # the shape and strides of a tenso
 
 
 def numels_and_dtypes(parameters: Sequence[nn.Parameter]) -> tuple[list[int], list[torch.dtype]]:
-    """The number of elements of each parameter, and their types."""
     return [p.numel() for p in parameters], [p.dtype for p in parameters]
 
 
@@ -173,7 +165,6 @@ def agreed_layouts(parameters: Sequence[nn.Parameter], ranks: int) -> list[Layou
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill their memory without gaps or overlaps."""
     reach = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride != reach:
@@ -191,7 +182,6 @@ def convert_to_layouts(grads: Grads | None, dtypes: Sequence[torch.dtype], layou
 
 
 def assign_grads(parameters: Sequence[nn.Parameter], sums: Sequence[Tensor | None]) -> None:
-    """Set each .grad to its sum, or to None."""
     for parameter, grad in zip(parameters, sums, strict=True):
         # torch's fused optimizers read parameter and gradient in memory order: their strides must be equal.
         if grad is not None and grad.stride() != parameter.stride() and _is_dense(parameter):
@@ -200,7 +190,6 @@ def assign_grads(parameters: Sequence[nn.Parameter], sums: Sequence[Tensor | Non
 
 
 def check_dense(grads: Iterable[tuple[nn.Parameter, Tensor | None]], names: Mapping[nn.Parameter, str]) -> None:
-    """Raise UsageError if one of these gradients is sparse."""
     for parameter, grad in grads:
         if grad is not None and grad.layout is not torch.strided:
             name = names.get(parameter, f"a parameter of shape {tuple(parameter.shape)}")
@@ -208,6 +197,5 @@ def check_dense(grads: Iterable[tuple[nn.Parameter, Tensor | None]], names: Mapp
 
 
 def sparse_gradient_error(what: str, strategy: str = "") -> UsageError:
-    """The error for a gradient that is not dense; `what` is its subject."""
     by = f"strategy {strategy}" if strategy else "this strategy"
     return UsageError(code="sparse-gradient", what=what, strategy=by)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, Protocol
 from weakref import WeakKeyDictionary
 
@@ -55,7 +55,6 @@ from paceline.collectives.shared_memory import (
     BULK_BYTES,
     GROUP_NAME,
     MemoryLayout,
-    MemoryOperation,
     SharedMemory,
     SharingRefusal,
     connect_memory,
@@ -96,7 +95,7 @@ class BucketReduction(Protocol):
         ...
 
     def finish_buckets(self, divisor: float | Tensor | None) -> bool:
-        """Wait for all buckets, and set every .grad to the sum divided by `divisor`. None: discard the sums.
+        """Wait for all buckets, and set every .grad to the sum divided by `divisor`. None: only discard the sums.
 
         Returns:
             True if all sums are finite, False if that is unknown. The same on all ranks.
@@ -104,7 +103,7 @@ class BucketReduction(Protocol):
         ...
 
     def discard_sums(self) -> None:
-        """Discard the running sums."""
+        """Discard the running sums after an error."""
         ...
 
 
@@ -135,6 +134,7 @@ class TorchBucketReduction:
             total = exchange.wait()[: packed_size(bucket)]
             if divisor is not None:
                 unpack(divide(total, divisor), bucket, used)
+        self.discard_sums()
         return False
 
     def discard_sums(self) -> None:
@@ -165,10 +165,11 @@ class SharedMemoryBucketReduction:
             convert_to_layouts(grads, self._dtypes, self._layouts)
 
     def finish_buckets(self, divisor: float | Tensor | None) -> bool:
-        first: Grads = self._own[0] or [None] * len(self._parameters)
+        own, self._own = self._own, []
+        first: Grads = own[0] or [None] * len(self._parameters)
         results: Sequence[Tensor | None] = first
         if self._sum is not None:
-            results = self._sum.run(self._own, divisor)
+            results = self._sum.run(own, divisor)
         elif divisor is not None:
             divide_each([grad for grad in first if grad is not None], divisor)
         if divisor is not None:
@@ -200,7 +201,7 @@ class HierarchicalBucketReduction:
         ]
         # One call for all buckets: the hang guard reads only the last 64 calls, and needs the exchanges among them.
         specs = describe_tensors(*numels_and_dtypes(parameters))
-        self._all_gather_call = self._memory.describe_call("all_gather", "gradients", *specs)
+        self._all_gather = self._memory.operation("all_gather", "gradients", *specs)
         self.discard_sums()
 
     def start_bucket(self, number: int, partials: list[Grads | None]) -> None:
@@ -214,7 +215,7 @@ class HierarchicalBucketReduction:
             raise
 
     def finish_buckets(self, divisor: float | Tensor | None) -> bool:
-        with MemoryOperation(self._memory, self._memory.bulk, self._all_gather_call):
+        with self._all_gather:
             sums = [total.end(divisor) for total in self._sums]
         if divisor is not None:
             for bucket, results in zip(self.buckets, sums, strict=True):
@@ -268,8 +269,13 @@ class Communicator:
         return start_all_gather(mine, name, self._group)
 
     def start_sum(self, numbers: Tensor, name: str) -> WaitFunction:
-        """Start an all-reduce of a few `numbers`, (n,), in the order of ranks. The returned function waits."""
+        """Start an all-reduce of a few `numbers`, (n,) float64, in the order of ranks. The returned function waits."""
         return start_all_reduce(numbers, name, self._group) if self.size > 1 else lambda: numbers
+
+    def start_float_sum(self, numbers: Sequence[float], name: str) -> Callable[[], list[float]]:
+        """The same for numbers on the host."""
+        wait = self.start_sum(torch.tensor(numbers, dtype=torch.float64), name)
+        return lambda: wait().tolist()
 
     def all_gather(self, out: Tensor, mine: Tensor, name: str, *, async_op: bool = False) -> dist.Work | None:
         """All-gather: `mine` (s,) of rank r becomes `out`[r * s : (r + 1) * s]."""
@@ -317,7 +323,13 @@ class _MemoryCommunicator(Communicator):
     def start_sum(self, numbers: Tensor, name: str) -> WaitFunction:
         if not numbers.is_cpu or numbers.nbytes > self._shared.totals.data_bytes:
             return super().start_sum(numbers, name)
-        return memory_sum.AsyncAllReduce(self._shared, numbers, name).finish
+        wait = memory_sum.AsyncSum(self._shared, numbers.tolist(), name).finish
+        return lambda: torch.tensor(wait(), dtype=torch.float64)
+
+    def start_float_sum(self, numbers: Sequence[float], name: str) -> Callable[[], list[float]]:
+        if len(numbers) > len(self._shared.totals.floats[0][0]):
+            return super().start_float_sum(numbers, name)
+        return memory_sum.AsyncSum(self._shared, numbers, name).finish
 
     def all_gather(self, out: Tensor, mine: Tensor, name: str, *, async_op: bool = False) -> dist.Work | None:
         if not mine.is_cpu:

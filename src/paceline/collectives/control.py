@@ -4,7 +4,6 @@
   only once.
 - `are_finite`, `scale_gradients`: the check of gradients for infinity and NaN.
 - `all_gather_object`, `check_equal`, `raise_on_all_ranks`: messages, values that must be equal, shared errors.
-- `start_totals`: the sums of losses over virtual ranks, exchanged while a step computes.
 - `all_gather_tensors`: tensors of any number and shape.
 
 Messages are sent as JSON in byte tensors. torch's object collectives would unpickle data from a peer, i.e. run its
@@ -31,7 +30,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import chain, islice
+from itertools import islice
 from operator import attrgetter
 from traceback import walk_stack
 from types import FrameType
@@ -40,12 +39,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from msgspec import Struct
 from torch import Tensor, nn
 
 from paceline.collectives.buckets import grad_of, group_by_type, is_present
-from paceline.collectives.communicator import Communicator, communicator, memory_communicator
-from paceline.collectives.tree import tree_sum
+from paceline.collectives.communicator import communicator, memory_communicator
 from paceline.errors import ExitCode, PacelineError, ReportedByPeer, TrainingError, UsageError
 from paceline.rank.guard import HangGuard
 from paceline.rank.sites import MAX_DEPTH, CodeOwner, code_owner, format_frame, frame_record, short_filename
@@ -56,7 +53,6 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _U = TypeVar("_U")
-_N = TypeVar("_N", float, Tensor, float | Tensor)
 
 
 @dataclass(frozen=True)
@@ -108,6 +104,25 @@ def to_device_async(numbers: Sequence[float], device: torch.device) -> Tensor:
     """(n,) float64 on `device`; the host does not wait for the copy."""
     on_host = torch.tensor(numbers, dtype=torch.float64, pin_memory=device.type == "cuda")
     return on_host.to(device, non_blocking=True)
+
+
+class NumbersToDevice:
+    """Sends numbers to a device in each step, out of memory that is allocated once.
+
+    Two buffers take turns: the host has read the result of a step before it writes the numbers of the next but one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._buffers = device, list[Tensor]()
+
+    def send(self, numbers: Sequence[float]) -> Tensor:
+        """(n,) float64 on the device; the host does not wait for the copy."""
+        if not self._buffers or len(self._buffers[0]) != len(numbers):
+            pinned = self._device.type == "cuda"
+            self._buffers = [torch.empty(len(numbers), dtype=torch.float64, pin_memory=pinned) for _ in range(2)]
+        self._buffers.reverse()
+        self._buffers[0].numpy()[:] = numbers
+        return self._buffers[0].to(self._device, non_blocking=True, copy=True)
 
 
 MAX_FUSED_ELEMENTS_ON_DEVICE = 1 << 24
@@ -376,96 +391,7 @@ def report_on_one_rank(error: PacelineError, world: World, *, by: int = 0) -> Pa
     return error if world.rank == by else ReportedByPeer(f"rank {by} reports the error", error.exit_code)
 
 
-TOTALS_NAME = "totals of the step"
 LOOP_SUMS_NAME = "numbers of the loop"
-
-
-class Totals(Struct, frozen=True):
-    """The result of `start_totals`: the sums of losses and of weights over virtual ranks, and of votes over ranks."""
-
-    sums: list[float]
-    votes: list[float]
-
-
-class SummedTotals(Struct, frozen=True):
-    """The totals of a step over all ranks; deferred if the host would have to wait for the device."""
-
-    totals: Totals | Deferred[Totals]
-    weights: float | Tensor
-    """The sum of weights. If it is only on the device: (V,), by virtual rank."""
-
-    @property
-    def total_weight(self) -> float | Tensor:
-        """The sum of weights."""
-        return _tree_sum(self.weights.unbind()) if isinstance(self.weights, Tensor) else self.weights
-
-
-def start_totals(
-    losses: Sequence[float | Tensor], weights: Sequence[float | Tensor], votes: Sequence[float], world: World,
-    exchange: Communicator | None = None,
-) -> Callable[[], SummedTotals]:  # fmt: skip
-    """Start the sum over ranks. Call the returned function once: it waits for the other ranks, not for the device.
-
-    Args:
-        losses: by virtual rank; 0.0 for those of other ranks. They are added in the order of `tree`: the bits do not
-            depend on the world size. () float64 on the device if the host would have to wait for it.
-        weights: like `losses`, but they may be numbers on the host.
-        votes: m numbers of this rank, added in any order.
-        world: the ranks.
-        exchange: their communicator, if the caller has it.
-    """
-    if world.size == 1:
-        loss, weight = (losses[0], weights[0]) if len(losses) == 1 else (_tree_sum(losses), _tree_sum(weights))
-        if is_async(world.device):
-            return lambda: _deferred_totals(loss, weight, [*votes])
-        sums = [float(loss), float(weight)]
-        return partial(SummedTotals, Totals(sums, [*votes]), sums[1])
-    # One slot for each virtual rank: all others add zeros, so each rank gets the numbers unchanged.
-    numbers: list[Any] = [*chain.from_iterable(zip(losses, weights, strict=True)), *votes]
-    on_device: dict[int, Tensor] = {}
-    for index, number in enumerate(numbers):
-        if isinstance(number, Tensor):
-            on_device[index], numbers[index] = number, 0.0
-    slots = to_device_async(numbers, world.device)
-    for index, number in on_device.items():
-        slots[index] = number
-    finish = (exchange or communicator()).start_sum(slots, TOTALS_NAME)
-    return partial(_sum_over_ranks, finish, len(losses))
-
-
-def _deferred_totals(loss: float | Tensor, weight: float | Tensor, votes: list[float]) -> SummedTotals:
-    """The totals of a single rank on a device: the host reads only the numbers that it does not know."""
-    on_device = [number for number in (loss, weight) if isinstance(number, Tensor)]
-
-    def totals(numbers: list[float]) -> Totals:
-        rest = iter(numbers)
-        return Totals([next(rest) if isinstance(number, Tensor) else number for number in (loss, weight)], votes)
-
-    numbers = on_device[0].view(1) if len(on_device) == 1 else torch.stack(on_device) if on_device else torch.zeros(0)
-    return SummedTotals(Deferred(numbers, totals), weight.view(1) if isinstance(weight, Tensor) else weight)
-
-
-def _sum_over_ranks(finish: Callable[[], Tensor], ranks: int) -> SummedTotals:
-    slots = finish()
-    if not is_async(slots.device):
-        numbers: list[float] = slots.tolist()
-        HangGuard.of_process().check_unblocked()
-        totals = _totals(numbers, ranks)
-        return SummedTotals(totals, totals.sums[1])
-    return SummedTotals(Deferred(slots, lambda numbers: _totals(numbers, ranks)), slots[1 : 2 * ranks : 2])
-
-
-def _totals(numbers: list[float], ranks: int) -> Totals:
-    pairs, votes = numbers[: 2 * ranks], numbers[2 * ranks :]
-    return Totals([_tree_sum(pairs[::2]), _tree_sum(pairs[1::2])], votes)
-
-
-def _tree_sum(numbers: Sequence[_N]) -> _N:
-    if len(numbers) == 1:
-        return numbers[0]
-    if len(numbers) == 2:  # as `tree_sum` does
-        return numbers[0] + numbers[1]
-    return tree_sum({(v, v + 1): number for v, number in enumerate(numbers)}, lambda a, b: a + b, len(numbers))
 
 
 def sum_over_ranks(

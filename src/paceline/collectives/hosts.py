@@ -38,7 +38,7 @@ from paceline.collectives.memory_sum import (
     spare_buffer_count,
     sum_parts,
 )
-from paceline.collectives.shared_memory import GROUP_NAME, MemoryLayout, MemoryOperation, MemoryPeer, SharedMemory
+from paceline.collectives.shared_memory import GROUP_NAME, MemoryLayout, MemoryPeer, SharedMemory
 from paceline.collectives.torch_collectives import TreeAllReduce
 from paceline.collectives.tree import ALIGNMENT_ELEMENTS, LeafPartition, TreeNode
 
@@ -57,20 +57,14 @@ class NodeTopology:
 
     @property
     def size(self) -> int:
-        """The world size."""
         return self.node_count * self.memory.size
 
     @property
     def rank(self) -> int:
-        """This rank in the world."""
         return self.node_index * self.memory.size + self.memory.rank
 
     def inter_node_group(self) -> dist.ProcessGroup:
-        """The process group of the ranks with the same number on each host, in the order of hosts.
-
-        Raises:
-            RuntimeError: torch's process groups are destroyed.
-        """
+        """The process group of the ranks with the same number on each host, in the order of hosts."""
         group = self._across()
         if group is None:
             raise RuntimeError("the process groups are destroyed: this rank is no longer connected to other hosts")
@@ -93,7 +87,6 @@ def connect_hosts(memory: SharedMemory, host: int, hosts: int) -> NodeTopology:
 
 
 def single_rank_hosts(group: dist.ProcessGroup, timeout_seconds: float) -> NodeTopology:
-    """The hosts of a gloo `group` with a single rank on each host, which shares its memory with no other rank."""
     rank, layout = group.rank(), MemoryLayout(1, bulk_bytes=4096)
     alone = MemoryPeer(rank, os.getpid(), 0, memoryview(bytearray(layout.total_bytes)))
     memory = SharedMemory([alone], 0, layout, timeout_seconds, group=group_name(rank))
@@ -110,8 +103,6 @@ class Subtree:
 
 @dataclass(frozen=True)
 class HierarchyPlan:
-    """Divides a sum over all ranks into sums of hosts."""
-
     node_subtrees: Sequence[Subtree]  # the sums of this host
     max_lanes: int  # the largest number of lanes of any rank of the world
     node_partition: LeafPartition  # its ranks are the hosts
@@ -160,7 +151,6 @@ class HierarchicalSum:
         scratch: Scratch,
         layouts: Sequence[Layout] | None = None,
     ) -> None:
-        """For 1 to MAX_TENSORS tensors with these numbers of elements and types, the same on all ranks."""
         self._hosts, self._memory, self._plan, self._name = hosts, hosts.memory, plan, name
         unit = ALIGNMENT_ELEMENTS * self._memory.size
         lane_sizes = {d: self._memory.bulk.data_bytes // d.itemsize // plan.max_lanes // unit * unit for d in dtypes}
@@ -169,7 +159,7 @@ class HierarchicalSum:
         # if no tensor has elements, an empty bundle sends the flags
         self._bundles, self._dtype = _bundle_chunks(self._lanes.chunks, self._memory.size) or [()], dtypes[0]
         self.discard_exchanges()
-        self._call = self._memory.describe_call("reduce_scatter", name, *describe_tensors(sizes, dtypes))
+        self._operation = self._memory.operation("reduce_scatter", name, *describe_tensors(sizes, dtypes))
 
     def begin(self, partials: Sequence[TensorList | None], after: HierarchicalSum | None = None) -> None:
         """Add up the tensors of this host's ranks, and start to send the sums (a collective).
@@ -181,7 +171,7 @@ class HierarchicalSum:
             after: the previous sum; starts to send its second half.
         """
         self._own = partials
-        with MemoryOperation(self._memory, self._memory.bulk, self._call):
+        with self._operation:
             for bundle in self._bundles:
                 exchange = self._send(bundle, first=not self._pending)
                 before = self if self._pending else after
@@ -214,7 +204,6 @@ class HierarchicalSum:
         return results
 
     def discard_exchanges(self) -> None:
-        """Discard the running exchanges after an error: they would keep connections open."""
         self._pending = deque[TreeAllReduce]()
         self._own: Sequence[TensorList | None] = ()
         self._gathered = True

@@ -45,7 +45,6 @@ class UncompressedCodec:
         self._shapes = shapes
 
     def initial_state(self) -> CodecState:
-        """The state before the first sum."""
         return {}
 
     def sum(
@@ -60,7 +59,6 @@ class Bf16:
     """Encodes numbers in bfloat16: (rows, n) <-> (rows, bytes) uint8; n is a multiple of BLOCK."""
 
     def pack(self, values: Tensor) -> Tensor:
-        """Numbers to bytes."""
         return values.bfloat16().view(torch.uint8)
 
     def unpack(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
@@ -140,7 +138,6 @@ class PowerSgdCodec:
         """The number of values that one sum sends."""
 
     def initial_state(self) -> CodecState:
-        """See Uncompressed. `held/i`: the residual of matrix i; `basis/i`: its Q."""
         state: dict[str, Tensor] = {}
         for i, (m, n) in self._matrices.items():
             state[f"held/{i}"] = torch.zeros(m, n, dtype=self._dtype)
@@ -175,7 +172,6 @@ class PowerSgdCodec:
 def make_codec(
     compress: str | None, rank: int | None, shapes: Sequence[torch.Size], dtype: torch.dtype, hosts: int
 ) -> UncompressedCodec | PowerSgdCodec | QuantizedCodec:
-    """The codec for a compression. `rank`: of powersgd. `dtype`: of the computation, float32 or float64."""
     if compress is None:
         return UncompressedCodec(shapes)
     if compress == "powersgd":
@@ -184,7 +180,6 @@ def make_codec(
 
 
 def flattened(tensors: Sequence[Tensor]) -> Tensor:
-    """(n,): a copy of all elements."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
@@ -204,7 +199,6 @@ class InterNodeSum:
         compress: str | None = None,
         rank: int | None = None,
     ) -> None:
-        """`compress` and `rank`: see `make_codec`."""
         self._parameters, self._hosts = parameters, hosts
         memory = hosts.memory
         self._carried = sorted(assign_balanced([p.numel() for p in parameters], memory.size)[memory.rank])
@@ -220,11 +214,8 @@ class InterNodeSum:
     def sum(self, tensors: Grads) -> Grads:
         """The sums over all hosts, new tensors (a collective).
 
-        Args:
-            tensors: one for each parameter, the same on all ranks of a host. None: all zeros.
-
-        Returns:
-            One for each parameter. None if no host has ever had a tensor for it: otherwise a residual must be sent.
+        `tensors`: one for each parameter, the same on all ranks of a host; None: all zeros. A sum is None if no host
+        has ever had a tensor for its parameter: otherwise a residual must be sent.
         """
         group = self._hosts.inter_node_group()
         present = start_all_gather(
@@ -248,27 +239,19 @@ class InterNodeSum:
         ]
 
     def save_state(self) -> None:
-        """Save the state for `restore_state`."""
         self._kept = self._state
 
     def restore_state(self) -> None:
-        """Restore the state of `save_state`, because the sums since then were not used."""
         self._state = self._kept
 
     def reset_residual(self) -> None:
-        """Discard the residual."""
-        self._state: tuple[CodecState, Tensor] = (
-            self._codec.initial_state(),
-            torch.zeros(len(self._parameters), dtype=torch.uint8),
-        )
-        self._kept = self._state
+        used = torch.zeros(len(self._parameters), dtype=torch.uint8)
+        self._kept = self._state = self._codec.initial_state(), used
 
     def state(self) -> dict[str, Tensor]:
-        """The state for a checkpoint; see `load`."""
         return {**self._state[0], "used": self._state[1]}
 
     def load(self, state: CodecState) -> None:
-        """Restore the result of `state`."""
         self._state = {name: tensor for name, tensor in state.items() if name != "used"}, state["used"]
         self._kept = self._state
 
@@ -283,21 +266,17 @@ class TwoLevelBucketReduction:
     overlaps_backward = False
 
     def __init__(self, parameters: Sequence[nn.Parameter], hosts: NodeTopology, across: InterNodeSum | None) -> None:
-        """A collective."""
         self.buckets: Sequence[Sequence[nn.Parameter]] = [parameters]
         self._parameters, self._across = parameters, across
         memory = hosts.memory
-        partition, shared = (
-            LeafPartition.one_leaf_per_rank(memory.size, memory.rank),
-            memory if memory.size > 1 else None,
-        )
+        partition = LeafPartition.one_leaf_per_rank(memory.size, memory.rank)
+        shared = memory if memory.size > 1 else None
         self._inside = SharedMemoryBucketReduction(parameters, shared, partition, ranks=hosts.size)
 
     def start_bucket(self, number: int, partials: list[Grads | None]) -> None:
         self._inside.start_bucket(number, partials)
 
     def finish_buckets(self, divisor: float | Tensor | None) -> bool:
-        """See communicator.BucketReduction. Without `across`, the sums are those of this host."""
         finite = self._inside.finish_buckets(divisor)
         if self._across is None:
             return finite

@@ -14,17 +14,18 @@ Gradients are read and written in place, in autograd's memory, without a flat co
 """
 
 import math
+from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from itertools import chain
-from operator import itemgetter
+from operator import add, itemgetter
 
 import torch
 from torch import Tensor
 
 from paceline.collectives.buckets import Layout, divide, is_present
-from paceline.collectives.shared_memory import MAX_FLAGS, MemoryOperation, SharedMemory
+from paceline.collectives.shared_memory import MAX_FLAGS, SharedMemory
 from paceline.collectives.tree import ALIGNMENT_ELEMENTS, LeafPartition, TreeNode, round_up, split_leaf, tree_sum
 
 SMALL_TENSOR_DIVISOR = 4  # a tensor smaller than a fourth of a lane shares a chunk
@@ -135,8 +136,8 @@ class SlotLayout:
         self._memory, self._sizes, self._dtypes, self._lane_sizes = memory, sizes, dtypes, lane_sizes
         self._scratch = scratch
 
-    def set_flags(self, slot: int, partials: Sequence[TensorList | None]) -> None:
-        """Write one flag for each tensor: whether this rank has values."""
+    def flags_of(self, partials: Sequence[TensorList | None]) -> bytes:
+        """One bit for each tensor: whether this rank has values."""
         flags = 0
         for flat in partials:
             if flat and all(map(is_present, flat)):
@@ -145,7 +146,7 @@ class SlotLayout:
             for i, tensor in enumerate(flat or ()):
                 if tensor is not None:
                     flags |= 1 << i
-        self._memory.bulk.set_flags(slot, flags, len(self._sizes))
+        return flags.to_bytes((len(self._sizes) + 7) // 8, "little")
 
     def read_used_flags(self) -> list[bool]:
         """For each tensor, whether any rank has values. Valid in the tick in which the flags were set."""
@@ -200,9 +201,7 @@ class SlotLayout:
         self, chunk: Chunk | None, partials: Sequence[TensorList | None], *, is_first: bool, factor: float | None = None
     ) -> int:
         """Run one tick that sends the chunk, and in the first tick the flags, of all ranks; return its slot."""
-        slot = self._memory.bulk.begin_tick()
-        if is_first:
-            self.set_flags(slot, partials)
+        slot = self._memory.bulk.begin_tick(self.flags_of(partials) if is_first else b"")
         if chunk is not None:
             self.write_chunk(chunk, partials, slot, factor=factor)
         self._memory.bulk.exchange()
@@ -294,8 +293,7 @@ class TreeSum:
         lane_sizes = {dtype: lane_bytes // dtype.itemsize for dtype in dtypes}
         self._lanes = SlotLayout(memory, sizes, dtypes, lane_sizes, Scratch(), layouts)
         self._parts = cache(partial(self._lanes.parts, self._nodes))
-        call = memory.describe_call("all_reduce", name, *describe_tensors(sizes, dtypes))
-        self._operation = MemoryOperation(memory, memory.bulk, call)
+        self._operation = memory.operation("all_reduce", name, *describe_tensors(sizes, dtypes))
         self.finite = False
         """True if the last sums are finite. False if that is unknown: near overflow, this may differ between ranks."""
 
@@ -338,9 +336,7 @@ class TreeSum:
         # tick k sends chunk k, and the sums of chunk k - 1
         bulk, lanes, results, finite = self._memory.bulk, self._lanes, list[Tensor | None](), True
         for number in range(len(lanes.chunks) + 1):
-            slot = bulk.begin_tick()
-            if number == 0:
-                lanes.set_flags(slot, partials)
+            slot = bulk.begin_tick(lanes.flags_of(partials) if number == 0 else b"")
             if number < len(lanes.chunks):
                 lanes.write_chunk(lanes.chunks[number], partials, slot, for_others=True, factor=factor)
             if number > 0:
@@ -348,7 +344,7 @@ class TreeSum:
                 in_place = partials if factor is None else [None] * len(partials)
                 finite &= self._add_shard(lanes.chunks[number - 1], in_place, slot, divisor)
             if number == len(lanes.chunks):
-                bulk.set_flags(slot, not finite, 1)
+                bulk.set_flags(slot, bytes([not finite]))
             bulk.exchange()
             if number == 0:
                 results = lanes.allocate_results(partials, lanes.read_used_flags)
@@ -484,7 +480,7 @@ def ring_sum(of_rank: Sequence[Tensor], first: int, size: int, out: Tensor) -> N
 
 def barrier(memory: SharedMemory) -> None:
     """Return when all ranks have called it."""
-    with MemoryOperation(memory, memory.bulk, memory.describe_call("barrier", "barrier")):
+    with memory.operation("barrier", "barrier"):
         memory.bulk.begin_tick()
         memory.bulk.exchange()
 
@@ -497,7 +493,7 @@ def broadcast_in_memory(memory: SharedMemory, tensors: Sequence[Tensor], src: in
     chunks = split_into_chunks(
         sizes, [torch.uint8] * len(flat), {torch.uint8: bulk.data_bytes // ALIGNMENT_ELEMENTS * ALIGNMENT_ELEMENTS}
     )
-    with MemoryOperation(memory, bulk, memory.describe_call("broadcast", name, f"[{sum(sizes)}]", "bytes")):
+    with memory.operation("broadcast", name, f"[{sum(sizes)}]", "bytes"):
         for chunk in chunks or [Chunk(torch.uint8, ())]:  # at least one tick, which compares the calls
             slot = bulk.begin_tick()
             in_slot = slots[slot][src][: chunk.size].split(chunk.lengths)
@@ -516,7 +512,7 @@ def all_gather(memory: SharedMemory, mine: Tensor, out: Tensor, name: str = "sha
     size, bulk = len(mine), memory.bulk
     slots, room = bulk.slots_as(mine.dtype), bulk.data_bytes // mine.element_size()
     parts = out.view(memory.size, size)
-    with MemoryOperation(memory, bulk, memory.describe_call("all_gather", name, f"[{size}]", mine.dtype)):
+    with memory.operation("all_gather", name, f"[{size}]", mine.dtype):
         for start in range(0, size, room):
             stop = min(start + room, size)
             slot = bulk.begin_tick()
@@ -554,9 +550,7 @@ def reduce_scatter(
     room = bulk.data_bytes // out.element_size() // (lanes * size) // ALIGNMENT_ELEMENTS * ALIGNMENT_ELEMENTS
     spare = [torch.empty_like(out[:room]) for _ in range(spare_buffer_count([*chain(*nodes)], partition.leaf_count))]
     shards = [None if flat is None else flat.view(size, shard_size) for flat in partials]
-    with MemoryOperation(
-        memory, bulk, memory.describe_call("reduce_scatter", name, f"[{shard_size * size}]", out.dtype)
-    ):
+    with memory.operation("reduce_scatter", name, f"[{shard_size * size}]", out.dtype):
         for start in range(0, shard_size, room):
             stop = min(start + room, shard_size)
             slot = bulk.begin_tick()
@@ -586,21 +580,21 @@ def reduce_scatter(
     return out
 
 
-class AsyncAllReduce:
+class AsyncSum:
     """A small asynchronous all-reduce in shared memory. The hang guard uses it like torch's `Work`."""
 
-    def __init__(self, memory: SharedMemory, slots: Tensor, name: str) -> None:
-        """Start it with this rank's `slots`, float64."""
-        self._memory, self._size, self._sum = memory, slots.numel(), slots
+    def __init__(self, memory: SharedMemory, numbers: Sequence[float], name: str) -> None:
+        """Start it with this rank's `numbers`."""
+        self._memory, self._size, self._sums = memory, len(numbers), list[float]()
         self._is_over, self._error = False, ""
-        if isinstance(memory.running, AsyncAllReduce):  # the next tick overwrites its slots
+        if memory.running is not None:  # the next tick overwrites its slots
             memory.running.finish()
         channel = memory.totals
-        with MemoryOperation(
-            memory, channel, memory.describe_call("all_reduce", name, f"[{self._size}]", slots.dtype), self
-        ):
+        operation = memory.operation("all_reduce", name, f"[{self._size}]", torch.float64, channel=channel)
+        operation.work = self
+        with operation:
             slot = channel.begin_tick()
-            channel.view(slots.dtype, slot, memory.rank, 0, self._size).copy_(slots)
+            channel.floats[slot][memory.rank][: self._size] = array("d", numbers)
             self._tick = channel.publish()
             memory.running = self
 
@@ -608,10 +602,10 @@ class AsyncAllReduce:
         """Whether all ranks have started it, or it has failed."""
         return self._is_over or bool(self._error) or self._memory.totals.have_all_published(self._tick)
 
-    def finish(self) -> Tensor:
-        """Wait, and return the sum, added in the order of ranks."""
+    def finish(self) -> list[float]:
+        """Wait, and return the sums, added in the order of ranks."""
         if self._is_over:
-            return self._sum
+            return self._sums
         if self._error:
             raise RuntimeError(f"this sum has already failed: {self._error}")
         memory, channel = self._memory, self._memory.totals
@@ -621,10 +615,9 @@ class AsyncAllReduce:
             self._error = f"{type(error).__name__}: {error}"
             memory.leave()
             raise
-        view, dtype, slot = channel.view, self._sum.dtype, self._tick & 1
-        first = view(dtype, slot, 0, 0, self._size)
-        total = first + view(dtype, slot, 1, 0, self._size) if memory.size > 1 else first.clone()
-        for rank in range(2, memory.size):
-            total += view(dtype, slot, rank, 0, self._size)
-        self._sum, self._is_over, memory.running = total, True, None
-        return total
+        first, *others = channel.floats[self._tick & 1]
+        sums: Iterable[float] = first[: self._size]
+        for of_rank in others:
+            sums = map(add, sums, of_rank)
+        self._sums, self._is_over, memory.running = [*sums], True, None
+        return self._sums

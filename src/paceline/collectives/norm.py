@@ -36,18 +36,15 @@ class BlockTree:
     """The tree over all blocks of the parameters. A run of blocks is [first, stop)."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        """`sizes`: the number of elements of each parameter."""
         *self._firsts, self.blocks = accumulate((-(-size // BLOCK_ELEMENTS) for size in sizes), initial=0)
 
     def block_range(self, parameter: int, start: int, stop: int) -> TreeNode:
-        """The blocks of the elements [start, stop) of the parameter at a position."""
         if start % BLOCK_ELEMENTS:
             raise ValueError(f"a shard begins at element {start}, within a block of {BLOCK_ELEMENTS}")
         first = self._firsts[parameter]
         return first + start // BLOCK_ELEMENTS, first + -(-stop // BLOCK_ELEMENTS)
 
     def subtrees_to_send(self, run: TreeNode) -> list[TreeNode]:
-        """The subtrees whose sums the holder of a run sends."""
         nodes: list[TreeNode] = []
         for level, first, stop, left, right in _levels(run, self.blocks):
             for position in [first] * left + [stop - 1] * right:
@@ -55,7 +52,6 @@ class BlockTree:
         return nodes
 
     def sums(self, run: TreeNode, of_blocks: Tensor) -> list[Tensor]:
-        """The sums of `nodes`, in their order, from the sums of the run's blocks, (stop - first,)."""
         sums: list[Tensor] = []
         for _, _, _, left, right in _levels(run, self.blocks):
             if left:
@@ -66,7 +62,6 @@ class BlockTree:
         return sums
 
     def root(self, sums: dict[TreeNode, float]) -> float:
-        """The sum of all blocks, from the sums of all ranks."""
         return tree_sum(sums, operator.add, self.blocks) if self.blocks else 0.0
 
 
@@ -167,7 +162,6 @@ def total_norm(gradients: Sequence[Tensor]) -> Deferred[float]:
 
 @torch.no_grad()
 def scale_to_norm(gradients: Sequence[Tensor], norm: float, max_norm: float) -> float:
-    """Scale gradients to `max_norm` if their `norm` is above it and finite. Returns `norm`."""
     factor = max_norm / (norm + 1e-6)  # as in torch's clip_grad_norm_
     if factor < 1.0 and math.isfinite(norm) and gradients:
         torch._foreach_mul_([*gradients], factor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
@@ -175,7 +169,6 @@ def scale_to_norm(gradients: Sequence[Tensor], norm: float, max_norm: float) -> 
 
 
 def merge_block_ranges(runs: Sequence[TreeNode]) -> list[TreeNode]:
-    """The same blocks in the smallest number of runs."""
     merged: list[TreeNode] = []
     for first, stop in sorted(runs):
         if merged and merged[-1][1] == first:

@@ -29,7 +29,6 @@ class LocalShard:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is the whole parameter, in its shape."""
         return self.parameter.shape == self.full_shape
 
 
@@ -55,12 +54,9 @@ class ParameterOwners:
 
         Args:
             parameters: by name, in the same order on all ranks.
-            ranges: by rank.
-            pieces: this rank's.
-            rank: this rank in the group.
+            ranges: by rank; `pieces` are those of this `rank` of the `group`.
             has_gradient: whether any rank has used a parameter in this step; the same on all ranks.
             holds_values: each rank has all elements of `parameters`, not only its pieces.
-            group: the ranks; None: all.
         """
         self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self._ranges, self._pieces, self._rank, self._group = ranges, pieces, rank, group
@@ -92,7 +88,6 @@ class ParameterOwners:
 
     @property
     def sent_bytes(self) -> int:
-        """The most bytes that a rank sends in a step."""
         sent = [0] * len(self._ranges)
         for rank, ranges in enumerate(self._ranges):
             for name, (start, stop) in ranges.items():
@@ -117,7 +112,6 @@ class ParameterOwners:
 
     @torch.no_grad()
     def scatter(self, *_: object) -> None:
-        """After an update: set the values of this rank's pieces."""
         self._exchange("weights after whole updates", to_owners=False, read=_values)
         for name, whole in self._owned_active().items():
             whole.parameter.grad = None
@@ -188,5 +182,4 @@ def _values(shard: LocalShard) -> Tensor:
 
 
 def _placeholder(like: Tensor) -> Tensor:
-    """A tensor of the same shape, without its memory."""
     return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)

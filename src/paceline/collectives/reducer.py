@@ -27,9 +27,9 @@ class Reducer:
 
         reducer = make_leaf_reducer(model, LeafPartition([(0, 2), (2, 3)], rank))
         for virtual_rank in my_virtual_ranks:
-            reducer.enter(virtual_rank, is_last=virtual_rank == my_virtual_ranks[-1])
+            reducer.begin_backward(virtual_rank, is_last=virtual_rank == my_virtual_ranks[-1])
             loss(...).backward()
-            reducer.leave()
+            reducer.end_backward()
         reducer.finish(divisor)                  # .grad is the sum over all virtual ranks, divided
 
     A rank that does not use a parameter contributes zeros, because all ranks must join every collective. If no rank
@@ -46,15 +46,10 @@ class Reducer:
         module: nn.Module | None = None,
         single_leaf: int | None = None,
     ) -> None:
-        """Register hooks on the parameters.
+        """Register hooks on the parameters of `module`, whose names errors have. `at_start` is called before a step.
 
-        Args:
-            partition: the leaves of each rank.
-            transport: with the same buckets on every rank.
-            at_start: called before the first backward of a step.
-            module: for the names of the parameters.
-            single_leaf: the only leaf of this rank. All its backwards add to it, including those of dummy batches: a
-                rank without samples contributes zeros. None: each backward adds to the leaf of its virtual rank.
+        `single_leaf`: the only leaf of this rank. All its backwards add to it, including those of dummy batches: a rank
+        without samples contributes zeros. None: each backward adds to the leaf of its virtual rank.
         """
         self._buckets, self._partition, self._transport = transport.buckets, partition, transport
         self._at_start = at_start
@@ -70,12 +65,10 @@ class Reducer:
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
     def begin_backward(self, virtual_rank: int, *, is_last: bool, counted: bool = True) -> None:
-        """Begin one backward of a virtual rank.
+        """Begin one backward of a virtual rank, not below that of the previous backward.
 
-        Args:
-            virtual_rank: of this rank, not below that of the previous backward.
-            is_last: whether this is this rank's last backward of the step. Buckets are then sent as they fill.
-            counted: False for a dummy batch, whose gradients are discarded.
+        With `is_last`, this rank's last backward of the step, buckets are sent as they fill. The gradients of a dummy
+        batch, not `counted`, are discarded.
         """
         if self._at_start is not None and self._leaf is None and self._sent == 0:
             self._at_start()
@@ -94,7 +87,6 @@ class Reducer:
         self._leaf, self._leaving = virtual_rank, is_last
 
     def end_backward(self, *, failed: bool = False) -> None:
-        """End the backward. `failed`: it raised an error."""
         if self._put_aside:
             for parameter, grad in self._put_aside if not failed else ():
                 parameter.grad = grad
@@ -107,17 +99,16 @@ class Reducer:
     def finish(self, divisor: float | Tensor | None) -> bool:
         """Set every .grad to the sum over all leaves, divided by `divisor` (a collective, under `torch.no_grad()`).
 
-        Args:
-            divisor: a number, or a scalar tensor of any float type on the gradients' device; the same on every rank.
-                None: .grad does not change.
-
-        Returns:
-            True if all gradients are finite, False if that is unknown. The same on all ranks.
+        `divisor` is the same on every rank, and on the gradients' device if it is a tensor. None: .grad does not
+        change. Returns True if all gradients are finite, False if that is unknown; the same on all ranks.
         """
         try:
             while self._sent < len(self._buckets):  # also buckets without a gradient
                 self._send_next()
             return self._transport.finish_buckets(divisor)
+        except BaseException:
+            self._transport.discard_sums()
+            raise
         finally:
             self._forget()
 
@@ -131,7 +122,6 @@ class Reducer:
         self.finish(None)
 
     def _forget(self) -> None:
-        self._transport.discard_sums()
         self._leaf: int | None = None
         self._leaving = False
         for sums in self._sums if self._single_leaf is None else ():

@@ -20,16 +20,10 @@ MAX_NAMED_RANKS = 8  # in an error message
 
 
 def broadcast_module(module: nn.Module, src: int = 0, group: dist.ProcessGroup | None = None) -> None:
-    """Copy the parameters and buffers of rank `src` to every rank, in place (a collective over the group).
+    """Copy the parameters and buffers of rank `src` of the group to every rank, in place (a collective over the group).
 
-    Args:
-        module: the same architecture on every rank, on its device.
-        src: the rank of the group to copy from.
-        group: None: the default one.
-
-    Raises:
-        ValueError: on every rank, if the modules differ in a name, shape or type, or in the trained parameters. It
-            lists the minority first. No tensor has changed.
+    ValueError on every rank, before any tensor has changed: the modules differ in a name, shape or type, or in the
+    trained parameters. It lists the minority first.
     """
     tensors = {f"parameter {name}": p for name, p in module.named_parameters()}
     tensors |= {f"buffer {name}": b for name, b in module.named_buffers()}
@@ -46,7 +40,6 @@ def broadcast_module(module: nn.Module, src: int = 0, group: dist.ProcessGroup |
 def broadcast(
     tensors: Sequence[Tensor], src: int = 0, name: str = "broadcast", group: dist.ProcessGroup | None = None
 ) -> None:
-    """Copy the tensors of rank `src` to every rank, in place (a collective)."""
     # backends send contiguous memory
     copies = {tensor: tensor.detach().contiguous() for tensor in tensors if tensor.numel()}
     if copies:
@@ -57,11 +50,6 @@ def broadcast(
 
 
 def check_same_model(of_rank: Sequence[Sequence[str]]) -> None:
-    """Compare the descriptions of the tensors of all ranks. All ranks raise the same error, or none.
-
-    Raises:
-        ValueError: see `broadcast_module`.
-    """
     for position, values in enumerate(zip_longest(*of_rank, fillvalue="nothing")):
         ranks_with: dict[str, list[int]] = defaultdict(list)
         for rank, value in enumerate(values):

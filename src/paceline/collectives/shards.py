@@ -70,15 +70,8 @@ class Shards:
     ) -> None:
         """Move the data of every parameter that requires a gradient into a bucket.
 
-        Args:
-            module: the same on every rank.
-            rank: of this process.
-            world_size: N.
-            kinds: numbers of parameters; those of a bucket have the same one.
-            bucket_bytes: of each bucket.
-
-        Raises:
-            ValueError: if two parameters are views of the same memory.
+        A bucket contains parameters with the same number in `kinds`. ValueError: two parameters are views of the same
+        memory.
         """
         parameters = trainable(module)
         _check_no_views(parameters)
@@ -100,14 +93,8 @@ class Shards:
     def shard_optimizer(self, optimizer: Optimizer, *, whole: bool = False) -> dict[str, LocalShard]:
         """Make an `optimizer` of the module's parameters update this rank's pieces instead, and then gather all shards.
 
-        Its groups and their options stay, so that schedulers work as usual.
-
-        Args:
-            optimizer: over parameters of the module.
-            whole: let it update whole parameters, each on one rank, which then sends the pieces.
-
-        Returns:
-            What this rank updates, by the names of the parameters.
+        Its groups and their options stay, so that schedulers work as usual. With `whole` it updates whole parameters,
+        each on one rank, which then sends the pieces. Returns what this rank updates, by the names of the parameters.
         """
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
@@ -148,11 +135,7 @@ class Shards:
 
     @torch.no_grad()
     def copy_assigned_values(self, *_: object) -> None:
-        """Before an update: move values that the script has assigned (`p.data = ...`, `p.set_(...)`) into the bucket.
-
-        Raises:
-            UsageError: if they have a different shape, type or device.
-        """
+        """Before an update: move values that the script has assigned (`p.data = ...`) into the bucket."""
         if [*map(Tensor.data_ptr, self._parameters)] == self._pointers and all(
             map(Tensor.is_contiguous, self._parameters)
         ):
@@ -164,7 +147,6 @@ class Shards:
                 parameter.data = data.copy_(parameter.data.clone())
 
     def drop_gradients(self, kept: Collection[nn.Parameter] = ()) -> None:
-        """Free the pieces' gradients, except those of the parameters `kept`."""
         for parameter, piece in self.pieces.items():
             if parameter not in kept:
                 piece.parameter.grad = None
@@ -172,7 +154,6 @@ class Shards:
             self.used.intersection_update(kept)
 
     def gather(self, buckets: Sequence[int], *_: object) -> None:
-        """All-gather the updated shards of these buckets (a collective)."""
         if self.world_size == 1:
             return
         works = [
@@ -189,7 +170,6 @@ class Shards:
 
 
 def check_assigned(name: str, values: Tensor, data: Tensor) -> None:
-    """Raise UsageError if `values`, assigned to parameter `name`, do not fit into its memory, `data`."""
     wanted, found = (f"{tuple(t.shape)}, {str(t.dtype).removeprefix('torch.')} on {t.device}" for t in (data, values))
     if wanted != found:
         raise UsageError(code="assigned-data-differs", name=name, found=found, wanted=wanted)
@@ -261,6 +241,7 @@ class ShardBucketReduction:
                 size = 0 if all(used) else len(shard) - bucket.shard_size
                 self._assign_grads(bucket, divide(shard[: bucket.shard_size], divisor), flags[:size] or used)
                 del flags[:size]
+        self.discard_sums()
         return False
 
     def discard_sums(self) -> None:

@@ -46,9 +46,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -60,6 +60,9 @@ from paceline.host.procfs import read_process
 from paceline.protocol.control import SHARED_MEMORY
 from paceline.protocol.evidence import SHARED_GROUP, Op
 from paceline.rank.guard import HangGuard
+
+if TYPE_CHECKING:
+    from paceline.collectives.memory_sum import AsyncSum
 
 SPINS = 1000  # polls of about 50 ns each
 YIELD_SECONDS = 2e-4
@@ -99,7 +102,7 @@ class Channel:
             slots: (2, ranks): header and data of each.
             check_wait: see `CheckWait`; it gets indices among the other ranks.
             names: the rank of each in the world.
-            spins: see `wait_for`.
+            spins: polls before the first sleep; 0 if ranks share cores.
         """
         self._at, self._rank, self._mine, self._names = at, rank, counters[rank], names
         self._others = [counter for number, counter in enumerate(counters) if number != rank]
@@ -110,8 +113,13 @@ class Channel:
         self._check_wait: CheckWait = check_wait
         self.call = b""
         """the header of the call that begins with the next tick. If ranks set different ones, `wait` raises an error"""
-        self.tick, self.spins = 0, spins
+        self.tick, self._waited, self._spins = 0, 0, spins  # `_waited`: the last tick that this rank has waited for
         self.data_bytes = len(self._data[0][0])
+
+    @cached_property
+    def floats(self) -> list[list[memoryview]]:
+        """The data of all slots, as numbers."""
+        return [[data.cast("d") for data in of_tick] for of_tick in self._data]
 
     def slots_as(self, dtype: torch.dtype) -> Slots:
         """The data of all slots, as elements of `dtype`."""
@@ -123,18 +131,19 @@ class Channel:
         """Elements [start, stop) of a slot of a rank."""
         return self.slots_as(dtype)[slot][rank][start:stop]
 
-    def begin_tick(self) -> int:
-        """Begin a tick; return the slot, 0 or 1, that may be written now."""
-        wait_for(self._others, self._at, self.tick, self._check_wait, spins=self.spins)  # then no rank reads it
+    def begin_tick(self, flags: bytes = b"") -> int:
+        """Begin a tick, with up to MAX_FLAGS bits in its header; return the slot, 0 or 1, that may be written now."""
+        assert self._waited == self.tick  # so no rank reads the slot of the tick before it
         slot = (self.tick + 1) & 1
+        header = self._headers[slot][self._rank]
         if self.call:
-            self._headers[slot][self._rank][:_TEXT_BYTES] = self.call
+            header[:_TEXT_BYTES] = self.call
+        header[_TEXT_BYTES : _TEXT_BYTES + len(flags)] = flags
         return slot
 
-    def set_flags(self, slot: int, flags: int, count: int) -> None:
-        """Write `count` bits, at most MAX_FLAGS, into the header of the slot."""
-        size = (count + 7) // 8
-        self._headers[slot][self._rank][_TEXT_BYTES : _TEXT_BYTES + size] = flags.to_bytes(size, "little")
+    def set_flags(self, slot: int, flags: bytes) -> None:
+        """Write the flags of a tick that has begun."""
+        self._headers[slot][self._rank][_TEXT_BYTES : _TEXT_BYTES + len(flags)] = flags
 
     def publish(self) -> int:
         """Make the slot visible to the other ranks; return the number of this tick."""
@@ -149,7 +158,15 @@ class Channel:
             TrainingError: with MISMATCH, on every rank, if ranks have set different calls.
             RuntimeError: a rank has ended, has left or is late; see `SharedMemory`.
         """
-        wait_for(self._others, self._at, self.tick, self._check_wait, spins=self.spins)
+        at, tick = self._at, self.tick
+        for line in self._others:
+            if line[at] < tick:
+                for _ in range(self._spins):
+                    if line[at] >= tick:
+                        break
+                else:  # it sleeps until all ranks have published
+                    _sleep_until(self._others, at, tick, self._check_wait, 0.0 if self._spins else YIELD_SECONDS)
+        self._waited = tick
         if self.call:
             mine, self.call = self.call, b""
             headers = self._headers[self.tick & 1]
@@ -181,23 +198,13 @@ class Channel:
         return all(counter[self._at] >= tick for counter in self._others)
 
 
-def wait_for(lines: Sequence[memoryview], at: int, value: int, check_wait: CheckWait, *, spins: int = SPINS) -> None:
+def _sleep_until(lines: Sequence[memoryview], at: int, value: int, check_wait: CheckWait, yield_seconds: float) -> None:
     """Return when counter `at` of each of `lines` is `value` or more.
 
     A line holds unsigned 64-bit counters of another process, which only that process writes and which never fall.
-    After `spins` polls (0 if ranks share cores), `check_wait` is called before each sleep.
+    `check_wait` is called before each sleep.
     """
-    for line in lines:
-        if line[at] < value:
-            for _ in range(spins):
-                if line[at] >= value:
-                    break
-            else:
-                _sleep_until(lines, at, value, check_wait, 0.0 if spins else YIELD_SECONDS)
-                return
 
-
-def _sleep_until(lines: Sequence[memoryview], at: int, value: int, check_wait: CheckWait, yield_seconds: float) -> None:
     def missing() -> list[int]:
         return [index for index, line in enumerate(lines) if line[at] < value]
 
@@ -261,15 +268,6 @@ class MemoryPeer:
     memory: memoryview
 
 
-@dataclass(frozen=True)
-class MemoryCall:
-    """One collective: `op` for the hang guard, `header` for the comparison with the other ranks."""
-
-    op: Op
-    text: str
-    header: bytes
-
-
 class SharedMemory:
     """The memories of all ranks of a group on one host, mapped into this process. `rank` and `size` are of the group.
 
@@ -289,7 +287,8 @@ class SharedMemory:
     ) -> None:
         """`rank` is the index of this rank in `peers`. `group` is their name; GROUP means all ranks of the world."""
         self.rank, self.size, self.timeout_seconds = rank, len(peers), timeout_seconds
-        self.running: Any = None  # the `AsyncAllReduce` whose result has not been read yet
+        self.running: AsyncSum | None = None
+        """the sum that has not been read yet"""
         self.group, self._pid = group, os.getpid()
         self._others = [(index, peer) for index, peer in enumerate(peers) if index != rank]
         at = layout.counters_offset
@@ -297,8 +296,6 @@ class SharedMemory:
         self.left = [counter[len(layout.channel_slot_bytes) * LINE // 8 :] for counter in counters]
         self._checked_seconds = 0.0
         self.ranks = tuple(peer.rank for peer in peers)
-        self.describe_call = lru_cache(256)(self._describe_call)
-        self.call = self.describe_call("", "")
         self.guard = HangGuard.of_process()
         spins = 0 if self.size > usable_cores() else SPINS
 
@@ -307,12 +304,9 @@ class SharedMemory:
             return Channel(number * LINE // 8, rank, counters, slots, self._check_wait, self.ranks, spins)
 
         self.totals, self.bulk = map(channel, range(len(layout.channel_slot_bytes)))
-
-    def _describe_call(self, kind: str, name: str, shape: str = "", dtype: torch.dtype | str = "") -> MemoryCall:
-        """The description of a collective."""
-        op = Op(self.group, 0, kind, name, shape, str(dtype).removeprefix("torch."))
-        text = f"{kind} '{name}' {shape} {op.dtype}".rstrip()
-        return MemoryCall(op, text, text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"))
+        self.operation = lru_cache(256)(partial(MemoryOperation, self))
+        self.current = self.operation("", "")
+        """the last collective that has begun"""
 
     def leave(self) -> None:
         """Mark this rank as gone, so that waiting ranks raise an error. May be called more than once."""
@@ -322,7 +316,7 @@ class SharedMemory:
     def _check_wait(self, missing: Callable[[], list[int]], waited_seconds: float) -> None:
         if self.guard.release_reason():
             names = self._names(missing())
-            raise RuntimeError(f"{self.call.text}: connection closed by peer: unblocked from the wait for {names}")
+            raise RuntimeError(f"{self.current.text}: connection closed by peer: unblocked from the wait for {names}")
         gone = [index for index in missing() if self.left[self._others[index][0]][0]]
         why = "has left"
         if not gone and time.monotonic() - self._checked_seconds > ALIVE_CHECK_SECONDS:
@@ -330,10 +324,10 @@ class SharedMemory:
             why, self._checked_seconds = "has ended", time.monotonic()
         # A rank that published before it left is not missing: its stores become visible in their order.
         if gone and (gone := [index for index in missing() if index in gone]):
-            raise RuntimeError(f"{self.call.text}: connection closed by peer: {self._names(gone)} {why}")
+            raise RuntimeError(f"{self.current.text}: connection closed by peer: {self._names(gone)} {why}")
         if waited_seconds > self.timeout_seconds:
             raise RuntimeError(
-                f"{self.call.text}: timed out waiting for {self._names(missing())} after "
+                f"{self.current.text}: timed out waiting for {self._names(missing())} after "
                 f"{self.timeout_seconds:g} s (--timeout)"
             )
 
@@ -348,21 +342,30 @@ class MemoryOperation:
     For an asynchronous collective, it wraps the ticks that start it. `work` then reports whether it is completed.
     """
 
-    def __init__(self, memory: SharedMemory, channel: Channel, call: MemoryCall, work: object = None) -> None:
-        self._memory, self._channel, self._call, self._work = memory, channel, call, work
+    def __init__(
+        self, memory: SharedMemory, kind: str, name: str, shape: str = "", dtype: torch.dtype | str = "",
+        *, channel: Channel | None = None,
+    ) -> None:  # fmt: skip
+        """`channel`: by default that for bulk data."""
+        self._memory, self._channel = memory, channel or memory.bulk
+        self.work: object = None
+        self._op = Op(memory.group, 0, kind, name, shape, str(dtype).removeprefix("torch."))
+        self.text = f"{kind} '{name}' {shape} {self._op.dtype}".rstrip()
+        self._header = self.text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
 
     def __enter__(self) -> None:
-        memory, call = self._memory, self._call
+        memory = self._memory
         if memory.left[memory.rank][0]:
-            raise RuntimeError(f"{call.text}: this rank has left the shared memory after an error or at its end")
-        memory.call, self._channel.call = call, call.header  # the channel compares it between ranks
+            raise RuntimeError(f"{self.text}: this rank has left the shared memory after an error or at its end")
+        memory.current, self._channel.call = self, self._header  # the channel compares it between ranks
         of_all = memory.group == GROUP_NAME
-        self._begun = memory.guard.ledger.begin_internal_op(memory, memory.ranks, call.op, of_all=of_all)
+        self._begun = memory.guard.ledger.begin_internal_op(memory, memory.ranks, self._op, of_all=of_all)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        work, self.work = self.work, None
         if kind is not None:
             self._memory.leave()  # otherwise the others would wait for the remaining ticks
-        self._memory.guard.ledger.end_internal_op(self._begun, None if kind else self._work, failed=kind is not None)
+        self._memory.guard.ledger.end_internal_op(self._begun, None if kind else work, failed=kind is not None)
 
 
 def _is_alive(peer: MemoryPeer) -> bool:

@@ -52,13 +52,10 @@ def all_gather_json(
 
 
 def start_all_gather(mine: Tensor, name: str, group: Group = None) -> WaitFunction:
-    """Start an all-gather of `mine`, (n,) on all ranks of a group.
+    """Start an all-gather of `mine`, (n,) on all ranks of a group. The returned function waits and returns (ranks, n).
 
     gloo matches messages by their length only. On the CPU each message therefore begins with its name, type and size.
-
-    Returns:
-        A function that waits, and returns (ranks, n). It raises TrainingError with MISMATCH if ranks have started
-        different collectives.
+    If ranks have started different collectives, the function raises TrainingError with MISMATCH.
     """
     size = dist.get_world_size(group)
     if mine.device.type != "cpu" or size * mine.nbytes > MAX_GATHER_COPY_BYTES:
@@ -152,7 +149,6 @@ class TreeReduceScatter:
         return tree_sum(parts, Tensor.add_, self._nodes[-1][-1][1])
 
     def wait_and_sum_copy(self) -> Tensor:
-        """As `sum`, but in separate memory, so that the received subtrees are freed."""
         return self.sum() if self._work is None else self.sum().clone()
 
 
@@ -186,13 +182,11 @@ class TreeAllReduce:
             self._scatter = TreeReduceScatter(partition, partials, group, name)
 
     def start_gather(self) -> None:
-        """Wait for the subtrees of this rank's shard, add them up, and start to gather all shards."""
         if self._scatter is not None:
             self._mine = self._scatter.sum()  # keep it: the backend reads it until the work is done
             self._work = gather_shards(self._flat, name_collective(self._mine, self._name), self._group)
 
     def wait(self) -> Tensor:
-        """Wait, and return the sum, (n,), on every rank."""
         if self._work is not None:
             self._work.wait()
         return self._flat

@@ -35,14 +35,13 @@ ALIGNMENT_ELEMENTS = 64  # elements: shards and segments of every type begin at 
 def split_leaf(node: tuple[int, int]) -> int:
     """The leaf at which a node of two or more leaves is split: after the largest power of two, like a binary counter.
 
-    middle((0, 6)) == 4, middle((0, 4)) == 2, middle((4, 6)) == 5
+    split_leaf((0, 6)) == 4, split_leaf((0, 4)) == 2, split_leaf((4, 6)) == 5
     """
     first, stop = node
     return first + (1 << ((stop - first - 1).bit_length() - 1))
 
 
 def is_node(node: TreeNode, leaves: int) -> bool:
-    """Whether `node` is a subtree of the tree over `leaves` leaves."""
     at = (0, leaves)
     while at != node and at[1] - at[0] > 1:
         cut = split_leaf(at)
@@ -88,12 +87,10 @@ class PartialSums(Generic[_T]):
     """
 
     def __init__(self, owned: TreeNode, leaves: int, add: Callable[[_T | None, _T | None], _T | None]) -> None:
-        """`add` adds two neighbours, and may change them; see `add_optional`."""
         self.owned, self._leaves, self._add = owned, leaves, add
         self.clear()
 
     def clear(self) -> None:
-        """Discard the sums, and begin with the first leaf again."""
         self._next = self.owned[0]
         self._nodes: list[TreeNode] = []
         self._sums: list[_T | None] = []
@@ -135,7 +132,6 @@ def add_optional(left: Tensor | None, right: Tensor | None) -> Tensor | None:
 
 
 def add_each(left: Grads | None, right: Grads | None) -> Grads | None:
-    """`add_optional` for each pair of tensors of two lists."""
     if left is None and right is None:
         return None
     nothing: Grads = [None] * len(left or right or [])
@@ -154,20 +150,16 @@ class LeafPartition:
 
     @classmethod
     def one_leaf_per_rank(cls, size: int, rank: int) -> Self:
-        """One leaf for each of `size` ranks."""
         return cls([(leaf, leaf + 1) for leaf in range(size)], rank)
 
     @property
     def leaf_count(self) -> int:
-        """V, the number of leaves."""
         return self.ranges[-1][1]
 
     def subtrees_by_rank(self) -> list[list[TreeNode]]:
-        """The subtrees of each rank."""
         return [subtrees(owned, self.leaf_count) for owned in self.ranges]
 
     def partial_sums(self, add: Callable[[_T | None, _T | None], _T | None]) -> PartialSums[_T]:
-        """An empty sum of this rank's leaves."""
         return PartialSums(self.ranges[self.rank], self.leaf_count, add)
 
     def padded(self, size: int) -> int:
@@ -176,5 +168,4 @@ class LeafPartition:
 
 
 def round_up(number: int, unit: int) -> int:
-    """The next multiple of `unit`."""
     return -(-number // unit) * unit

@@ -44,11 +44,7 @@ def shard_blocks(
     vectors in a block of rounded weights are not sharded (for example of batch norm, whose kernels need float32). If a
     block has any other parameter, it is gathered in its original type.
 
-    Returns:
-        The blocks by name: inner ones first, the model itself ("") last.
-
-    Raises:
-        UsageError: see `blocks_of` and `check_parameter_dtypes`, or if torch is too old.
+    Returns the blocks by name: inner ones first, the model itself ("") last.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
@@ -152,11 +148,7 @@ def register_backward_callback(blocks: Mapping[str, FSDPModule], act: Callable[[
 
 
 def blocks_of(model: nn.Module, rule: str | None, *, flag: str) -> dict[str, nn.Module]:
-    """The blocks inside the plain `model` by name, inner ones first. `rule` and `flag`: see `find_matching_modules`.
-
-    Raises:
-        UsageError: if `rule` matches nothing, or one of its blocks has a parameter that is also used outside.
-    """
+    """The blocks inside the plain `model` by name, inner ones first. `rule` and `flag`: see `find_matching_modules`."""
     blocks = _by_default(model) if rule is None else find_matching_modules(model, rule, flag=flag)
     if rule is not None and not any(_has_parameters(block) for block in blocks.values()):
         raise UsageError(code="blocks-without-parameters", setting=flag, rule=rule, blocks=", ".join(blocks))

@@ -44,13 +44,11 @@ class FlopCount(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.flops = self.samples = self._running = 0
-        self.dtype = torch.float32
-        """the type of the last counted operation"""
+        self.dtype = torch.float32  # the type of the last counted operation
         self.is_active, self._formulas = False, dict[Any, Callable[..., int]]()
 
     @property
     def per_sample(self) -> float:
-        """FLOPs of the forward and backward of a sample; 0 if they were not counted."""
         return self.flops / self.samples if self.samples else 0.0
 
     @contextmanager
@@ -126,20 +124,13 @@ def tokens_of(batch: Any) -> int:
 
 
 class Utilization:
-    """The utilization of a run's devices, as far as this rank knows it."""
-
     def __init__(
         self, world: World, given: float | None = None, count: FlopCount | None = None, precision: str = ""
     ) -> None:
         """`given`: the peak of one device in TFLOP/s, or 0. `precision`: bf16 or fp16, if it differs from `count`."""
         self.device, self.devices, self.given, self._peak = world.device, world.size, given, given
         self.count, self._half = count or FlopCount(), HALF_DTYPES.get(precision)
-        self.tokens = self.samples = 0
-        """computed by this rank so far"""
-
-    def add(self, consumed: tuple[int, int]) -> None:
-        """Add the (tokens, samples) of a step of this rank."""
-        self.tokens, self.samples = self.tokens + consumed[0], self.samples + consumed[1]
+        self.tokens = self.samples = 0  # computed by this rank so far
 
     def peak_tflops(self, *, measure: bool = False, samples_per_second: float | None = None) -> float:
         """The peak of one device: given, measured earlier on this node, or measured now if `measure`. 0: unknown.

@@ -37,9 +37,6 @@ def find_matching_modules(model: nn.Module, rule: str, *, flag: str) -> dict[str
 
     If a module and a module inside it match, only the outer one is returned. * and ? also match dots. `flag` is the
     option of the rule, for the error.
-
-    Raises:
-        UsageError: if a pattern matches no module.
     """
     modules = {name: module for name, module in model.named_modules() if name and not isinstance(module, CONTAINERS)}
     chosen: set[str] = set()
@@ -62,9 +59,6 @@ def wrap_forward(module: nn.Module, around: ForwardWrapper) -> None:
 
     The module gets a subclass of its class, as with torch's fully_shard. So names, hooks, state and the copies of
     nn.DataParallel do not change. A wrapper module, or a forward set on the instance, would change them.
-
-    Raises:
-        UsageError: if the forward is not that of the module's class.
     """
     cls = type(module)
     if isinstance(module, ScriptModule) or "forward" in vars(module):
@@ -95,7 +89,6 @@ def disable_graph_recording() -> Generator[None]:
 
 
 def may_record_graph() -> bool:
-    """Whether a model may be recorded or replayed now."""
     return not _is_recording_disabled.get()
 
 

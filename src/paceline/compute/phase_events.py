@@ -47,7 +47,6 @@ class PhaseEvents:
 
 
 def phase_events(device: torch.device) -> PhaseEvents | None:
-    """PhaseEvents for an asynchronous device; None for the CPU."""
     if device.type == "cpu":
         return None
     recording = torch.cuda.is_current_stream_capturing if device.type == "cuda" else lambda: False

@@ -28,21 +28,18 @@ MIN_BF16_SPEEDUP = 1.05  # precision=auto selects bf16 if it is faster by this f
 
 
 def tf32_unsupported_reason(device: torch.device) -> str:
-    """Why `device` cannot compute in tf32; empty if it can."""
     if device.type == "cuda" and torch.version.cuda and torch.cuda.get_device_capability(device) >= (8, 0):
         return ""
     return "tf32 is a mode of NVIDIA's GPUs of compute capability 8.0 and newer"
 
 
 def set_float32_mode(precision: str, device: torch.device) -> None:
-    """Enable or disable tf32 on a GPU, in both matrix products and convolutions."""
     if device.type == "cuda":
         # the older of torch's two settings: it also sets the newer one, and torch.compile reads only the older one
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
 
 
 def bf16_unsupported_reason(device: torch.device) -> str:
-    """Why `device` cannot compute in bf16; empty if it can."""
     if device.type not in ("cpu", "cuda"):
         return ""
     if device.type == "cuda":
@@ -147,6 +144,5 @@ def time_alternatives(steps: Mapping[str, Callable[[], object]], device: torch.d
 
 
 def await_device(device: torch.device) -> None:
-    """Wait until all work on `device` has ended."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

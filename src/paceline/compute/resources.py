@@ -23,15 +23,10 @@ HEAP_SIZE_FACTOR = 2  # assumed size of the heap relative to its contents (measu
 
 
 class CpuAllocation(msgspec.Struct, frozen=True):
-    """The cores and threads of one rank."""
-
     host: str
-    cores: tuple[int, ...]
-    """the numbers of the cores on which its threads may run"""
-    limit: int
-    """how many of them it may use at a time, by the quota of a container or of Slurm"""
+    cores: tuple[int, ...]  # on which its threads may run
+    limit: int  # how many of them it may use at a time, by the quota of a container or of Slurm
     threads: int = 0
-    """the number of its threads"""
 
 
 def cpu_model() -> str:
@@ -43,7 +38,6 @@ def cpu_model() -> str:
 
 
 def current_cpu_allocation(threads: int) -> CpuAllocation:
-    """The allocation of this process, which has `threads` threads."""
     every = range(os.cpu_count() or 1)
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else every
     return CpuAllocation(os.uname().nodename, tuple(sorted(cores)), usable_cores(), threads)

@@ -7,8 +7,7 @@ from typing import Literal, get_args
 from paceline.config.strategies import STRATEGY_INFO
 from paceline.errors import UsageError
 
-OLDEST_TORCH, NEWEST_TORCH = "2.11", "2.14"
-"""The releases of torch that CI installs."""
+OLDEST_TORCH, NEWEST_TORCH = "2.11", "2.14"  # the releases of torch that CI installs
 
 LauncherName = Literal["local", "ssh", "slurm", "print"]
 
@@ -45,7 +44,6 @@ def check_not_renamed(where: str, given: str, allowed: Collection[str]) -> None:
 
 
 def launchers_of(setting: str) -> list[LauncherName]:
-    """The launchers that use a setting of [cluster]."""
     return [name for name, names in LAUNCHER_SETTINGS.items() if setting in names.split()] or [*LAUNCHER_SETTINGS]
 
 
@@ -60,7 +58,6 @@ def steps_or_seconds(checkpoint_every: int | str | None) -> tuple[int | None, fl
 
 
 def untested_torch_notice() -> list[str]:
-    """Return one line if the installed torch is newer than any tested one."""
     version, release = _torch_release()
     if release <= _release(NEWEST_TORCH):
         return []

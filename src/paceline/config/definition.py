@@ -3,13 +3,18 @@
 No torch here: settings that differ are reported before any process starts.
 """
 
+from __future__ import annotations
+
 from collections.abc import Collection, Mapping
-from typing import Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from paceline.config.choices import check_not_renamed, current_name
-from paceline.config.settings import TrainConfig
 from paceline.config.strategies import EXACT_STRATEGIES, SLOW_NETWORK_SETTINGS
 from paceline.errors import UsageError, unknown_name_error
+
+if TYPE_CHECKING:
+    from paceline.config.settings import TrainConfig
 
 FIXED_SETTINGS = {
     "virtual_ranks": "buffers, random streams and portions of batches belong to virtual ranks",
@@ -41,40 +46,30 @@ ADDED_SETTING_DEFAULTS = {
 }  # fmt: skip
 """Entries that are missing in the definitions of older checkpoints, with their values in those versions."""
 
+UNCHANGED_SETTINGS = (  # those that a definition contains as they are
+    "stem", "batchnorm", "virtual_ranks", "global_batch", "accumulation", "last_batch", "seed", "steps", "lr",
+    "weight_decay", "clip_norm", "ema", "schedule", "warmup_steps", "lr_scaling", "precision", *SLOW_NETWORK_SETTINGS,
+)  # fmt: skip
+
 
 def settings(config: TrainConfig) -> dict[str, Any]:
-    """The part of the definition that comes from the resolved settings."""
-    o = config.optimizer
-    definition: dict[str, Any] = {
-        "task": _in_its_folder(str(config.task)),
-        "stem": config.model.stem,
-        "init_from": None if config.model.init_from is None else str(config.model.init_from),
-        "batchnorm": config.model.batchnorm,
-        "virtual_ranks": config.data.virtual_ranks,
-        "global_batch": config.data.global_batch,
-        "accumulation": config.data.accumulation,
-        "last_batch": config.data.last_batch,
-        "seed": config.run.seed,
-        "epochs": config.run.epochs if config.run.steps is None else None,
-        "steps": config.run.steps,
-        "optimizer": _in_its_folder(o.optimizer),
-        "lr": o.lr,
-        "weight_decay": o.weight_decay,
-        "momentum": o.momentum if o.optimizer == "sgd" else None,
-        "clip_norm": o.clip_norm,
-        "ema": o.ema,
-        "schedule": o.schedule,
-        "warmup_steps": o.warmup_steps,
-        "lr_scaling": o.lr_scaling,
-        "lr_base_batch": o.lr_base_batch if o.lr_scaling != "none" else None,
-        "strategy": config.strategy,
-        "threads_per_rank": config.launch.threads_per_rank if config.strategy in EXACT_STRATEGIES else None,
-        "precision": config.compute.precision,
-        **vars(config.network),
+    sections = asdict(config)  # not vars(): msgspec sets no attribute for a missing key
+    values = {
+        name: value for section in sections.values() if isinstance(section, dict) for name, value in section.items()
     }
-    if config.data.micro_batch is not None:  # not found yet
+    definition: dict[str, Any] = {name: values[name] for name in UNCHANGED_SETTINGS} | {
+        "task": _in_its_folder(str(config.task)),
+        "init_from": None if values["init_from"] is None else str(values["init_from"]),
+        "epochs": values["epochs"] if values["steps"] is None else None,
+        "optimizer": _in_its_folder(values["optimizer"]),
+        "momentum": values["momentum"] if values["optimizer"] == "sgd" else None,
+        "lr_base_batch": values["lr_base_batch"] if values["lr_scaling"] != "none" else None,
+        "strategy": config.strategy,
+        "threads_per_rank": values["threads_per_rank"] if config.strategy in EXACT_STRATEGIES else None,
+    }
+    if values["micro_batch"] is not None:  # not found yet
         del definition["accumulation"]
-    if config.compute.precision == "auto":  # not resolved yet
+    if values["precision"] == "auto":  # not resolved yet
         del definition["precision"]
     return definition
 
@@ -85,7 +80,6 @@ def _in_its_folder(reference: str) -> str:
 
 
 def allowed_changes(text: str) -> list[str]:
-    """The names in `--allow-change`."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name in FIXED_SETTINGS:
@@ -99,13 +93,8 @@ def allowed_changes(text: str) -> list[str]:
 def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Collection[str], where: str) -> list[str]:
     """Compare the definition `saved` in the checkpoint `where` with the part of it that is known `now`.
 
-    Only names in `allowed` may differ.
-
-    Returns:
-        A text for each allowed difference.
-
-    Raises:
-        UsageError: if another setting differs. The error lists all differences, but only the task if this differs.
+    Only names in `allowed` may differ. Returns a text for each of these differences. The error lists all other
+    differences, but only the task if this differs.
     """
     saved = ADDED_SETTING_DEFAULTS | {current_name(name): value for name, value in saved.items()}
     bits = saved.get("strategy") in EXACT_STRATEGIES and now.get("strategy") in EXACT_STRATEGIES

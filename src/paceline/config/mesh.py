@@ -8,9 +8,8 @@ The last dimension of `DIMENSIONS` varies fastest. Its ranks communicate most, s
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from itertools import product
 
 from paceline.errors import UsageError, unknown_name_error
 
@@ -57,7 +56,6 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
         return self.size_of(*DIMENSIONS)
 
     @property
@@ -70,28 +68,19 @@ class Mesh:
         """Whether several ranks process the same samples."""
         return self.size_of(*MODEL_DIMENSIONS) > 1
 
-    def coordinates_of(self, rank: int) -> dict[str, int]:
-        """The coordinates of a rank."""
-        coordinates: dict[str, int] = {}
-        for name in reversed([*DIMENSIONS]):
-            rank, coordinates[name] = divmod(rank, self.size_of(name))
-        return {name: coordinates[name] for name in DIMENSIONS}
-
-    def peers(self, rank: int, names: Sequence[str]) -> tuple[int, ...]:
+    def peers(self, rank: int, names: Collection[str]) -> tuple[int, ...]:
         """The ranks, in order, that differ from `rank` in these dimensions only, itself included."""
-        coordinates = self.coordinates_of(rank)
-        ranges = [range(self.size_of(name)) if name in names else (at,) for name, at in coordinates.items()]
-        return tuple(self._rank(coordinates) for coordinates in product(*ranges))
-
-    def _rank(self, coordinates: Sequence[int]) -> int:
-        rank = 0
-        for name, at in zip(DIMENSIONS, coordinates, strict=True):
-            rank = rank * self.size_of(name) + at
-        return rank
+        ranks, stride = [rank], 1
+        for name in reversed([*DIMENSIONS]):
+            size = self.size_of(name)
+            if name in names:
+                place = rank // stride % size
+                ranks = [peer + (other - place) * stride for other in range(size) for peer in ranks]
+            stride *= size
+        return tuple(ranks)
 
 
 def meshes_of(ranks: int) -> list[Mesh]:
-    """All meshes of `ranks` ranks that paceline supports."""
     meshes: list[Mesh] = []
     for outer, inner in (*(("data", name) for name in ("tensor", "pipeline", "context", "shard")), ("shard", "tensor")):
         for size in (n for n in range(2, ranks + 1) if ranks % n == 0):
@@ -103,7 +92,6 @@ def meshes_of(ranks: int) -> list[Mesh]:
 
 
 def format_strategy(strategy: str, mesh: str) -> str:
-    """A strategy and its mesh, as text."""
     return f"{strategy} on {mesh}" if mesh else strategy
 
 

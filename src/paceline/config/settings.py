@@ -203,6 +203,10 @@ class GuardConfig:
     the pace of the run (10 to 300 s); off: no guard"""
     not_finite: Literal["stop", "skip", "rollback"] = "stop"
     """on NaN/Inf: stop, skip the step, or roll back to the newest snapshot or checkpoint and skip it there"""
+    audit_every: int | None = None
+    """exact, zero: steps between two audits. A second rank repeats one micro-batch, and the bits must agree"""
+    on_audit: Literal["stop", "exclude"] = "stop"
+    """on wrong numbers: save the state before the step and stop, or restart without the rank that is named"""
 
 
 @dataclass(frozen=True)
@@ -321,7 +325,6 @@ class TrainConfig:
 
 
 def default_strategy(config: TrainConfig, world_size: int) -> StrategyName:
-    """The strategy asked for, or the default."""
     several = mesh_of(config.launch.mesh, world_size).replicas > 1 or config.network != NetworkConfig()
     return config.strategy or (DEFAULT_STRATEGY if several else SINGLE_PROCESS_STRATEGY)
 
@@ -335,13 +338,11 @@ def strategy_options(config: TrainConfig) -> dict[str, Any]:
 
 
 def task_options(config: TrainConfig) -> dict[str, Any]:
-    """The options of the task that are set."""
     options = {"data_dir": config.data.data_dir, "stem": config.model.stem}
     return {name: value for name, value in options.items() if value is not None} | parse_task_args(config.task_arg)
 
 
 def parse_task_args(texts: Iterable[str]) -> dict[str, str]:
-    """The values of `--task-arg NAME=VALUE`, by name. The last value of a name is used."""
     values: dict[str, str] = {}
     for text in texts:
         name, equals, values[name] = text.partition("=")
@@ -360,7 +361,6 @@ class BatchSizes:
 
 
 def resolve_batch_sizes(data: DataConfig, world_size: int) -> BatchSizes:
-    """Resolve the batch settings for a world size (for a mesh: for the number of its replicas)."""
     virtual_ranks, batch_size = data.virtual_ranks or world_size, data.batch_size or DEFAULT_BATCH_SIZE
     if data.global_batch is None:
         accumulation = data.accumulation or 1
@@ -417,14 +417,9 @@ def config_to_record(config: TrainConfig) -> TrainConfig:
 
 
 def load(path: Path, *, must_own: bool) -> TrainConfig:
-    """Read a TOML file, e.g. the config.toml of an earlier run.
+    """Read a TOML file, e.g. the config.toml of an earlier run. `path` has no links: see `runs.reading.real_path`.
 
-    Args:
-        path: without links; see `runs.reading.real_path`.
-        must_own: raise an error if another user could have written the file, as it names code to be run.
-
-    Raises:
-        UsageError: if it cannot be read, is not TOML, or a key or value is invalid.
+    With `must_own` it is an error if another user could have written the file, as it names code to be run.
     """
     try:
         table = decode_toml(path, ours=must_own)
@@ -447,7 +442,6 @@ def load(path: Path, *, must_own: bool) -> TrainConfig:
 
 
 def _with_current_names(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The table with the current names of settings. Raises UsageError if a setting has both names."""
     for name in table:
         check_not_renamed("a setting has both names", name, table)
     return {
@@ -527,7 +521,7 @@ _POSITIVE = (
     "data.batch_size", "data.accumulation", "data.global_batch", "data.virtual_ranks", "optimizer.lr",
     "optimizer.clip_norm", "optimizer.lr_base_batch", "run.epochs", "run.steps", "run.log_interval", "launch.nproc",
     "launch.threads_per_rank", "launch.timeout", "launch.min_nproc", "launch.grace_period",
-    "checkpoint.checkpoint_every", "checkpoint.check_replicas_every", "checkpoint.snapshot_every",
+    "checkpoint.checkpoint_every", "checkpoint.check_replicas_every", "checkpoint.snapshot_every", "guard.audit_every",
     "checkpoint.rehearse_preemption", "run.eval_every", "run.patience", "network.powersgd_rank", "network.local_steps",
     "network.outer_lr",
 )  # fmt: skip
@@ -614,7 +608,6 @@ def _check_mesh(config: TrainConfig) -> None:
 
 
 def check_values(config: TrainConfig) -> None:
-    """Check the values of settings, and contradictions between settings."""
     for names, positive in ((_POSITIVE, True), (_NOT_NEGATIVE, False)):
         for name in names:
             section, key = name.split(".")

@@ -16,24 +16,15 @@ from paceline.errors import UsageError
 class StrategyInfo:
     """The properties of a strategy that other packages use; the defaults are those of most strategies."""
 
-    factory: str
-    """The class or function, in the module of the strategy, that applies it to a model."""
-    exact: bool = False
-    """The results have the same bits at every world size."""
-    single_process: bool = False
-    """It supports a single process only."""
-    splits_over_gpus: bool = False
-    """It splits a batch over the GPUs of its process. With fewer than two GPUs it only calls the model."""
-    sharded: bool = False
-    """It shards parameters or optimizer state over the ranks."""
-    supports_mesh: bool = False
-    """It supports a model that is sharded or split over a mesh (`--mesh`)."""
-    balances: bool = True
-    """Ranks may compute different numbers of virtual ranks without waiting in between (`--balance`)."""
-    uses_grad_hooks: bool = False
-    """It uses gradient hooks of torch, which CUDA graphs cannot record."""
-    min_torch: tuple[str, str] = ("", "")
-    """The oldest supported release, if newer than OLDEST_TORCH, and the problem of older releases."""
+    factory: str  # the class or function, in the module of the strategy, that applies it to a model
+    exact: bool = False  # the results have the same bits at every world size
+    single_process: bool = False  # supports a single process only
+    splits_over_gpus: bool = False  # splits a batch over the GPUs of its process; with one it only calls the model
+    sharded: bool = False  # shards parameters or optimizer state over the ranks
+    supports_mesh: bool = False  # supports a model that is sharded or split over a mesh (`--mesh`)
+    balances: bool = True  # ranks may compute different numbers of virtual ranks without waiting (`--balance`)
+    uses_grad_hooks: bool = False  # uses gradient hooks of torch, which CUDA graphs cannot record
+    min_torch: tuple[str, str] = ("", "")  # the oldest release, if newer than OLDEST_TORCH, and what older ones do
     factory_kwargs: Mapping[str, str] = field(default_factory=dict[str, str])
     """The settings in `[model]` or `[network]` for this strategy only, with the keywords of its factory."""
     session_factory_kwargs: Mapping[str, bool] = field(default_factory=dict[str, bool])
@@ -67,8 +58,7 @@ STRATEGY_INFO: Mapping[str, StrategyInfo] = {
 }
 
 DEFAULT_STRATEGY = "bucketed"
-SINGLE_PROCESS_STRATEGY = "single"
-"""The default for a single process, and the reference for all other strategies."""
+SINGLE_PROCESS_STRATEGY = "single"  # the default for a single process, and the reference for all other strategies
 EXACT_STRATEGIES = tuple(name for name, info in STRATEGY_INFO.items() if info.exact)
 MULTI_PROCESS_STRATEGIES = tuple(name for name, info in STRATEGY_INFO.items() if not info.single_process)
 
@@ -92,8 +82,18 @@ def check_can_balance(balance: str | None, strategy: str, virtual_ranks: int, ra
         raise UsageError(code="balance-needs-virtual-ranks", value=balance, virtual_ranks=virtual_ranks, more=4 * ranks)
 
 
+def check_can_audit(every: int | None, on_audit: str, strategy: str, ranks: int, *, has_agent: bool) -> None:
+    """Raise UsageError if `--audit-every` cannot compare the bits of two ranks, or `--on-audit` has no effect."""
+    if every is not None and strategy not in EXACT_STRATEGIES:
+        raise UsageError(code="audit-strategy", value=every, strategy=strategy, allowed=[*EXACT_STRATEGIES])
+    if every is not None and ranks == 1:
+        raise UsageError(code="audit-needs-ranks", value=every)
+    if on_audit == "exclude" and (every is None or not has_agent):
+        raise UsageError(code="audit-without-agent" if every else "on-audit-alone", value=on_audit)
+
+
 def network_error(settings: Mapping[str, Any]) -> UsageError | None:
-    """The error in the values of SLOW, by name; None if they are valid together."""
+    """The error in the values of SLOW_NETWORK_SETTINGS, by name; None if they are valid together."""
     compress, rank, steps, rate, momentum = (settings[name] for name in SLOW_NETWORK_SETTINGS)
     contradictions = {
         "powersgd-rank-alone": rank is not None and compress != "powersgd",

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
+from operator import methodcaller
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -16,8 +18,7 @@ from paceline.seeding import derive_seed
 
 Rows = Tensor | NDArray[Any]
 """One row per sample. A numpy array can be memory-mapped: only the rows of a batch are read from the file."""
-DrawFunction = Callable[[int], Tensor]
-"""(k) -> (n, k) float32 in [0, 1): k new random numbers for each of n samples."""
+DrawFunction = Callable[[int], Tensor]  # (k) -> (n, k) float32 in [0, 1): k new random numbers for each of n samples
 GatherFunction = Callable[[Tensor, "SampleRandomNumbers"], Sequence[Tensor]]
 """(indices (n,), random numbers of the samples) -> the batch."""
 DatasetT = TypeVar("DatasetT", bound=Dataset[Any])
@@ -107,9 +108,27 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
 
 def _rows(rows: Rows, indices: Tensor) -> Tensor:
     if isinstance(rows, Tensor):
-        return rows.index_select(0, indices.to(rows.device, non_blocking=True))
+        return rows.index_select(0, indices if rows.is_cpu else _indices_on(rows.device).copy_of(indices))
     # np.take copies only these rows; torch would warn about a file that is mapped read-only
     return torch.from_numpy(np.ascontiguousarray(np.take(rows, indices.numpy(), axis=0)).view(np.ndarray))
+
+
+class IndicesOnDevice:
+    """Copies of sample indices on a device. Batches are slices of the order of an epoch, which is copied once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._order, self._copy = device, torch.empty(0), torch.empty(0)
+
+    def copy_of(self, indices: Tensor) -> Tensor:
+        order = indices._base
+        if order is None or indices.device == self._device:
+            return indices.to(self._device, non_blocking=True)
+        if order is not self._order:
+            self._order, self._copy = order, order.to(self._device, non_blocking=True)
+        return self._copy.as_strided(indices.shape, indices.stride(), indices.storage_offset())
+
+
+_indices_on = cache(IndicesOnDevice)
 
 
 def batch_gatherer(dataset: object) -> GatherFunction | None:
@@ -117,8 +136,13 @@ def batch_gatherer(dataset: object) -> GatherFunction | None:
     if isinstance(dataset, ArrayDataset):
         return dataset.gather
     if type(dataset) is TensorDataset:  # a subclass may override __getitem__
-        tensors = dataset.tensors
-        return lambda indices, _: [t.index_select(0, indices.to(t.device, non_blocking=True)) for t in tensors]
+        tensors, device = dataset.tensors, dataset.tensors[0].device
+        if any(tensor.device != device for tensor in tensors):
+            return lambda indices, _: [_rows(tensor, indices) for tensor in tensors]
+        gathered_by = partial(methodcaller, "index_select", 0)
+        if device.type == "cpu":
+            return lambda indices, _: [*map(gathered_by(indices), tensors)]
+        return lambda indices, _: [*map(gathered_by(_indices_on(device).copy_of(indices)), tensors)]
     if type(dataset) is Subset:
         inner = batch_gatherer(cast("Subset[Any]", dataset).dataset)
         if inner is not None:
@@ -128,7 +152,6 @@ def batch_gatherer(dataset: object) -> GatherFunction | None:
 
 
 def dataset_arrays(dataset: object) -> Sequence[Rows] | None:
-    """The tensors or arrays of an ArrayDataset or TensorDataset; None for any other dataset."""
     if isinstance(dataset, ArrayDataset):
         return (dataset.inputs, dataset.targets)
     return dataset.tensors if type(dataset) is TensorDataset else None

@@ -40,15 +40,16 @@ def data_fingerprint(dataset: Dataset[Any], loading: Loading) -> dict[str, Any]:
 
 
 def probe_indices(length: int) -> list[int]:
-    """The indices of a few samples of `length`, evenly spaced."""
     return sorted({i * (length - 1) // (NUM_PROBE_SAMPLES - 1) for i in range(NUM_PROBE_SAMPLES)})
 
 
 def hash_of_probes(dataset: Dataset[Any], loading: Loading) -> str:
-    """The hash of a few samples."""
     length = len(dataset)  # pyright: ignore[reportArgumentType]
     # the task's collate function could fail with a single sample, or drop it
-    cpu_loading = replace(loading, device=torch.device("cpu"), num_workers=0, collate=loading.collate and list)
+    collate = loading.collate and list
+    cpu_loading = replace(loading, device=torch.device("cpu"), collate=collate, page=None, kept_loaders=None)
+    if loading.worker_init_fn is None:  # otherwise the dataset may need what this function creates
+        cpu_loading = replace(cpu_loading, num_workers=0)
     with preserve_generator_states():
         return hash_of(fetch_batches(dataset, ((0, torch.tensor([i])) for i in probe_indices(length)), 0, cpu_loading))
 

@@ -4,7 +4,8 @@ Data held as tensors or arrays is gathered directly; any other map-style dataset
 workers. Either way the samples come in the plan's order, and a sample's random augmentation depends on (seed, epoch,
 sample) only, never on the worker that loads it (see `workers` for datasets that return whole batches).
 
-On a GPU the next batches are loaded while the current ones are computed. A step calls `PrefetchTrigger.begin` when all
+Data that are already on the device of the batches need no more: a batch is gathered there when it is requested. Other
+data are loaded for a GPU while the current batches are computed. A step calls `PrefetchTrigger.begin` when all
 of its work is launched: while the GPU is busy, the host loads the same number of batches into page-locked memory, and
 starts their copies on a separate stream. An evaluation does not call it; there the next batch is started before the
 current one is returned. On the CPU there is no prefetching.
@@ -14,14 +15,13 @@ import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
-from dataclasses import replace as replace_fields
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar, cast
 
 import torch
-from msgspec import Struct
-from msgspec.structs import replace
+from msgspec import Struct, structs
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
@@ -29,6 +29,7 @@ from paceline.data.arrays import GatherFunction, SampleRandomNumbers, batch_gath
 from paceline.data.plan import BatchPlan, MicroBatchPlan, plan_rank_micro_batches
 from paceline.data.workers import (
     SLOTS_OF_A_LOADER,
+    SampleKey,
     SeededBatchDataset,
     SeededSampleDataset,
     collate_batch,
@@ -40,8 +41,10 @@ from paceline.data.workers import (
 from paceline.errors import UsageError
 from paceline.nested import map_tensors, tensors
 from paceline.protocol.status_page import StatusPage
+from paceline.seeding import derive_seed, preserve_generator_states
 
 Item = TypeVar("Item")
+CPU = torch.device("cpu")
 BatchRequest = tuple[int, Tensor]
 """(epoch, indices (n,)): one micro-batch to fetch."""
 LOADED_TO_COMPARE = 128  # samples, to find the largest
@@ -88,7 +91,27 @@ class Loading:
     """In training, a step calls it when the batches of the next step can be started."""
     workers: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Settings of torch's DataLoader that need worker processes: timeout, prefetch_factor, ..."""
+    worker_init_fn: Callable[[int], object] | None = None
+    kept_loaders: dict[bool, DataLoader[Any]] | None = None
+    """By `evaluates`, the loaders whose worker processes remain after an epoch; None if they end with it."""
     thin: Callable[[list[MicroBatchPlan]], list[MicroBatchPlan]] | None = None  # removes samples from a training step
+
+    def worker_settings(self, seed: int) -> dict[str, Any]:
+        """Arguments of DataLoader. With `seed` it does not take the seed of its workers from the global stream."""
+        settings: dict[str, Any] = {"num_workers": self.num_workers, "generator": torch.Generator().manual_seed(seed)}
+        if not self.num_workers:
+            return settings
+        start = partial(initialize_worker, os.getpid(), self.worker_init_fn)
+        is_kept = self.kept_loaders is not None
+        return {**settings, **self.workers, "worker_init_fn": start, "persistent_workers": is_kept}
+
+    def kept_loader(self, make: Callable[[], DataLoader[Any]]) -> DataLoader[Any]:
+        """The loader whose worker processes remain from the previous epoch, or a new one."""
+        if self.kept_loaders is None or not self.num_workers:
+            return make()
+        if self.evaluates not in self.kept_loaders:
+            self.kept_loaders[self.evaluates] = make()
+        return self.kept_loaders[self.evaluates]
 
 
 def load_steps(
@@ -114,7 +137,7 @@ def load_planned_batches(
     requests, because random streams are restored there.
     """
     steps = steps if loading.thin is None or loading.evaluates else map(loading.thin, steps)
-    if (gather := _gatherer_on_cpu(dataset, loading)) is not None:
+    if (gather := _gatherer_in_place(dataset, loading)) is not None:
         for step in steps:
             draws = SampleRandomNumbers(seed, step[0].epoch)
             yield [MicroBatch(gather(work.indices, draws), None, work, work.random_seed(seed)) for work in step]
@@ -153,7 +176,7 @@ def index_of_largest(dataset: Dataset[Any], seed: int, loading: Loading) -> int:
     size = len(dataset)  # pyright: ignore[reportArgumentType]
     candidates = range(0, size, -(-size // LOADED_TO_COMPARE))
     requests = ((0, torch.tensor([index])) for index in candidates)
-    with closing(fetch_batches(dataset, requests, seed, replace_fields(loading, num_workers=0, workers={}))) as batches:
+    with closing(fetch_batches(dataset, requests, seed, replace(loading, num_workers=0, workers={}))) as batches:
         sizes = [sum(tensor.nbytes for tensor in tensors(batch)) for batch in batches]
     return candidates[sizes.index(max(sizes))]
 
@@ -162,18 +185,33 @@ def load_dummy_batch(
     dataset: Dataset[Any], index: int, size: int, plan: BatchPlan, share: range, loading: Loading
 ) -> MicroBatch:
     """A micro-batch of `size` times the sample `index`, which does not count."""
-    indices, loading = torch.full((size,), index), replace_fields(loading, num_workers=0, workers={}, evaluates=True)
+    indices, loading = torch.full((size,), index), replace(loading, num_workers=0, workers={}, evaluates=True)
     work = MicroBatchPlan(0, 0, share[0], 0, indices, is_counted=False, global_samples=plan.global_batch)
     with closing(load_planned_batches(dataset, [[work]], plan.seed, loading)) as steps:
         return next(steps)[0]
 
 
-def _gatherer_on_cpu(dataset: Dataset[Any], loading: Loading) -> GatherFunction | None:
-    """Gathers whole batches, if they come from memory and stay on the CPU: then nothing is prefetched or moved."""
+def load_again(
+    dataset: Dataset[Any], loading: Loading, plan: BatchPlan, epoch: int, step: int, virtual_rank: int
+) -> MicroBatch | None:
+    """The first micro-batch of any virtual rank in a step, for an audit. It does not count. None without samples."""
+    samples = plan.global_indices(epoch, step)
+    indices, *_ = plan.microbatches(samples, virtual_rank)
+    if not indices.numel():
+        return None
+    work = MicroBatchPlan(epoch, step, virtual_rank, 0, indices, False, samples.numel(), is_repeated=True)
+    loading = replace(loading, num_workers=0, evaluates=True)
+    with preserve_generator_states(), closing(load_planned_batches(dataset, [[work]], plan.seed, loading)) as loaded:
+        return next(loaded)[0]
+
+
+def _gatherer_in_place(dataset: Dataset[Any], loading: Loading) -> GatherFunction | None:
+    """Gathers whole batches, if the data are on the device of the batches: then nothing is prefetched or moved."""
     source = dataset.dataset if type(dataset) is Subset else dataset
-    rows = dataset_arrays(source) if loading.collate is None and loading.device.type == "cpu" else None
-    is_on_cpu = rows is not None and not any(isinstance(array, Tensor) and array.device.type != "cpu" for array in rows)
-    return batch_gatherer(dataset) if is_on_cpu else None
+    rows = dataset_arrays(source) if loading.collate is None else None
+    if rows is None or any((row.device if isinstance(row, Tensor) else CPU) != loading.device for row in rows):
+        return None
+    return batch_gatherer(dataset)
 
 
 def fetch_pairs(
@@ -193,6 +231,9 @@ def fetch_batches(
     dataset: Dataset[Any], requests: Iterable[BatchRequest], seed: int, loading: Loading
 ) -> Generator[Any]:
     """Yield the batch for each request on the device, in order and in the form that the dataset returns."""
+    if (gather := _gatherer_in_place(dataset, loading)) is not None:
+        yield from (gather(indices, SampleRandomNumbers(seed, epoch)) for epoch, indices in requests)
+        return
     gather = batch_gatherer(dataset) if loading.collate is None else None
     if gather is not None:
         batches: Generator[Any] = (gather(indices, SampleRandomNumbers(seed, epoch)) for epoch, indices in requests)
@@ -203,20 +244,35 @@ def fetch_batches(
         yield from on_device
 
 
+class _Requests:
+    """A batch sampler: iterates over the keys of the samples of each batch, in a task over those of the whole run."""
+
+    keys: Iterable[list[SampleKey]] = ()
+
+    def __iter__(self) -> Iterator[list[SampleKey]]:
+        return iter(self.keys)
+
+
 def _by_loader(dataset: Dataset[Any], requests: Iterable[BatchRequest], seed: int, loading: Loading) -> Generator[Any]:
-    keys = ([(epoch, i) for i in cast("list[int]", indices.tolist())] for epoch, indices in requests)
+    requests = iter(requests)
+    first = next(requests, None)
+    epoch = 0 if first is None else first[0]
+
+    def make() -> DataLoader[Any]:
+        loads_batches = has_batched_getitems(dataset)
+        dataset_class = SeededBatchDataset if loads_batches else SeededSampleDataset
+        return DataLoader(
+            dataset_class(dataset, seed, page, SLOTS_OF_A_LOADER if loading.evaluates else 0),
+            batch_sampler=_Requests(), pin_memory=loading.device.type != "cpu",
+            collate_fn=partial(collate_batch, loading.collate) if loads_batches else loading.collate,
+            **loading.worker_settings(derive_seed(seed, "workers", epoch)),
+        )  # fmt: skip
+
     page = loading.page if loading.num_workers else None
-    loads_batches = has_batched_getitems(dataset)
-    dataset_class = SeededBatchDataset if loads_batches else SeededSampleDataset
-    loader = DataLoader(
-        dataset_class(dataset, seed, page, SLOTS_OF_A_LOADER if loading.evaluates else 0),
-        batch_sampler=keys,  # the whole run is one pass, so workers prefetch across epochs
-        num_workers=loading.num_workers, pin_memory=loading.device.type != "cpu",
-        collate_fn=partial(collate_batch, loading.collate) if loads_batches else loading.collate,
-        worker_init_fn=partial(initialize_worker, os.getpid()) if loading.num_workers else None,
-        generator=torch.Generator().manual_seed(0),  # otherwise DataLoader takes its base seed from the global stream
-        **(loading.workers if loading.num_workers else {}),
-    )  # fmt: skip
+    loader = loading.kept_loader(make)
+    all_requests = requests if first is None else chain([first], requests)
+    sampler: Any = loader.batch_sampler
+    sampler.keys = ([(epoch, i) for i in cast("list[int]", indices.tolist())] for epoch, indices in all_requests)
     with closing(iterate_loader(start_loader(loader), page)) as batches:
         yield from batches
 
@@ -234,7 +290,7 @@ def as_pair(batch: Any) -> tuple[Any, Any]:
 def split_pair(batch: MicroBatch) -> MicroBatch:
     """The batch with its inputs and targets, which the dataset returns as a pair."""
     inputs, targets = as_pair(batch.inputs)
-    return replace(batch, inputs=inputs, targets=targets)
+    return structs.replace(batch, inputs=inputs, targets=targets)
 
 
 def prefetch_to_device(
@@ -247,11 +303,12 @@ def prefetch_to_device(
         return
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))  # data on the GPU must be complete before they are gathered
+    free: list[torch.cuda.Event] = []
 
     def begin() -> tuple[Any, torch.cuda.Event]:
         with torch.cuda.stream(side):
             batch = move_to_device(next(batches), device)
-            arrived = torch.cuda.Event()
+            arrived = free.pop() if free else torch.cuda.Event()
             arrived.record(side)
         return batch, arrived
 
@@ -259,6 +316,7 @@ def prefetch_to_device(
         batch, arrived = item
         current_stream = torch.cuda.current_stream(device)
         current_stream.wait_event(arrived)
+        free.append(arrived)  # the wait is for what was recorded before it
         for tensor in tensors(batch):  # the side stream must not reuse this memory for the next copy while it is read
             tensor.record_stream(current_stream)
         return batch

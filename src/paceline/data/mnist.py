@@ -32,11 +32,7 @@ class IdxArray:
 
 
 def find_idx(folder: Path, stem: str) -> Path:
-    """Find the file `stem` in `folder`, gzipped or not, also with the names of EMNIST.
-
-    Raises:
-        UsageError: if there is no such file, or more than one.
-    """
+    """Find the file `stem` in `folder`, gzipped or not, also with the names of EMNIST."""
     if not folder.is_dir():
         raise UsageError(f"the data folder {folder} does not exist (or is not a folder)")
     for name in (stem, f"{stem}.gz"):
@@ -59,9 +55,6 @@ def read_idx(path: Path, *, dimensions: int) -> IdxArray:
 
     The file has two zero bytes, a type code, the number of dimensions, each dimension as a big-endian uint32, and the
     values. Format: the "File formats" section of the original MNIST page (LeCun, Cortes, Burges).
-
-    Raises:
-        UsageError: if the file cannot be read, is not an IDX file of unsigned bytes, or has the wrong size.
     """
     try:
         raw = path.read_bytes()
@@ -86,11 +79,7 @@ def read_idx(path: Path, *, dimensions: int) -> IdxArray:
 
 
 def read_mnist(split: Split, folder: Path | None = None) -> tuple[IdxArray, IdxArray]:
-    """Images (N, rows, columns) and labels (N,) of a split, from the package or from `folder`.
-
-    Raises:
-        UsageError: if a file is missing or damaged, or the numbers of images and labels differ.
-    """
+    """Images (N, rows, columns) and labels (N,) of a split, from the package or from `folder`."""
     source = PACKAGED_FOLDER if folder is None else folder
     images = read_idx(find_idx(source, f"{FILE_STEMS[split]}-images-idx3-ubyte"), dimensions=3)
     labels = read_labels(split, source)
@@ -102,16 +91,11 @@ def read_mnist(split: Split, folder: Path | None = None) -> tuple[IdxArray, IdxA
 
 
 def read_labels(split: Split, folder: Path) -> IdxArray:
-    """Labels (N,) of a split from `folder`."""
     return read_idx(find_idx(folder, f"{FILE_STEMS[split]}-labels-idx1-ubyte"), dimensions=1)
 
 
 def check_mnist(folder: Path | None = None) -> None:
-    """Check the files before the run starts: the packaged ones by SHA-256, others by reading them.
-
-    Raises:
-        UsageError: if a file is missing, damaged or invalid.
-    """
+    """Check the files before the run starts: the packaged ones by SHA-256, others by reading them."""
     if folder is not None:
         for split in FILE_STEMS:
             read_mnist(split, folder)

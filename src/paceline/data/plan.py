@@ -137,6 +137,7 @@ class MicroBatchPlan(Struct, frozen=True):
     indices: Tensor  # (n,) int64, n >= 1
     is_counted: bool = True
     global_samples: int = 0  # in the global batch; 0 for a stream, whose length is unknown
+    is_repeated: bool = False  # for an audit: computed as on its own rank, but not counted
 
     def random_seed(self, seed: int) -> int:
         """The seed of the random stream (e.g. for dropout) in this forward. It does not depend on the rank."""
@@ -181,7 +182,7 @@ def ranks_share(virtual_ranks: int, rank: int, world_size: int) -> range:
 def shuffled_indices(positions: Tensor | slice, num_samples: int, seed: int, epoch: int) -> Tensor:
     """(n,) int64: the samples at `positions`, (n,) or a slice, in the shuffled epoch.
 
-    For a slice, the result is a view without a copy, up to LISTED samples.
+    For a slice of at most MAX_LISTED_SAMPLES samples, the result is a view without a copy.
     """
     if num_samples <= MAX_LISTED_SAMPLES:
         return _shuffled_order(num_samples, seed, epoch)[positions]
@@ -235,7 +236,6 @@ def fingerprint(indices: Tensor) -> int:
 
 
 def splitmix64(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The hash of each of `numbers`, as a new array."""
     z = numbers + _SPLITMIX_INCREMENT  # else the hash of 0 would be 0, and a missing sample 0 would not be detected
     for shift, factor in _SPLITMIX_ROUNDS:
         z ^= z >> shift
@@ -245,5 +245,4 @@ def splitmix64(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def combine_fingerprints(*fingerprints: int) -> int:
-    """The fingerprint of the union of several sets of samples."""
     return sum(fingerprints) % FINGERPRINT_MODULUS

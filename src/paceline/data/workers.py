@@ -15,6 +15,7 @@ import gc
 import os
 import re
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -38,6 +39,7 @@ from torch.utils.data import (
     default_convert,
     get_worker_info,
 )  # fmt: skip
+from torch.utils.data._utils import worker as torch_worker
 
 from paceline.errors import TrainingError, UsageError
 from paceline.host.procfs import die_with_parent
@@ -53,8 +55,7 @@ PREFETCH_FACTOR = 2  # batches that each process has ready: DataLoader's prefetc
 NUM_OTHER_OPEN_FILES = 64  # other open files of a training process
 SHARED_MEMORY_FOLDER = "/dev/shm"
 
-SampleKey = tuple[int, int]
-"""(epoch, index)"""
+SampleKey = tuple[int, int]  # (epoch, index)
 
 
 # ---- samples -----------------------------------------------------------------------------------------------------
@@ -67,7 +68,7 @@ class SeededSampleDataset(Dataset[Any]):
     """
 
     def __init__(self, dataset: Dataset[Any], seed: int, page: StatusPage | None = None, first_slot: int = 0) -> None:
-        self._dataset, self._seed = dataset, seed
+        self.source, self._seed = dataset, seed
         self._page, self._first_slot = page, first_slot
 
     def __getstate__(self) -> dict[str, Any]:
@@ -77,7 +78,7 @@ class SeededSampleDataset(Dataset[Any]):
     def __getitem__(self, key: SampleKey) -> Any:
         epoch, index = key
         seed_streams(derive_seed(self._seed, "sample", epoch, index))
-        return self._drawn(key, lambda: self._dataset[index])
+        return self._drawn(key, lambda: self.source[index])
 
     def _drawn(self, key: SampleKey, draw: Callable[[], Any]) -> Any:
         worker = get_worker_info() if self._page is not None else None
@@ -97,22 +98,20 @@ class SeededBatchDataset(SeededSampleDataset):
         """Return a list of samples to collate, or a CollatedBatch."""
         indices = [index for _, index in keys]
         seed_streams(derive_seed(self._seed, "samples", keys[0][0], *indices))
-        dataset: Any = self._dataset
+        dataset: Any = self.source
         items = self._drawn(keys[0], partial(dataset.__getitems__, indices))
         is_whole = isinstance(items, tuple)
         batch: Any = default_convert(items) if is_whole else items
         size = batch_size(batch) if is_whole else len(items)
         if size not in (None, len(indices)):
             raise UsageError(
-                code="wrong-number-of-items", dataset=type(self._dataset).__name__, asked=len(indices), size=size
+                code="wrong-number-of-items", dataset=type(self.source).__name__, asked=len(indices), size=size
             )
         return CollatedBatch(batch) if is_whole else batch
 
 
 @dataclass(frozen=True)
 class CollatedBatch:
-    """A batch that is already collated."""
-
     batch: tuple[Any, ...]
 
 
@@ -155,11 +154,19 @@ def start_loader(loader: DataLoader[Any]) -> Iterator[Any]:
     return iterator
 
 
-def initialize_worker(trainer_pid: int, worker: int) -> None:
-    """Initialize a worker: it ends together with the training process, even if that process is killed."""
+def initialize_worker(trainer_pid: int, worker_init_fn: Callable[[int], object] | None, worker: int) -> None:
+    """Initialize a worker: it ends together with the training process, even if that process is killed.
+
+    `get_worker_info()` has the user's dataset, here and in the code of the user.
+    """
     die_with_parent(trainer_pid)
     for number in STOP_SIGNALS:  # the training process handles them, and needs its workers to finish the step
         signal.signal(number, signal.SIG_IGN)
+    info: Any = get_worker_info()
+    source = info.dataset.source
+    torch_worker._worker_info = type(info)(id=info.id, num_workers=info.num_workers, seed=info.seed, dataset=source)  # pyright: ignore[reportPrivateUsage]
+    if worker_init_fn is not None:
+        worker_init_fn(worker)
 
 
 def _kill(workers: Iterable[BaseProcess], of_iterator: int = 0) -> None:
@@ -272,19 +279,13 @@ def name_lost_workers(page: StatusPage, rank: int) -> Generator[None]:
 class SharedMemoryDemand:
     """The batches that need shared memory on this node."""
 
-    largest_batch: int
-    """Samples in the largest micro-batch of the run."""
-    num_workers: int
-    """Worker processes of each rank; with 0 no check is needed."""
+    largest_batch: int  # samples in the largest micro-batch of the run
+    num_workers: int  # worker processes of each rank; with 0 no check is needed
     local_ranks: int
 
 
 def check_shared_memory(batch: Any, samples: int, load: SharedMemoryDemand) -> None:
-    """Check before the first step that shared memory is sufficient for batches like `batch` of `samples` samples.
-
-    Raises:
-        UsageError: if shared memory or the number of open files is too small. Later this would crash a worker.
-    """
+    """Check before the first step that shared memory is sufficient for batches like `batch` of `samples` samples."""
     num_workers, local_ranks = load.num_workers, load.local_ranks
     if not num_workers:
         return
@@ -293,8 +294,10 @@ def check_shared_memory(batch: Any, samples: int, load: SharedMemoryDemand) -> N
     sizes = [tensor.nbytes for tensor in tensors(batch)]
     batches = PREFETCH_FACTOR * num_workers + 1
     needed_bytes = sum(sizes) * load.largest_batch // samples * batches * local_ranks
-    free_bytes = _free_bytes()
-    if free_bytes is not None and free_bytes < needed_bytes:
+    free_bytes = needed_bytes
+    with suppress(OSError):  # not Linux: the limit of shared memory is unknown
+        free_bytes = shutil.disk_usage(SHARED_MEMORY_FOLDER).free
+    if free_bytes < needed_bytes:
         raise UsageError(
             code="shared-memory-too-small", folder=SHARED_MEMORY_FOLDER, free=_mib(free_bytes), num_workers=num_workers,
             local_ranks=local_ranks, needed=_mib(needed_bytes),
@@ -303,14 +306,6 @@ def check_shared_memory(batch: Any, samples: int, load: SharedMemoryDemand) -> N
     needed_files = len(sizes) * batches + NUM_OTHER_OPEN_FILES
     if files != resource.RLIM_INFINITY and files < needed_files:
         raise UsageError(code="too-few-open-files", files=files, num_workers=num_workers, needed_files=needed_files)
-
-
-def _free_bytes() -> int | None:
-    try:
-        status = os.statvfs(SHARED_MEMORY_FOLDER)
-    except OSError:  # not Linux: the limit of shared memory is unknown
-        return None
-    return status.f_bavail * status.f_frsize
 
 
 def _mib(size_bytes: int) -> str:

@@ -17,22 +17,9 @@ from msgspec.structs import replace
 
 from paceline.host.machine_log import query_gpu_problems
 from paceline.host.procfs import queued_seconds, read_process, reads_input, sleep_number
+from paceline.protocol import marks, status_page
 from paceline.protocol.evidence import Answer, Evidence, Frame, LoaderWorker, Op, Stack, WorkerSample
 from paceline.protocol.job import SUSPENSION_GAP_SECONDS
-from paceline.protocol.marks import read_call_tables, read_calls, read_findings, read_fingerprints
-from paceline.protocol.status_page import (
-    PAGE_BYTES,
-    SIGNAL_SAFE,
-    STACK_SIGNAL,
-    has_status_page,
-    put_question,
-    read_answer,
-    read_counters,
-    read_loaders,
-    read_native_stacks,
-    read_ring,
-    takes_signal,
-)
 
 ANSWER_SECONDS = 2.0  # for an interpreter to answer; its watcher wakes four times a second
 UNRESPONSIVE_SECONDS = 4.0  # a watcher that has not woken for this long gets only UNRESPONSIVE_ANSWER_SECONDS
@@ -84,14 +71,13 @@ class EvidenceCollection:
         for worker in workers:
             if worker.code is None:
                 fd = boxes[worker.rank]
-                put_question(fd, question)
+                status_page.set_counter(fd, "asked", question)
                 process = read_process(worker.pid)
                 cpu_seconds = process.cpu_seconds if process else 0.0
                 self._queries[worker.rank] = _Query(worker.pid, fd, [process.state if process else ""], cpu_seconds)
         self._gpus = query_gpu_problems([query.pid for query in self._queries.values()])
 
     def advance(self) -> bool:
-        """Continue to collect; return whether all answers have arrived, or no more will come."""
         now = time.monotonic()
         waited_seconds = now - self._began_seconds
         for query in self._queries.values():
@@ -102,11 +88,11 @@ class EvidenceCollection:
         return is_long_enough and all(query.done for query in self._queries.values())
 
     def _is_done(self, query: _Query, waited_seconds: float) -> bool:
-        counters = read_counters(query.page_fd)
+        counters = status_page.read_counters(query.page_fd)
         if counters.answered == self.question or query.states[-1] in ("", "T", "t"):
             return True  # a stopped process never answers
         if query.native_bytes >= 0:
-            previous_bytes, query.native_bytes = query.native_bytes, len(read_native_stacks(query.page_fd))
+            previous_bytes, query.native_bytes = query.native_bytes, len(status_page.read_native_stacks(query.page_fd))
             is_complete = 0 < query.native_bytes == previous_bytes
             return is_complete or time.monotonic() - self._signalled_seconds > NATIVE_STACK_SECONDS
         is_deaf = time.monotonic() - counters.beat_ns / 1e9 > UNRESPONSIVE_SECONDS
@@ -116,24 +102,26 @@ class EvidenceCollection:
 
     def _signal(self, query: _Query) -> bool:
         """Ask for native stacks; return whether that is possible without the risk of killing the worker."""
-        if not read_counters(query.page_fd).ready & SIGNAL_SAFE or not takes_signal(query.pid):
+        is_safe = status_page.read_counters(query.page_fd).ready & status_page.SIGNAL_SAFE
+        if not is_safe or not status_page.takes_signal(query.pid):
             return False
-        os.ftruncate(query.page_fd, PAGE_BYTES)  # discard faulthandler's text
+        os.ftruncate(query.page_fd, status_page.PAGE_BYTES)  # discard faulthandler's text
         query.native_bytes = 0
         self._signalled_seconds = time.monotonic()
         with suppress(ProcessLookupError, PermissionError):
-            os.kill(query.pid, STACK_SIGNAL)
+            os.kill(query.pid, status_page.STACK_SIGNAL)
         return True
 
     def evidence(self, workers: Sequence[WorkerSample]) -> list[Evidence]:
-        """The current evidence on all `workers`."""
         return [bounded_evidence(self._evidence(worker, self._queries.get(worker.rank))) for worker in workers]
 
     def _evidence(self, worker: WorkerSample, query: _Query | None) -> Evidence:
         page_fd, process = self._boxes[worker.rank], read_process(worker.pid) if worker.code is None else None
-        answered = query is not None and read_counters(page_fd).answered == self.question
-        answer = _read(page_fd) if answered else None
-        native = read_native_stacks(page_fd) if not answered and query is not None and query.native_bytes > 0 else ""
+        answered = query is not None and status_page.read_counters(page_fd).answered == self.question
+        answer: Answer | None = None
+        with suppress(OSError, msgspec.MsgspecError, RecursionError):
+            answer = _decoder.decode(status_page.read_answer(page_fd)) if answered else None
+        has_native = not answered and query is not None and query.native_bytes > 0
         cpu_seconds = 0.0
         if process is not None and query is not None:
             elapsed_seconds = max(time.monotonic() - self._began_seconds, 1e-3)
@@ -143,16 +131,16 @@ class EvidenceCollection:
             state=_state(query),
             cpu_seconds=cpu_seconds,
             sleep=-1 if process is None else sleep_number(worker.pid),
-            watched=process is None or answered or has_status_page(worker.pid),
+            watched=process is None or answered or status_page.has_status_page(worker.pid),
             answered=answered,
-            ops=tuple(answer.ops if answer else read_ring(page_fd)),
+            ops=tuple(answer.ops if answer else status_page.read_ring(page_fd)),
             groups=answer.groups if answer else {},
             titles=answer.titles if answer else {},
             stacks=tuple(answer.stacks) if answer else (),
-            native=native,
-            loaders=tuple(_loader(loader, worker.pid) for loader in read_loaders(page_fd)),
+            native=status_page.read_native_stacks(page_fd) if has_native else "",
+            loaders=tuple(_loader(loader, worker.pid) for loader in status_page.read_loaders(page_fd)),
             gpu=self._gpus.get(worker.pid, ""),
-            calls=read_calls(page_fd) if worker.orders else {},
+            calls=marks.read_calls(page_fd) if worker.orders else {},
         )
 
 
@@ -161,13 +149,6 @@ def _state(query: _Query | None) -> str:
         return ""
     first, last = query.states[0], query.states[-1]
     return "S" if last == "D" and first != "D" else last  # a short D is normal: the process reads a file
-
-
-def _read(page_fd: int) -> Answer | None:
-    try:
-        return _decoder.decode(read_answer(page_fd))
-    except (OSError, msgspec.MsgspecError, RecursionError):
-        return None
 
 
 def _loader(loader: LoaderWorker, worker_pid: int) -> LoaderWorker:
@@ -226,21 +207,15 @@ def _number(number: int) -> int:
 
 
 class IdleClock:
-    """Measures how long each worker of one generation has made no progress.
-
-    It does not use the clock of the worker: it measures how long the counters have not changed, by the agent's clock.
-    """
+    """Measures how long each worker has made no progress: its counters have not changed, by the agent's clock."""
 
     def __init__(self) -> None:
         # rank -> its counters, the time of their last change, and the time of the last read
         self._seen: dict[int, tuple[tuple[int, ...], float, float]] = {}
 
     def read(self, worker: WorkerSample, page: int, now_seconds: float) -> WorkerSample:
-        """`worker` with the content of its status page.
-
-        Call it at least every two seconds, with times of one monotonic clock.
-        """
-        counters = read_counters(page)
+        """`worker` with the content of its status page. Call it at least every two seconds."""
+        counters = status_page.read_counters(page)
         moved, since_seconds, read_seconds = self._seen.get(worker.rank, ((), now_seconds, now_seconds))
         is_idle = moved == counters.progress_values and now_seconds - read_seconds <= SUSPENSION_GAP_SECONDS
         # a rank that waits for its user, for example in a debugger, is not idle
@@ -254,16 +229,16 @@ class IdleClock:
             phase_seconds=counters.phase_seconds,
             queued_seconds=queued_seconds(worker.pid),
             still_seconds=now_seconds - since_seconds if worker.is_running else 0.0,
-            waiting=counters.waiting,
+            waiting=bool(counters.waiting),
             met=counters.has_called_collective,
-            script=counters.script,
-            uneven=counters.allows_uneven_steps,
-            alone=counters.solo_steps,
+            script=bool(counters.script),
+            uneven=bool(counters.uneven),
+            alone=counters.alone,
             virtual_ranks=counters.virtual_ranks,
             stop_signal=counters.stop_signal,
-            stop_asked=counters.stop_asked,
+            stop_asked=bool(counters.stop_asked),
             steps_ended=counters.steps_ended,
-            fingerprints=read_fingerprints(page) if counters.marks else b"",
-            orders=read_call_tables(page) if counters.marks else b"",
-            findings=tuple(read_findings(page)) if counters.findings else (),
+            fingerprints=marks.read_fingerprints(page) if counters.marks else b"",
+            orders=marks.read_call_tables(page) if counters.marks else b"",
+            findings=tuple(marks.read_findings(page)) if counters.findings else (),
         )

@@ -69,7 +69,6 @@ def rank_end_in_collective(rank: Evidence) -> RankEnd:
 
 
 def first_to_fail(samples: Iterable[WorkerSample]) -> WorkerSample | None:
-    """The rank whose failure explains the other failures best; None if no rank failed."""
     # cheap filter first: few of thousands of ranks have ended
     ended = (s for s in samples if s.code is not None or s.failure is not None or s.lost_reason)
     failed = [sample for sample in ended if rank_end(sample) <= RankEnd.VICTIM]

@@ -75,12 +75,9 @@ class StallDetector:
         self._noticed = False
 
     def update(self, now_seconds: float, ranks: Sequence[WorkerSample]) -> Alarm | None:
-        """Process samples of all running ranks; `now_seconds` is the time of one monotonic clock.
+        """Process samples of all running ranks, at least once a second, with the time of one monotonic clock.
 
-        Call it at least once a second.
-
-        Returns:
-            A warning once per stall, a stall alarm after each window, and otherwise None.
+        Returns a warning once per stall, a stall alarm after each window, and otherwise None.
         """
         if self._seen_seconds is not None and now_seconds - self._seen_seconds > SUSPENSION_GAP_SECONDS:
             self._began_seconds, self._moved_seconds = now_seconds, None
@@ -186,7 +183,6 @@ def is_stalled(evidence: Sequence[Evidence], alarm: Alarm, windows: HangTimeout)
 
 
 def is_waiting(rank: Evidence) -> bool:
-    """Whether a rank waits for other ranks or for its data."""
     waits_for_data = rank.phase is Phase.DATA and not rank.script
     if rank.phase is Phase.SYNC or waits_for_data or any(not op.done for op in rank.ops):
         return True
@@ -196,13 +192,11 @@ def is_waiting(rank: Evidence) -> bool:
 
 
 def ranks_to_interrupt(diagnosis: Diagnosis, evidence: Sequence[Evidence]) -> tuple[int, ...]:
-    """The ranks that receive an exception in their collective: all that only wait."""
     kept = () if diagnosis.kind in KINDS_WITH_WAITING_CAUSES else diagnosis.causes
     return tuple(sample.rank for sample in evidence if sample.is_running and sample.rank not in kept)
 
 
 def sample_interval_seconds(windows: HangTimeout) -> float:
-    """The interval at which an agent reads the status pages of its ranks."""
     is_short = windows.seconds is not None and windows.seconds < SHORT_WINDOW_SECONDS
     return SHORT_SAMPLE_SECONDS if is_short else SAMPLE_SECONDS
 
@@ -236,7 +230,6 @@ class SleepDetector:
         self._before: dict[int, int] = {}
 
     def should_collect(self, running: Sequence[WorkerSample]) -> bool:
-        """Whether to collect evidence of the ranks' sleeps now."""
         self._sampled = False
         still_seconds = min((s.still_seconds for s in running), default=0.0)
         if still_seconds < FIRST_SECONDS:
@@ -296,12 +289,10 @@ class Straggler:
 
     @property
     def delay_seconds_per_step(self) -> float:
-        """The time that it works longer than the others."""
         return self.seconds_per_step - self.median_seconds_per_step
 
     @property
     def warning_text(self) -> str:
-        """The warning."""
         return (
             f"rank {self.rank} ({self.host}) is slow: it works {_seconds(self.seconds_per_step)} per step, "
             f"{'the other' if self.num_ranks == 2 else 'the others'} {_seconds(self.median_seconds_per_step)}. Most of "
@@ -327,8 +318,7 @@ class StragglerDetector:
         self._snapshots: list[SampleSnapshot] = []  # the newest last
         self._stragglers: list[tuple[Straggler | None, Straggler | None]] = []  # without and with time in CPU queues
         self._reported: dict[str, float] = {}
-        self.rank: int | None = None
-        """The rank of the last warning."""
+        self.rank: int | None = None  # of the last warning
 
     def update(self, samples: Sequence[WorkerSample]) -> str:
         """A new warning, or an empty text. Call it repeatedly, with samples of all running ranks."""
@@ -409,30 +399,29 @@ def _per_step(base: SampleSnapshot, now: SampleSnapshot, *, subtract_queues: boo
 
 
 def find_slow_rank(spent: PhaseSecondsByRank, hosts: Mapping[int, str]) -> Straggler | None:
-    """The rank that is slower than the others, or None. Needs at least two ranks."""
-    all_work = {rank: sum(seconds[phase] for phase in WORK_PHASES) for rank, seconds in spent.items()}
-    never_waiting = {rank: sum(seconds[phase] for phase in NEVER_WAITING_PHASES) for rank, seconds in spent.items()}
-    for work in (all_work, never_waiting):
+    all_work = _seconds_in(spent, WORK_PHASES)
+    for phases in (WORK_PHASES, NEVER_WAITING_PHASES):
+        work = _seconds_in(spent, phases)
         rank = max(work, key=lambda r: work[r])
-        usual, excess = _median_of_others(work, rank), work[rank] - _median_of_others(work, rank)
-        if excess >= max(MIN_DELAY_SECONDS, (SLOW_FACTOR - 1) * _median_of_others(all_work, rank)):
-            break
-    else:
-        return None
-    phase = _slow_phase(spent, rank, NEVER_WAITING_PHASES if work is never_waiting else WORK_PHASES)
-    return Straggler(rank, hosts.get(rank, "?"), work[rank], usual, phase, len(spent))
+        usual = _median_of_others(work, rank)
+        if work[rank] - usual >= max(MIN_DELAY_SECONDS, (SLOW_FACTOR - 1) * _median_of_others(all_work, rank)):
+            phase = _slow_phase(spent, rank, phases)
+            return Straggler(rank, hosts.get(rank, "?"), work[rank], usual, phase, len(spent))
+    return None
+
+
+def _seconds_in(spent: PhaseSecondsByRank, phases: Sequence[Phase]) -> dict[int, float]:
+    return {rank: sum(seconds[phase] for phase in phases) for rank, seconds in spent.items()}
 
 
 def _slow_phase(spent: PhaseSecondsByRank, rank: int, phases: Sequence[Phase] = SCRIPT_WORK_PHASES) -> Phase:
-    """The phase with most of the difference from the other ranks."""
-    seconds_by_phase = {phase: {r: seconds[phase] for r, seconds in spent.items()} for phase in phases}
+    seconds_by_phase = {phase: _seconds_in(spent, (phase,)) for phase in phases}
     return max(phases, key=lambda p: seconds_by_phase[p][rank] - _median_of_others(seconds_by_phase[p], rank))
 
 
 def find_slow_script_rank(spent: PhaseSecondsByRank, hosts: Mapping[int, str]) -> Straggler | None:
     """As `find_slow_rank`, for the phases that hooks report: a rank is slow only if the others wait for its delay."""
-    work = {rank: sum(seconds[phase] for phase in SCRIPT_WORK_PHASES) for rank, seconds in spent.items()}
-    waits = {rank: seconds[Phase.BACKWARD] + seconds[Phase.SYNC] for rank, seconds in spent.items()}
+    work, waits = _seconds_in(spent, SCRIPT_WORK_PHASES), _seconds_in(spent, (Phase.BACKWARD, Phase.SYNC))
     rank = max(work, key=lambda r: work[r])
     usual, excess = _median_of_others(work, rank), work[rank] - _median_of_others(work, rank)
     least_excess = min(max(MIN_DELAY_SECONDS, (SLOW_FACTOR - 1) * usual), max(MIN_DOUBLED_DELAY_SECONDS, usual))
@@ -443,8 +432,7 @@ def find_slow_script_rank(spent: PhaseSecondsByRank, hosts: Mapping[int, str]) -
 
 def find_slow_network(spent: PhaseSecondsByRank) -> tuple[str, float] | None:
     """The warning and the seconds per step, if every rank waits longer than any rank works; else None."""
-    work = {rank: sum(seconds[phase] for phase in WORK_PHASES) for rank, seconds in spent.items()}
-    sync_seconds = min(seconds[Phase.SYNC] for seconds in spent.values())
+    work, sync_seconds = _seconds_in(spent, WORK_PHASES), min(seconds[Phase.SYNC] for seconds in spent.values())
     if sync_seconds < MIN_SLOW_SYNC_SECONDS or sync_seconds <= max(work.values()):
         return None
     warning = (

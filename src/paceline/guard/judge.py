@@ -30,23 +30,10 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from paceline.guard import sentences
+from paceline.guard import sentences, waits
 from paceline.guard.deaths import RankEnd, first_to_fail, parameter_counts, rank_end
 from paceline.guard.sentences import make_diagnosis
-from paceline.guard.waits import (
-    OpMismatch,
-    RankState,
-    drop_abandoned_messages,
-    find_mismatches,
-    group_by_waits,
-    group_ranks,
-    is_outside_ops,
-    majority,
-    op_sequence_key,
-    reachable,
-    split_by_signature,
-    waiting_graph,
-)
+from paceline.guard.waits import OpMismatch, RankState, group_ranks, majority, minority
 from paceline.protocol.code_locations import format_rank_location, is_calling, waits_for_ranks
 from paceline.protocol.evidence import SHARED_GROUP, Diagnosis, Evidence, Op, Phase, StopKind, WorkerSample
 
@@ -65,10 +52,9 @@ IDLE_CPU_SECONDS = 0.5  # per second; a rank that uses more may still arrive
 
 
 def judge(evidence: Sequence[Evidence]) -> Diagnosis:
-    """The diagnosis on ranks that stall or of which some have failed. Any evidence gives a diagnosis."""
-    ranks = waiting_graph(evidence)
-    mismatches = find_mismatches(ranks)
-    engaged = drop_abandoned_messages(ranks)
+    ranks = waits.waiting_graph(evidence)
+    mismatches = waits.find_mismatches(ranks)
+    engaged = waits.drop_abandoned_messages(ranks)
     diagnosis = (
         _diagnose_failures(ranks, mismatches)
         or _diagnose_dispute(engaged, mismatches)
@@ -85,7 +71,6 @@ def judge(evidence: Sequence[Evidence]) -> Diagnosis:
 
 
 def judge_samples(samples: Sequence[WorkerSample]) -> Diagnosis:
-    """The diagnosis on ranks of which some have failed, from samples alone: the first failure."""
     first = first_to_fail(samples)
     if first is None:
         return Diagnosis(StopKind.UNKNOWN)
@@ -123,7 +108,7 @@ def _diagnose_failures(ranks: RankStates, mismatches: Sequence[OpMismatch]) -> D
 
 def _diagnose_waits(ranks: RankStates, engaged: RankStates) -> Diagnosis | None:
     waiting = [n for n, rank in engaged.items() if rank.waits_for]
-    reached = sorted(reachable(waiting, {n: rank.waits_for for n, rank in engaged.items()}))
+    reached = sorted(waits.reachable(waiting, {n: rank.waits_for for n, rank in engaged.items()}))
     causes = [n for n in reached if _is_free(ranks[n])] or [n for n, rank in ranks.items() if rank.frozen]
     if not causes:
         return None
@@ -142,7 +127,7 @@ def _is_free(rank: RankState) -> bool:
         return True
     if rank.waits_for or rank.end is not RankEnd.RUNS:
         return False
-    return not rank.pending or (not rank.evidence.answered and is_outside_ops(rank))
+    return not rank.pending or (not rank.evidence.answered and waits.is_outside_ops(rank))
 
 
 def _kind(rank: RankState) -> StopKind:
@@ -154,7 +139,6 @@ def _kind(rank: RankState) -> StopKind:
 
 
 def _diagnose_stuck_collective(ranks: RankStates) -> Diagnosis | None:
-    """The diagnosis on an operation that all ranks of its group have entered and that does not complete."""
     inside = {n: r.pending[0] for n, r in ranks.items() if r.pending and not r.waits_for and not r.frozen}
     if not any(ranks[n].end is RankEnd.RUNS for n in inside):  # ended ranks do not show which rank was missing
         return None
@@ -207,10 +191,10 @@ def _diagnose_dispute(ranks: RankStates, mismatches: Sequence[OpMismatch]) -> Di
     parties = _parties(ranks, mismatches, suspects, graph)
     if early or len(suspects) == 1:
         causes = suspects
-    elif suspects or (right := majority(parties)) is None:
+    elif suspects:
         causes = []
     else:
-        causes = sorted(n for party in parties if party is not right for n in party)
+        causes = [*minority(parties)]
     tie = [] if causes else [sorted(party) for party in parties]
     return _dispute_diagnosis(ranks, mismatches, causes, tie, graph)
 
@@ -224,7 +208,7 @@ def _graph(ranks: RankStates, mismatches: Sequence[OpMismatch]) -> WaitGraph:
             for n in party:
                 sources[n].append(opponents)
     ended = {n for n, rank in ranks.items() if rank.end is RankEnd.LEFT}
-    for waits_for, waiters in group_by_waits(ranks) if ended else ():
+    for waits_for, waiters in waits.group_by_waits(ranks) if ended else ():
         for n in ended.intersection(waits_for):
             sources[n].append(waiters)  # no rank waits for a rank that ends as the program says
     graph: dict[tuple[int, ...], frozenset[int]] = {}
@@ -247,7 +231,7 @@ def _position(rank: RankState, number: int, members: Sequence[int]) -> Hashable:
     if rank.end is RankEnd.LEFT:
         return "ended"
     op = sentences.blocking_op(rank, members) or (rank.pending[-1] if rank.pending else None)
-    return None if op is None else (op_sequence_key(op, number), op.seq, op.kind, op.name, op.shape, op.dtype)
+    return None if op is None else (waits.op_sequence_key(op, number), op.seq, op.kind, op.name, op.shape, op.dtype)
 
 
 def _dispute_diagnosis(
@@ -265,26 +249,25 @@ def _dispute_diagnosis(
             op = next(iter(right.values()))
             site = next((party[n].site for n in causes for party in mismatch.parties if n in party), "")
             lines = sentences.describe_mismatch(mismatch, causes)
-            return sentences.make_diagnosis(StopKind.MISMATCH, ranks, lines, causes=causes, tie=tie, op=op, at=site)
+            return make_diagnosis(StopKind.MISMATCH, ranks, lines, causes=causes, tie=tie, op=op, at=site)
     involved_ended = [n for n in involved if ranks[n].end is RankEnd.LEFT]
     if involved_ended:
         op = sentences.most_awaited_op(ranks, involved_ended)
         lines = sentences.describe_waited_for(ranks, involved_ended)
-        return sentences.make_diagnosis(StopKind.LEFT, ranks, lines, causes=causes, tie=tie, op=op)
+        return make_diagnosis(StopKind.LEFT, ranks, lines, causes=causes, tie=tie, op=op)
     ended = [n for n in graph if ranks[n].end is RankEnd.LEFT and any(n in ranks[other].waits_for for other in causes)]
     if ended:
         op, lines = sentences.most_awaited_op(ranks, ended), sentences.describe_early_ends(ranks, causes, ended)
-        return sentences.make_diagnosis(StopKind.MISMATCH, ranks, lines, causes=causes, op=op)
+        return make_diagnosis(StopKind.MISMATCH, ranks, lines, causes=causes, op=op)
     groups = [list(party) for party in tie] or [list(causes), *_rivals(ranks, causes, graph)]
     members = [n for group in groups for n in group]
     ops = {n: op for n in members if (op := sentences.blocking_op(ranks[n], members)) is not None}
     op = ops.get(groups[-1][0])
     lines = sentences.describe_cycle(ranks, groups, ops)
-    return sentences.make_diagnosis(StopKind.DEADLOCK, ranks, lines, causes=causes, tie=tie, op=op)
+    return make_diagnosis(StopKind.DEADLOCK, ranks, lines, causes=causes, tie=tie, op=op)
 
 
 def _rivals(ranks: RankStates, causes: Sequence[int], graph: WaitGraph) -> list[list[int]]:
-    """The ranks in mutual waits with a rank in `causes`, else those of a cycle, grouped by their operation."""
     wrong = set(causes)
     mutual = [n for n in graph if n not in wrong and any(n in graph[other] for other in wrong & graph[n])]
     rivals = mutual or [n for n in _find_cycle(graph) if n not in wrong]
@@ -348,15 +331,15 @@ def is_deadlocked(evidence: Sequence[Evidence]) -> bool:
     DEADLOCK_SECONDS. Operations that a rank has started without waiting for them do not count. Messages between two
     ranks do not count.
     """
-    ranks = waiting_graph(evidence)
+    ranks = waits.waiting_graph(evidence)
     ops = {n: op for n, rank in ranks.items() if (op := _blocking_collective(rank)) is not None}
     if len(ops) < 2:
         return False
-    return any(_differ(mismatch, ops) for mismatch in find_mismatches(ranks)) or bool(_find_cycle(_edges(ranks, ops)))
+    mismatches = waits.find_mismatches(ranks)
+    return any(_differ(mismatch, ops) for mismatch in mismatches) or bool(_find_cycle(_edges(ranks, ops)))
 
 
 def _blocking_collective(rank: RankState) -> Op | None:
-    """The collective in which this rank certainly waits; None if that is not certain."""
     sample = rank.evidence
     if rank.end is not RankEnd.RUNS or rank.frozen or not sample.answered or sample.still_seconds < DEADLOCK_SECONDS:
         return None
@@ -368,11 +351,11 @@ def _blocking_collective(rank: RankState) -> Op | None:
 
 def _differ(mismatch: OpMismatch, blocking_ops: Mapping[int, Op]) -> bool:
     ops = {n: op for party in mismatch.parties for n, op in party.items() if blocking_ops.get(n) == op}
-    return len(ops) > 1 and len(split_by_signature(ops, by_name=mismatch.sequence_key[0].startswith(SHARED_GROUP))) > 1
+    is_shared = mismatch.sequence_key[0].startswith(SHARED_GROUP)
+    return len(ops) > 1 and len(waits.split_by_signature(ops, by_name=is_shared)) > 1
 
 
 def _edges(ranks: Mapping[int, RankState], ops: Mapping[int, Op]) -> Mapping[int, frozenset[int]]:
-    """The edges between waiting ranks. Ranks with equal edges use one set."""
     shared: dict[tuple[int, Op], frozenset[int]] = {}
     for n, op in ops.items():
         waits_for = ranks[n].waits_for

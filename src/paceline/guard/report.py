@@ -53,12 +53,7 @@ def format_report(
 ) -> str:
     """The diagnosis on ranks that block others: at most 15 lines of 160 characters. The first line lists the cause.
 
-    Args:
-        diagnosis: the diagnosis.
-        evidence: the evidence on all ranks.
-        waited_seconds: the time without progress; 0 if no rank waited.
-        folder: the folder of the diagnosis; empty if there is none.
-        run: the argument with which `paceline hang` finds the run; empty if there is none.
+    `folder` is that of the diagnosis, `run` the argument with which `paceline hang` finds the run; either may be empty.
     """
     lines = [_line(_headline(diagnosis, evidence, waited_seconds))]
     gpus = (f"rank {sample.rank}'s {sample.gpu}" for sample in evidence if sample.gpu)
@@ -73,7 +68,6 @@ def format_report(
 
 
 def printable(text: str) -> str:
-    """`text` with spaces for characters that do not print or that change the writing direction."""
     return "".join(char if char.isprintable() else " " for char in text)
 
 
@@ -212,8 +206,6 @@ MAX_RANK_FILES = 256  # ranks with a file, because a thousand nodes may share th
 
 
 class DiagnosisRecord(msgspec.Struct, frozen=True):
-    """A diagnosis and its evidence: the content of diagnosis.json."""
-
     format: Literal["paceline-diagnosis"]
     version: int
     diagnosis: Diagnosis
@@ -223,7 +215,6 @@ class DiagnosisRecord(msgspec.Struct, frozen=True):
 
 
 def same_diagnosis(diagnosis: Diagnosis, other: Diagnosis) -> bool:
-    """Whether two diagnoses have the same cause at the same step. The numbers of collectives may differ."""
     return _essence(diagnosis) == _essence(other)
 
 
@@ -252,11 +243,7 @@ class RunEvent(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def write_diagnosis(folder: Path, diagnosis: Diagnosis, evidence: Sequence[Evidence], *, waited_seconds: float) -> None:
-    """Write a diagnosis into a new, private folder. diagnosis.json appears only when it is complete.
-
-    Raises:
-        OSError: the folder exists or cannot be written.
-    """
+    """Write a diagnosis into a new, private folder. diagnosis.json appears only when it is complete."""
     writing.make_folder(folder)
     chosen = select_ranks(diagnosis, evidence)
     for sample in chosen:
@@ -291,7 +278,6 @@ class _Header(msgspec.Struct):
 
 
 def read_diagnosis(folder: Path) -> DiagnosisRecord:
-    """Read the diagnosis of a folder of `write_diagnosis`, or of an earlier version with `FORMER_NAMES`."""
     path = diagnosis_file(folder)
     try:
         content = read(path, limit_bytes=MAX_DIAGNOSIS_BYTES)

@@ -43,7 +43,6 @@ def format_clause(ranks: Iterable[int], singular: str, plural: str) -> str:
 
 
 def signal_name(number: int) -> str:
-    """The name of a signal: "SIGSEGV"; "signal 40" for a real-time signal."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -58,7 +57,6 @@ def format_op(op: Op) -> str:
 
 
 def format_caller(op: Op) -> str:
-    """The call site of an operation as the end of a sentence; empty if it is unknown."""
     return f", called from {op.site}" if op.site else ""
 
 
@@ -85,7 +83,6 @@ def _source_line(evidence: Evidence) -> str:
 
 
 def format_loader(loader: LoaderWorker) -> str:
-    """The state of a process that loads data, as a sentence."""
     subject = f"loader process {loader.number} (pid {loader.pid})"
     item = f"sample {loader.item} of epoch {loader.epoch}"
     if loader.state in ENDED_PROCESS_STATES:
@@ -109,7 +106,10 @@ def make_diagnosis(
     at: str = "",
 ) -> Diagnosis:
     """A complete diagnosis. `at` is the line of the first rank in `causes`; by default its current line."""
-    lines = [*lines, *_about_blocks(ranks, [*causes, *(n for party in tie for n in party)])]
+    involved = [*causes, *(n for party in tie for n in party)]
+    if any(op.name.startswith(BLOCK_PREFIX) for n in involved for op in ranks[n].evidence.ops[-1:]):
+        rule = "with fsdp each call of a block is a collective: all ranks must call the same blocks in the same order"
+        lines = [*lines, rule]
     step = max((rank.evidence.step for rank in ranks.values()), default=0)
     first = ranks[causes[0]].evidence if causes else None
     site = "" if first is None else at or format_rank_location(first) or (first.ops[-1].site if first.ops else "")
@@ -117,14 +117,7 @@ def make_diagnosis(
     return Diagnosis(kind, tuple(causes), parties, tuple(lines), op, site, step)
 
 
-def _about_blocks(ranks: RankStates, involved: Sequence[int]) -> list[str]:
-    if not any(op.name.startswith(BLOCK_PREFIX) for n in involved for op in ranks[n].evidence.ops[-1:]):
-        return []
-    return ["with fsdp each call of a block is a collective: all ranks must call the same blocks in the same order"]
-
-
 def stuck_loader_workers(evidence: Evidence) -> list[LoaderWorker]:
-    """The loader processes that do not deliver the next batch of this rank."""
     if evidence.phase not in (Phase.DATA, Phase.USER):
         return []
     states = (*ENDED_PROCESS_STATES, *FROZEN_PROCESS_STATES, "D")
@@ -133,7 +126,6 @@ def stuck_loader_workers(evidence: Evidence) -> list[LoaderWorker]:
 
 
 def describe_waited_for(ranks: RankStates, causes: Sequence[int]) -> list[str]:
-    """Sentences about ranks for which others wait, and about the operation in which the others wait."""
     op, holders = most_awaited_op(ranks, causes), group_by_waits(ranks)
     alike = _group_ranks(causes, lambda n: (_where(ranks[n]), _most_awaited(holders, [n])))
     lines = [_not_entered(ranks, group, op) for group in alike]
@@ -213,7 +205,6 @@ def blocking_op(rank: RankState, others: Collection[int]) -> Op | None:
 
 
 def most_awaited_op(ranks: RankStates, causes: Collection[int]) -> Op | None:
-    """The operation in which most ranks wait for `causes`."""
     return _most_awaited(group_by_waits(ranks), causes)
 
 
@@ -229,7 +220,6 @@ def _most_awaited(holders: Iterable[tuple[Mapping[int, Op | None], list[int]]], 
 
 
 def describe_early_ends(ranks: RankStates, waiting: Sequence[int], left: Sequence[int]) -> list[str]:
-    """Sentences about ranks that wait for ranks that have ended with code 0."""
     op = most_awaited_op(ranks, left)
     op_text = "for others" if op is None else f"in {format_op(op)}{format_caller(op)}"
     return [
@@ -239,14 +229,12 @@ def describe_early_ends(ranks: RankStates, waiting: Sequence[int], left: Sequenc
 
 
 def describe_mismatch(calls: OpMismatch, causes: Collection[int]) -> list[str]:
-    """Sentences about parties that have entered different operations."""
     ordered = sorted(calls.parties, key=lambda party: (not any(n in party for n in causes), len(party), min(party)))
     ops = [(format_ranks(party), next(iter(party.values()))) for party in ordered]
     return _limited([f"{subject} called {format_op(op)}{op.site and f' at {op.site}'}" for subject, op in ops])
 
 
 def describe_cycle(ranks: RankStates, parties: Sequence[Sequence[int]], ops: Mapping[int, Op]) -> list[str]:
-    """Sentences about parties that wait for each other in a cycle."""
     members = {n for party in parties for n in party}
     lines: list[str] = []
     for party in parties:
@@ -263,7 +251,6 @@ def describe_cycle(ranks: RankStates, parties: Sequence[Sequence[int]], ops: Map
 
 
 def describe_stuck_op(ranks: RankStates, pending: Mapping[int, Op]) -> list[str]:
-    """Sentences about an operation that all ranks of its group have entered."""
     op = next(iter(pending.values()))
     completed = [n for n in ranks if n not in pending]
     lines = [f"{format_clause(pending, 'is', 'are')} in {format_op(op)}{format_caller(op)}; no rank is missing in it"]
@@ -279,7 +266,6 @@ def describe_stuck_op(ranks: RankStates, pending: Mapping[int, Op]) -> list[str]
 
 
 def describe_stuck_ranks(ranks: RankStates, causes: Sequence[int], op: Op) -> list[str]:
-    """Sentences about ranks that are in an operation with all others, but cannot complete it."""
     lines = [
         f"{format_ranks([n])} is in {format_op(op)}, as all are; it is {format_position(ranks[n].evidence)}"
         for n in causes
@@ -288,12 +274,10 @@ def describe_stuck_ranks(ranks: RankStates, causes: Sequence[int], op: Op) -> li
 
 
 def describe_failures(ranks: RankStates, causes: Sequence[int]) -> list[str]:
-    """Sentences about ranks whose end is a primary failure."""
     return _limited([f"rank {n} {_ended(ranks[n].evidence)}{_last(ranks[n].evidence)}" for n in causes])
 
 
 def describe_transport_failures(ranks: RankStates, causes: Sequence[int]) -> list[str]:
-    """Sentences about ranks that their transport ended."""
     lines = describe_failures(ranks, causes)
     if any(MISMATCH_ERROR_PATTERN.search(ranks[n].evidence.error_text) for n in causes):
         lines.append("it and another rank have entered different operations; either may be wrong")
@@ -301,7 +285,6 @@ def describe_transport_failures(ranks: RankStates, causes: Sequence[int]) -> lis
 
 
 def describe_parameter_count(party: Mapping[int, int]) -> str:
-    """A sentence about the parameter count of these ranks, as torch reported it."""
     owner = "their models have" if len(party) > 1 else "its model has"
     return f"{format_ranks(party)}: {owner} {min(party.values())} parameters"
 
@@ -323,7 +306,6 @@ def _last(evidence: Evidence) -> str:
 
 
 def describe_locations(ranks: RankStates) -> list[str]:
-    """Sentences about the locations of all ranks, the rarest location first."""
     groups = sorted(_group_ranks(ranks, lambda n: _where(ranks[n])), key=lambda group: (len(group), group))
     lines = [f"{format_ranks(group)} {_state(ranks[group[0]], many=len(group) > 1)}" for group in groups]
     return _limited(lines, 10)

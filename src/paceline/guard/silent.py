@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from paceline.guard.detectors import median_without
 from paceline.guard.sentences import format_clause, format_ranks
-from paceline.guard.waits import group_ranks, majority
+from paceline.guard.waits import group_ranks, minority
 from paceline.protocol.evidence import Diagnosis, Evidence, Op, ScriptFinding, StopKind, WorkerSample
 from paceline.protocol.marks import (
     BY_DDP,
@@ -44,8 +44,6 @@ CallHashes = Sequence[int]
 
 @dataclass(frozen=True)
 class ReplicaDifference:
-    """Fingerprints that differ between ranks."""
-
     fingerprints: FingerprintsByRank
     part_index: int  # index of the part that differs
     last_equal_step: int  # the last step after which all ranks were equal; 0: none
@@ -57,27 +55,21 @@ class ReplicaDifference:
 
     @property
     def rank_groups(self) -> Sequence[Mapping[int, int]]:
-        """The ranks grouped by hash, the largest party first."""
         hashes = {rank: mark.hashes[self.part_index] for rank, mark in self.fingerprints.items()}
         return group_ranks(hashes, lambda value: value)
 
     @property
     def minority_ranks(self) -> tuple[int, ...]:
-        """The ranks in the minority; none if there is no majority."""
-        right = majority(self.rank_groups)
-        return tuple(rank for rank in sorted(self.fingerprints) if rank not in right) if right is not None else ()
+        return minority(self.rank_groups)
 
     @property
     def is_round_off(self) -> bool:
-        """Whether it is as small as the rounding differences between machines of different kinds."""
         sums = [mark.sums[self.part_index] for mark in self.fingerprints.values()]
         is_close = max(sums) - min(sums) <= ROUND_OFF_TOLERANCE * max(map(abs, sums))
         return is_close and bool(self.any_fingerprint.flags & SUMMED)
 
 
 class ReplicaComparison:
-    """Compares the fingerprints of the ranks of one generation."""
-
     def __init__(self) -> None:
         self._equal: dict[tuple[int, int, int], tuple[int, int, int]] = {}  # part -> last equal step, hash, proofs
         self._differed: dict[tuple[int, int, int], int] = {}  # part -> the last step after which it was unequal
@@ -90,7 +82,6 @@ class ReplicaComparison:
         return any(proofs >= MIN_EQUAL_OBSERVATIONS for *_, proofs in self._equal.values())
 
     def update(self, marks: Mapping[int, Sequence[ReplicaFingerprint]]) -> list[ReplicaDifference]:
-        """The first difference in each table."""
         by_step: dict[tuple[int, int, int], dict[int, ReplicaFingerprint]] = defaultdict(dict)
         for rank, fingerprints in marks.items():
             for mark in fingerprints:
@@ -134,22 +125,16 @@ def _part(mark: ReplicaFingerprint, at: int) -> tuple[int, int, int]:
 
 
 class CallOrderComparison:
-    """Compares the order of the collectives of the ranks of one generation, for each group."""
-
     def __init__(self) -> None:
         self._done: dict[int, int] = defaultdict(int)  # group -> number of compared calls
-        self.agreed: set[int] = set()
-        """Hashes of the calls that all ranks have made at the same position."""
+        self.agreed: set[int] = set()  # hashes of the calls that all ranks have made at the same position
 
     def update(
         self, orders: Mapping[int, Sequence[CallHistory]], *, last: bool
     ) -> Iterator[tuple[int, Mapping[int, CallHashes]]]:
-        """The positions at which ranks differ, each once.
+        """The positions at which ranks differ, each once: number of calls before it, and the next calls of each rank.
 
-        WINDOW calls must follow the position, unless these samples are the `last` ones.
-
-        Yields:
-            The number of calls over the group before the difference, and the next calls of each rank.
+        CALL_WINDOW calls must follow the position, unless these samples are the `last` ones.
         """
         by_group: dict[int, dict[int, CallHistory]] = defaultdict(dict)
         for rank, rank_orders in orders.items():
@@ -177,10 +162,7 @@ class CallOrderComparison:
 
 
 def find_order_mismatch(windows: Mapping[int, Sequence[Op]], known: frozenset[str]) -> Mismatch | None:
-    """The mismatch between the ranks' calls at one position; None if the script calls from different branches.
-
-    `known` are the lines from which all ranks have called at the same position.
-    """
+    """The mismatch at one position; None if the script calls from different branches. `known`: lines of all ranks."""
     ranks = sorted(windows)  # all ranks of the world
     mismatch = compare_orders([windows[rank] for rank in ranks], frozenset(), known)
     if isinstance(mismatch, Mismatch):
@@ -188,8 +170,7 @@ def find_order_mismatch(windows: Mapping[int, Sequence[Op]], known: frozenset[st
     for calls in zip(*(windows[rank] for rank in ranks), strict=True):
         labels = dict(zip(ranks, (order_label(op, frozenset()) for op in calls), strict=True))
         if len({*labels.values()}) > 1 and {op.site for op in calls} <= known:
-            right = majority(group_ranks(labels, lambda label: label))
-            return Mismatch(calls, tuple(rank for rank in ranks if right is not None and rank not in right))
+            return Mismatch(calls, minority(group_ranks(labels, lambda label: label)))
     return None
 
 
@@ -204,33 +185,23 @@ ReadTensorNames = Callable[[], Mapping[str, Sequence[str]]]
 
 
 class Notice(NamedTuple):
-    """A report on a run that does not end it."""
-
     kind: str
     words: str
-    rank: int | None = None  # None: several ranks
-    step: int = 0
 
 
 class SilentFaultDetector:
     """Detects silent faults of one generation. It reports each fault once."""
 
     def __init__(self, world_size: int, names: ReadTensorNames, calls: CollectCalls) -> None:
-        """`names` returns the names of tensors; `calls` returns each rank's operations by the hash of the call."""
         self._size, self._names, self._calls = world_size, names, calls
         self._comparison, self._orders = ReplicaComparison(), CallOrderComparison()
         self._reported: set[tuple[object, ...]] = set()
         self._looks: dict[str, int] = {}  # calls of `update` since the first rank reported a finding of this kind
         self._known: Mapping[int, Mapping[int, Op]] = {}
-        self.notices: list[Notice] = []
-        """Notices to print; the caller empties the list."""
+        self.notices: list[Notice] = []  # to print; the caller empties the list
 
     def update(self, ranks: Sequence[WorkerSample], *, last: bool = False) -> list[Diagnosis]:
-        """Process samples of all ranks, including ended ones; `last`: all ranks have ended without failure.
-
-        Returns:
-            New diagnoses, each once.
-        """
+        """Process samples of all ranks, including ended ones. `last`: all ranks have ended without failure."""
         self._report_swallowed_errors(ranks)
         self._report_stale_findings(ranks, last=last)
         self._report_left_ddp(ranks)
@@ -259,28 +230,34 @@ class SilentFaultDetector:
         self._reported.add(key)
         return not is_known
 
-    def _notify(self, kind: str, text: str, rank: int | None, step: int) -> None:
-        self.notices.append(Notice(kind, text, rank, step))
+    def _notify(self, kind: str, text: str) -> None:
+        self.notices.append(Notice(kind, text))
 
     def _report_swallowed_errors(self, ranks: Sequence[WorkerSample]) -> None:
         for sample in ranks:
             for finding in sample.findings:
                 if finding.kind == "swallowed" and self._is_first_report("swallowed", sample.rank, finding.text):
-                    self._notify("swallowed", f"rank {sample.rank} {_continued(finding)}", sample.rank, finding.step)
+                    self._notify("swallowed", f"rank {sample.rank} {_continued(finding)}")
                 if finding.kind == "thread" and self._is_first_report("thread", sample.rank, finding.text):
                     text = f"rank {sample.rank}: {finding.text} (after step {finding.step})"
-                    self._notify("thread", text, sample.rank, finding.step)
+                    self._notify("thread", text)
 
-    def _must_wait(self, kind: str, findings: Mapping[int, ScriptFinding], *, last: bool) -> bool:
+    def _take_findings(self, ranks: Sequence[WorkerSample], kind: str, *, last: bool) -> dict[int, ScriptFinding]:
+        """The findings of this kind, once, when all ranks have had time to report them; empty before and after."""
+        findings = _findings(ranks, kind)
+        if not findings or (kind,) in self._reported:
+            return {}
         self._looks[kind] = self._looks.get(kind, 0) + 1
-        return len(findings) < self._size and self._looks[kind] < MAX_REPORT_UPDATES and not last
+        if len(findings) < self._size and self._looks[kind] < MAX_REPORT_UPDATES and not last:
+            return {}
+        self._reported.add((kind,))
+        return findings
 
     def _diagnose_failed_collective(self, ranks: Sequence[WorkerSample], *, last: bool) -> Diagnosis | None:
         """A collective that failed on some ranks, which ignored the error: at least one batch is lost."""
-        failed = _findings(ranks, "collective")
-        if not failed or ("collective",) in self._reported or self._must_wait("collective", failed, last=last):
+        failed = self._take_findings(ranks, "collective", last=last)
+        if not failed:
             return None
-        self._reported.add(("collective",))
         swallowed = ((s.rank, f) for s in ranks for f in s.findings if f.kind == "swallowed")
         lines = [f"rank {rank} {_continued(finding)}" for rank, finding in (*sorted(failed.items()), *swallowed)]
         stale = _findings(ranks, "stale")
@@ -301,7 +278,7 @@ class SilentFaultDetector:
             late = last or all(least_step > finding.step + LATE_STEPS for _, finding in similar)
             if late and len({rank for rank, _ in similar}) < self._size and self._is_first_report("stale", start):
                 for rank, finding in similar:
-                    self._notify("stale", f"rank {rank} {finding.text} (step {finding.step})", rank, finding.step)
+                    self._notify("stale", f"rank {rank} {finding.text} (step {finding.step})")
 
     def _report_left_ddp(self, ranks: Sequence[WorkerSample]) -> None:
         """Report that all ranks train without DDP after they have trained with it. This may be intended."""
@@ -309,7 +286,7 @@ class SilentFaultDetector:
         if len(findings) == self._size > 1 and self._is_first_report("left"):
             step = min(finding.step for finding in findings.values())
             text = f"no rank trains through DDP after step {step}: paceline no longer compares steps and parameters"
-            self._notify("left", text, None, step)
+            self._notify("left", text)
 
     def _report_shadowed_ranks(self, ranks: Sequence[WorkerSample]) -> None:
         """Report ranks that Join has shadowed for most of the time: their data may have ended too early."""
@@ -318,13 +295,12 @@ class SilentFaultDetector:
             others = median_without(ordered, rank.joint_steps)
             if rank.joint_steps < MIN_STEP_FRACTION * others and self._is_first_report("shadowed", rank.rank):
                 text = f"rank {rank.rank} took {rank.joint_steps} steps, the others {others:g}. If its data ended too "
-                self._notify("shadowed", text + "early, Join hides this", rank.rank, rank.joint_steps)
+                self._notify("shadowed", text + "early, Join hides this")
 
     def _diagnose_not_finite(self, ranks: Sequence[WorkerSample], *, last: bool) -> Diagnosis | None:
-        applied = _findings(ranks, "not finite")
-        if not applied or ("not finite",) in self._reported or self._must_wait("not finite", applied, last=last):
+        applied = self._take_findings(ranks, "not finite", last=last)
+        if not applied:
             return None
-        self._reported.add(("not finite",))
         step = min(finding.step for finding in applied.values())
         local = {rank: finding for rank, finding in sorted(applied.items()) if finding.own and finding.step <= step + 1}
         lines = [f"rank {rank}: {finding.text}" for rank, finding in local.items()]
@@ -351,7 +327,7 @@ class SilentFaultDetector:
             if self._is_first_report("round-off", mark.layout):
                 text = f"after step {mark.optimizer_step} {tensor} differs between ranks by less than 1e-5. "
                 text += "Different devices or machines round differently. The difference may grow over many steps"
-                self._notify("round-off", text, None, mark.optimizer_step)
+                self._notify("round-off", text)
             return None
         if not self._is_first_report("drift", mark.table, mark.layout):
             return None
@@ -393,12 +369,13 @@ class SilentFaultDetector:
                 others = median_without(ordered, step)
                 if 0 < step < MIN_STEP_FRACTION_WITHOUT_DDP * others:
                     text = f"rank {rank} took {step} steps, the others {others:g}. Check that its data is complete"
-                    self._notify("few steps", text, rank, step)
+                    self._notify("few steps", text)
             return None
         parties = group_ranks(steps, lambda step: step)
-        right = majority(parties)
-        lines = tuple(f"{format_ranks(party)} took {next(iter(party.values()))} steps" for party in reversed(parties))
-        wrong = () if right is None else tuple(rank for rank in steps if rank not in right)
+        lines, wrong = (
+            tuple(f"{format_ranks(party)} took {next(iter(party.values()))} steps" for party in reversed(parties)),
+            minority(parties),
+        )
         tie = () if wrong else tuple(tuple(sorted(party)) for party in parties)
         return Diagnosis(StopKind.DIVERGED, wrong, tie, lines, step=max(steps.values()))
 
@@ -445,5 +422,4 @@ def _order_diagnosis(mismatch: Mismatch, ranks: Sequence[int], number: int) -> D
 
 
 def ops_by_call_hash(evidence: Sequence[Evidence]) -> dict[int, dict[int, Op]]:
-    """The operations of each rank, by the hash of the call."""
     return {sample.rank: {int(key): op for key, op in sample.calls.items() if key.isdecimal()} for sample in evidence}

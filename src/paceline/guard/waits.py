@@ -32,8 +32,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RankState:
-    """One rank, and the ranks for which it waits."""
-
     evidence: Evidence
     end: RankEnd
     pending: tuple[Op, ...] = ()  # operations that it has called and may wait for
@@ -42,7 +40,6 @@ class RankState:
 
     @property
     def frozen(self) -> bool:
-        """Whether a signal or a debugger has stopped it."""
         return self.end is RankEnd.RUNS and self.evidence.state in FROZEN_PROCESS_STATES
 
 
@@ -108,7 +105,6 @@ def waiting_graph(evidence: Sequence[Evidence]) -> dict[int, RankState]:
 
 
 def group_by_waits(ranks: Mapping[int, RankState]) -> list[tuple[Mapping[int, Op | None], list[int]]]:
-    """Each distinct mapping of `wait_message` once, with its ranks."""
     holders: dict[int, tuple[Mapping[int, Op | None], list[int]]] = {}
     for number, rank in ranks.items():
         holders.setdefault(id(rank.waits_for), (rank.waits_for, []))[1].append(number)
@@ -185,18 +181,14 @@ def _with_frozen(ranks: dict[int, RankState]) -> dict[int, RankState]:
 
 def drop_abandoned_messages(ranks: Mapping[int, RankState]) -> dict[int, RankState]:
     """Remove the messages that a rank has started, if it is now in different code of the script."""
-    return {n: _without_messages(rank) if is_outside_ops(rank) else rank for n, rank in ranks.items()}
-
-
-def _without_messages(rank: RankState) -> RankState:
-    messages = [op for op in rank.pending if op.is_message]
-    if not messages:
-        return rank
-    return replace(
-        rank,
-        pending=tuple(op for op in rank.pending if op not in messages),
-        waits_for={other: op for other, op in rank.waits_for.items() if op not in messages},
-    )
+    kept = dict(ranks)
+    for n, rank in ranks.items():
+        messages = [op for op in rank.pending if op.is_message]
+        if messages and is_outside_ops(rank):
+            pending = tuple(op for op in rank.pending if op not in messages)
+            edges = {other: op for other, op in rank.waits_for.items() if op not in messages}
+            kept[n] = replace(rank, pending=pending, waits_for=edges)
+    return kept
 
 
 def is_outside_ops(rank: RankState) -> bool:
@@ -206,7 +198,6 @@ def is_outside_ops(rank: RankState) -> bool:
 
 
 def reachable(start: Iterable[int], edges: Mapping[int, Iterable[int]]) -> set[int]:
-    """All ranks that are reachable from `start`, including `start`."""
     visited, todo = set(start), list(start)
     followed: set[int] = set()  # many ranks share one set of edges
     while todo:
@@ -230,9 +221,13 @@ def group_ranks(values: Mapping[int, T], key: Callable[[T], Hashable]) -> tuple[
 
 
 def majority(parties: Sequence[Mapping[int, T]]) -> Mapping[int, T] | None:
-    """The party with more than half of the ranks in all parties; None if there is none."""
     total = sum(map(len, parties))
     return next((party for party in parties if 2 * len(party) > total), None)
+
+
+def minority(parties: Sequence[Mapping[int, T]]) -> tuple[int, ...]:
+    right = majority(parties)
+    return () if right is None else tuple(sorted(n for party in parties if party is not right for n in party))
 
 
 RAGGED_COLLECTIVES = frozenset({"all_gather", "gather", "scatter", "all_to_all", "all_to_all_single", "reduce_scatter"})
@@ -241,8 +236,6 @@ RAGGED_COLLECTIVES = frozenset({"all_gather", "gather", "scatter", "all_to_all",
 
 @dataclass(frozen=True)
 class OpMismatch:
-    """Different operations that ranks have entered under one number of a stream."""
-
     sequence_key: OpSequenceKey
     seq: int
     parties: tuple[Mapping[int, Op], ...]  # rank -> its operation; the largest party first

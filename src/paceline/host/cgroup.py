@@ -69,7 +69,6 @@ def free_memory(root: Path = CGROUP_ROOT, own: Path = OWN_CGROUP_FILE, memory: P
 
 
 def oom_kills(root: Path = CGROUP_ROOT, own: Path = OWN_CGROUP_FILE) -> int | None:
-    """The number of processes of this cgroup that the kernel has killed for memory so far; None if unknown."""
     for folder in _folders("memory", root, own):
         for name in ("memory.events", "memory.oom_control"):  # version 2, version 1
             for line in _read(folder / name).splitlines():

@@ -42,23 +42,17 @@ Severity = Literal["error", "warning"]
 
 
 class Address(msgspec.Struct, frozen=True):
-    """One address of a network interface; `prefix` is the number of bits its network has."""
-
     interface: str
     address: str
     prefix: int
 
 
 class Limit(msgspec.Struct, frozen=True):
-    """A limit of this process; -1 is none."""
-
     soft: int
     hard: int
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """The facts of a machine, from the view of a process on it. Sizes are in bytes."""
-
     host: str
     pid: int
     python: str
@@ -82,7 +76,6 @@ class Facts(msgspec.Struct, frozen=True):
 
 
 def gather_facts() -> Facts:
-    """Collect the facts of this machine."""
     import psutil  # every agent imports this module, but an agent of a single node collects no facts
 
     host = os.uname().nodename
@@ -196,8 +189,6 @@ class Finding(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Node:
-    """A host and its part of a run."""
-
     name: str
     facts: Facts
     workers: int
@@ -216,7 +207,6 @@ class Rule(Generic[T]):
     remedy: Callable[[T], str] | str
 
     def findings(self, node: Node) -> Iterator[Finding]:
-        """The findings on one node."""
         for fact in self.select_facts(node):
             if self.is_wrong(fact):
                 remedy = self.remedy if isinstance(self.remedy, str) else self.remedy(fact)
@@ -224,12 +214,10 @@ class Rule(Generic[T]):
 
 
 def node_as_fact(node: Node) -> tuple[Node]:
-    """The node as the only fact."""
     return (node,)
 
 
 def open_file_limit(node: Node) -> tuple[int]:
-    """The highest limit of open files."""
     hard = node.facts.nofile.hard
     return (RECOMMENDED_OPEN_FILES if hard == UNLIMITED else hard,)
 
@@ -282,7 +270,6 @@ def compare_hosts(hosts: Mapping[str, Facts], workers: Mapping[str, int], thread
 
 
 def find_differences(hosts: Mapping[str, Facts]) -> Iterator[Finding]:
-    """The differences between hosts; each finding is on a host in the minority."""
     for severity, subject, read, remedy in DIFFERENCE_RULES:
         values = {name: read(facts) for name, facts in hosts.items()}
         yield from _differing(severity, subject, {name: value for name, value in values.items() if value}, remedy)

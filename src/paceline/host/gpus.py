@@ -34,7 +34,6 @@ class Gpu(msgspec.Struct, frozen=True):
 
 
 def list_gpus() -> tuple[Gpu, ...]:
-    """All NVIDIA GPUs of this machine; none without a driver."""
     return call_with_nvml(_gpus, ())
 
 
@@ -125,7 +124,6 @@ def call_with_nvml(question: Callable[[Any], T], otherwise: T) -> T:
 
 
 def query_or_default(nvml: Any, question: Callable[[], T], otherwise: T) -> T:
-    """The result of `question`, or `otherwise` if the driver does not support it."""
     with suppress(nvml.NVMLError):
         return question()
     return otherwise

@@ -49,8 +49,6 @@ class _MachineCounters(NamedTuple):
 
 
 class MachineSampler:
-    """Takes samples of this machine. Rates refer to the time since the previous sample."""
-
     def __init__(self) -> None:
         self.gpus = GpuReader()
         self._host, self._cores = os.uname().nodename, usable_cores()
@@ -60,7 +58,6 @@ class MachineSampler:
         self._cpu_before: dict[int, tuple[float, float]] = {}  # pid -> its CPU seconds, and the time of the reading
 
     def sample(self, pids: Mapping[int, int]) -> MachineUse:
-        """The current use of the machine, and of the ranks in `pids` (rank -> pid)."""
         before, now = self._before, self._count()
         self._before, seconds = now, max(now.seconds - before.seconds, 1e-3)
         uses = {rank: use for rank, pid in pids.items() if (use := self.sample_process(pid)) is not None}
@@ -80,7 +77,6 @@ class MachineSampler:
         )
 
     def sample_process(self, pid: int) -> RankUse | None:
-        """The use of one process, with its rate since the last call; None if it is gone."""
         process = read_process(pid)
         if process is None or not process.runs:
             return None
@@ -97,7 +93,6 @@ class MachineSampler:
 
 
 def _resident_bytes(pid: int) -> int:
-    """The resident memory of a process, including shared pages; 0 if it has ended."""
     with suppress(OSError, ValueError, IndexError):
         return int((PROC / str(pid) / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
@@ -125,21 +120,16 @@ def _network() -> tuple[int, int]:
 
 
 class MachineLog:
-    """The log of one node. It writes samples until `close`."""
-
     def __init__(self, run_dir: Path, node: int, pids: Mapping[int, int]) -> None:
-        """`pids` maps the ranks on this node to their pids."""
         self._writer = BoundedWriter(run_dir / file_name(node))
         self._pids, self._over = dict(pids), threading.Event()
         self._thread = threading.Thread(target=self._run, name="paceline-machine", daemon=True)
         self._thread.start()
 
     def write(self, record: msgspec.Struct) -> None:
-        """Add a record."""
         self._writer.write(record)
 
     def close(self) -> None:
-        """End the log."""
         self._over.set()
         self._thread.join(END_SECONDS)
         self._writer.close()
@@ -161,8 +151,6 @@ class MachineLog:
 
 
 class GpuReading(NamedTuple):
-    """The use of all GPUs, and the bytes of GPU memory of each process."""
-
     gpus: tuple[GpuUse, ...] = ()
     memory_bytes_by_pid: dict[int, int] = {}  # noqa: RUF012 - never changed
 
@@ -174,8 +162,7 @@ class GpuReader:
         self._answer, self._answered_seconds = GpuReading(), float("-inf")
         self._thread: threading.Thread | None = None
         self._nvml: Any = None
-        self.here = NVIDIA_DEVICE_FILE.exists()
-        """Whether there is a driver."""
+        self.here = NVIDIA_DEVICE_FILE.exists()  # whether there is a driver
 
     def latest(self, wait_seconds: float = 0.0) -> GpuReading:
         """Start the next query, wait `wait_seconds` for it, and return the newest answer; empty if it is stale."""
@@ -249,7 +236,6 @@ def query_gpu_problems(pids: Collection[int], *, wait_seconds: float = 0.0) -> d
 
 
 def find_gpu_problems(pids: Collection[int], nvml: Any) -> dict[int, str]:
-    """Why the GPU of a process is slow, by pid; `nvml` is an initialised pynvml."""
     problems: dict[int, str] = {}
     for index in range(int(nvml.nvmlDeviceGetCount())):
         with suppress(nvml.NVMLError):  # a lost GPU does not hide the others
@@ -265,11 +251,6 @@ def find_gpu_problems(pids: Collection[int], nvml: Any) -> dict[int, str]:
 
 
 def throttle_reasons(nvml: Any, gpu: Any) -> list[str]:
-    """The reasons for lower clocks of a GPU.
-
-    Raises:
-        NVMLError: the driver does not answer.
-    """
     reasons = int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu))
     return [text for bit, text in THROTTLE_REASONS.items() if reasons & bit]
 

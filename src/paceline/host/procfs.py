@@ -14,7 +14,6 @@ from pathlib import Path
 
 PROC = Path("/proc")
 PR_SET_PDEATHSIG = 1
-TCP_LISTEN_STATE = "0A"  # the kernel's number for TCP_LISTEN in /proc/net/tcp
 GUARD_THREAD = "paceline-guard"
 HELPER_THREAD_NAMES = (GUARD_THREAD, "gloo_tcp_loop", "pt_tcpstore_uv", "pt_tcpstore")
 """Threads that never sleep long, and wake only threads that wait for other ranks."""
@@ -35,7 +34,6 @@ class Process:
 
     @property
     def runs(self) -> bool:
-        """Whether it is not a zombie."""
         return self.state not in "ZX"
 
 
@@ -52,7 +50,6 @@ def read_process(pid: int) -> Process | None:
 
 
 def queued_seconds(pid: int) -> float:
-    """The time that the main thread has been ready to run without a free core; 0 if unknown."""
     try:
         return int((PROC / str(pid) / "schedstat").read_text().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):
@@ -87,7 +84,6 @@ def sleep_number(pid: int) -> int:
 
 
 def reads_input(pid: int) -> bool:
-    """Whether the main thread waits for standard input, or for another thread that waits for it."""
     read_calls, select_calls = INPUT_SYSCALL_NUMBERS.get(os.uname().machine, ((), ()))
 
     def waits(task: str) -> bool:
@@ -116,34 +112,27 @@ def _thread(pid: int, task: int) -> tuple[str, str, int]:
 
 
 def processes() -> Iterator[Process]:
-    """All visible processes of this machine."""
     for folder in PROC.iterdir() if PROC.is_dir() else ():
         if folder.name.isdecimal() and (process := read_process(int(folder.name))) is not None:
             yield process
 
 
-def open_files(pid: int | str = "self") -> dict[int, str]:
-    """The targets of a process's descriptors: paths, `socket:[inode]`, `/memfd:name (deleted)`.
-
-    Raises:
-        OSError: the process belongs to a different user, or has ended.
-    """
+def open_files() -> dict[int, str]:
+    """The targets of this process's descriptors: paths, `socket:[inode]`, `/memfd:name (deleted)`."""
     files: dict[int, str] = {}
-    for name in os.listdir(PROC / str(pid) / "fd"):  # noqa: PTH208 - names only
+    for name in os.listdir(PROC / "self" / "fd"):  # noqa: PTH208 - names only
         with suppress(OSError):  # closed meanwhile, as the descriptor of the listing
-            files[int(name)] = os.readlink(PROC / str(pid) / "fd" / name)  # noqa: PTH115 - no file behind it
+            files[int(name)] = os.readlink(PROC / "self" / "fd" / name)  # noqa: PTH115 - no file behind it
     return files
 
 
 def tcp_connections(table: str) -> list[list[str]]:
-    """The rows of /proc/net/tcp or tcp6, split into fields; empty if the table does not exist."""
     with suppress(OSError):
         return [row.split() for row in (PROC / "net" / table).read_text().splitlines()[1:]]
     return []
 
 
 def proc_net_address(address: str, port: int) -> str:
-    """An IPv4 address and port in the format of /proc/net/tcp."""
     (number,) = struct.unpack("=I", socket.inet_aton(address))
     return f"{number:08X}:{port:04X}"
 
@@ -156,18 +145,15 @@ def tcp_owner(own: tuple[str, int], other: tuple[str, int]) -> int | None:
 
 def port_holder(port: int) -> str | None:
     """`pid 4711 (python server.py)` for the process that listens on the port; None if /proc does not show it."""
-    rows = [*tcp_connections("tcp"), *tcp_connections("tcp6")]
-    listening = [row for row in rows if row[3] == TCP_LISTEN_STATE and int(row[1].rpartition(":")[2], 16) == port]
-    sockets = {f"socket:[{row[9]}]" for row in listening}
-    for process in processes() if sockets else ():
-        try:
-            links = open_files(process.pid).values()
-            arguments = (PROC / str(process.pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
-        except OSError:  # a different user's, or just ended
-            continue
-        if sockets.intersection(links):
-            # two arguments identify the program; further ones may contain passwords
-            return f"pid {process.pid} ({' '.join(arguments[:2]).strip()[:80]})"
+    import psutil  # only for an error message: the import takes time
+
+    for connection in psutil.net_connections("tcp"):
+        at = connection.laddr
+        if connection.status == psutil.CONN_LISTEN and at and at.port == port and connection.pid is not None:
+            with suppress(psutil.Error):  # it belongs to a different user, or has just ended
+                # two arguments identify the program; further ones may contain passwords
+                arguments = psutil.Process(connection.pid).cmdline()[:2]
+                return f"pid {connection.pid} ({' '.join(arguments).strip()[:80]})"
     return None
 
 

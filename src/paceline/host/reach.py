@@ -15,6 +15,7 @@ _NAME = "this machine knows no address of that name (see /etc/hosts and DNS)"
 _REFUSED = "refused: nothing listens on that port. Is node 0 started?"
 _NO_ROUTE = "no route from this machine to that network. Do both have an interface in the same network?"
 _NO_HOST = "no way to that machine: it is off, not in this network, or a firewall rejects the connection"
+_LOCAL = " ({} is the local machine; other machines need an address that all of them can use)"
 _FORBIDDEN = "not permitted: a firewall on this machine forbids the connection"
 _REASONS = {
     errno.ECONNREFUSED: _REFUSED,
@@ -44,7 +45,7 @@ def why_unreachable(host: str, port: int, timeout_seconds: float = PROBE_SECONDS
         if not reason:
             return ""
         target = f"{shown}:{port}" if address == host else f"{shown}:{port} ({address})"
-        reasons.append(f"{target}: {reason}{_itself(address)}")
+        reasons.append(f"{target}: {reason}{_LOCAL.format(address) if is_loopback(address) else ''}")
     return "; ".join(reasons)
 
 
@@ -65,7 +66,6 @@ def resolve_addresses(names: Iterable[str]) -> list[tuple[socket.AddressFamily, 
 
 
 def is_loopback(address: str) -> bool:
-    """Whether this address refers to the local machine on every machine."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
@@ -93,18 +93,8 @@ def _refusal(family: socket.AddressFamily, address: str, port: int, timeout_seco
         return _REASONS.get(error.errno or 0) or error.strerror or str(error)
 
 
-def _itself(address: str) -> str:
-    if not is_loopback(address):
-        return ""
-    return f" ({address} is the local machine; other machines need an address that all of them can use)"
-
-
 def sign_tcp_packets(connection: socket.socket, key: bytes) -> bool:
-    """Sign all packets of this socket with `key` (RFC 2385). The kernel then drops packets without the signature.
-
-    Returns:
-        False if the kernel does not support it.
-    """
+    """Have the kernel drop packets of this socket without this signature (RFC 2385); False if it cannot."""
     address = struct.pack("=H", connection.family).ljust(128, b"\0")  # with a prefix of 0 bits: all addresses
     option = address + struct.pack("=BBHi", WITH_PREFIX, 0, len(key), 0) + key.ljust(KEY_BYTES, b"\0")
     with suppress(OSError):

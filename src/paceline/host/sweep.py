@@ -36,8 +36,6 @@ class RosterWorker(msgspec.Struct, frozen=True):
 
 
 class Roster(msgspec.Struct, frozen=True):
-    """The workers that an agent has started: the content of agent-<node>.json."""
-
     host: str
     agent_pid: Pid
     workers: tuple[RosterWorker, ...]
@@ -45,15 +43,11 @@ class Roster(msgspec.Struct, frozen=True):
 
 
 def roster_path(attempt_dir: Path, node: int = 0) -> Path:
-    """The file to which a node's agent writes its roster."""
     return attempt_dir / f"agent-{node}.json"
 
 
 def agent_mark(pid: int, started: int, generation: int | None = None) -> str:
-    """The value of AGENT_MARK in the environment of all processes that an agent has started, directly or indirectly.
-
-    Without `generation`: the common prefix of all generations.
-    """
+    """The value of AGENT_MARK in all processes that an agent has started; without `generation`: the common prefix."""
     return f"{pid}-{started}-" + ("" if generation is None else f"{generation}-")
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from statistics import median, quantiles
+from typing import Any
 
 import msgspec
 from rich.table import Table
@@ -59,23 +60,15 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def label(self) -> str:
-        """The strategy and its mesh."""
         return format_strategy(self.strategy, self.mesh)
 
     @property
     def needed_bytes(self) -> int:
-        """The memory that a rank needs; 0 if this is unknown."""
         return self.memory.needed_bytes if self.memory else 0
 
 
 def compared_rows(rounds: Sequence[Sequence[Measurement]], base: str, steps: int) -> list[Row]:
-    """One row for each measured candidate, in the order of the first round.
-
-    Args:
-        rounds: the measurements of each round.
-        base: the name of the baseline candidate.
-        steps: the number of measured steps.
-    """
+    """One row for each measured candidate, in the order of the first round. `base`: the name of the baseline."""
     by_name: dict[str, list[Measurement]] = {}
     ratios: dict[str, list[float]] = {}
     for chunks in rounds:
@@ -95,13 +88,11 @@ def compared_rows(rounds: Sequence[Sequence[Measurement]], base: str, steps: int
 
 def _row(chunks: Sequence[Measurement], ratios: Sequence[float], reference: Mapping[int, str], steps: int) -> Row:
     first = chunks[0]
+    same = ("name", "strategy", "world_size", "threads", "batch_size", "global_batch", "mesh", "mfu_words")
+    fields: dict[str, Any] = {name: getattr(first, name) for name in same}
+    fields |= {name: median(c.use[name] for c in chunks) for name in USE if all(name in c.use for c in chunks)}
     return Row(
-        name=first.name,
-        strategy=first.strategy,
-        world_size=first.world_size,
-        threads=first.threads,
-        batch_size=first.batch_size,
-        global_batch=first.global_batch,
+        **fields,
         rate=spread([chunk.rate for chunk in chunks]),
         ratio=spread(ratios or [0.0]),
         cpu_ms=1000 * median(chunk.cpu_seconds / steps for chunk in chunks),
@@ -110,15 +101,11 @@ def _row(chunks: Sequence[Measurement], ratios: Sequence[float], reference: Mapp
         sent_bytes=next((chunk.sent_bytes for chunk in chunks if chunk.sent_bytes is not None), None),
         memory=next((chunk.memory for chunk in chunks if chunk.memory is not None), None),
         bits=describe_bit_equality(first, [chunk.digest for chunk in chunks], reference.get(first.batch_size)),
-        mesh=first.mesh,
         sync_share=median(chunk.sync_share for chunk in chunks),
-        mfu_words=first.mfu_words,
-        **{name: median(c.use[name] for c in chunks) for name in USE if all(name in c.use for c in chunks)},
     )
 
 
 def describe_bit_equality(chunk: Measurement, digests: Sequence[str], reference: str | None) -> str:
-    """The world sizes with the same bits, guaranteed or only observed here."""
     if chunk.world_size == 1:
         return "-"
     if chunk.strategy in EXACT_STRATEGIES:
@@ -131,7 +118,6 @@ def describe_bit_equality(chunk: Measurement, digests: Sequence[str], reference:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """The quartiles of the values. A single value is its own quartiles."""
     if len(values) < 2:
         return Spread(values[0], values[0], values[0])
     low, middle, high = quantiles(values, n=4, method="inclusive")
@@ -139,12 +125,9 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def recommend_strategy(rows: Sequence[Row], alone: Row | None, room_bytes: int | None) -> str:
-    """Recommend a strategy in one sentence, with the numbers behind it.
+    """Recommend one of the rows, which have the same batch size and several processes, without NO_EXCHANGE.
 
-    Args:
-        rows: the strategies on several processes with the same batch size, without NO_EXCHANGE.
-        alone: the best row of one process. None if it could not be measured, for example if it does not fit.
-        room_bytes: the memory for one rank. None if unknown.
+    `alone`: the best row of one process; None if it could not be measured. `room_bytes`: the memory for one rank.
     """
     if not rows:
         if alone is None:
@@ -184,7 +167,6 @@ def recommend_strategy(rows: Sequence[Row], alone: Row | None, room_bytes: int |
 
 
 def _is_sharded(row: Row, rows: Sequence[Row]) -> bool:
-    """Whether a rank holds clearly less state than with the strategy that holds the most."""
     state = {other.name: other.memory.state_bytes if other.memory else 0 for other in rows}
     return state[row.name] < 0.9 * max(state.values())
 
@@ -202,7 +184,6 @@ def _size(size: int | None) -> str:
 def print_compared(
     rows: Sequence[Row], failures: Sequence[FailedMeasurement], advice: str, notes: Sequence[str]
 ) -> None:
-    """Print the tables, the failures, the notes, and the advice last."""
     console = table_console(140)
     title = "speed: median over rounds (quartiles); batch: samples per step, all ranks together"
     speed = make_table(SPEED_COLUMNS, title)
@@ -214,7 +195,8 @@ def print_compared(
     title = "memory of a rank, MB; peak: all tensors together; process: including libraries"
     memory = make_table(MEMORY_COLUMNS, title)
     for row in rows:
-        memory.add_row(*_memory_cells(row))
+        sizes = msgspec.structs.astuple(row.memory) if row.memory else [None] * len(Memory.__struct_fields__)
+        memory.add_row(*_identity_cells(row), *map(_megabytes, sizes))
     if any(row.memory for row in rows):
         console.print(memory)
     for failure in failures:
@@ -226,7 +208,6 @@ def print_compared(
 
 
 def make_table(columns: Sequence[str], title: str) -> Table:
-    """An empty table with numbers aligned to the right."""
     table = Table(title=title)
     for column in columns:
         table.add_column(column, justify="left" if column in TEXT_COLUMNS else "right")
@@ -245,12 +226,6 @@ def _speed_cells(row: Row) -> list[str]:
         "?" if row.sent_bytes is None else f"{row.sent_bytes / 1e6:.2f}",
         "-" if row.strategy == NO_EXCHANGE else row.bits,
     ]
-
-
-def _memory_cells(row: Row) -> list[str]:
-    m = row.memory
-    sizes = (m.weights, m.gradients, m.optimizer, m.activations, m.exchange, m.peak, m.rss_peak) if m else (None,) * 7
-    return [*_identity_cells(row), *(_megabytes(size) for size in sizes)]
 
 
 def _identity_cells(row: Row) -> list[str]:

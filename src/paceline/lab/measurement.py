@@ -20,8 +20,6 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 class MeasurementRequest(msgspec.Struct, frozen=True):
-    """The candidates that one set of processes measures, one after the other."""
-
     candidates: list[Candidate]
     warmup: int  # steps before the chunk, which are not measured
     steps: int  # measured
@@ -43,7 +41,6 @@ class Memory(msgspec.Struct, frozen=True):
 
     @property
     def state_bytes(self) -> int:
-        """The bytes that a rank keeps from step to step."""
         return self.weights + self.gradients + self.optimizer
 
     @property
@@ -53,8 +50,6 @@ class Memory(msgspec.Struct, frozen=True):
 
 
 class Measurement(msgspec.Struct, frozen=True):
-    """The result of one candidate in one round."""
-
     name: str
     strategy: str
     world_size: int
@@ -87,8 +82,6 @@ class Measurement(msgspec.Struct, frozen=True):
 
 
 class FailedMeasurement(msgspec.Struct, frozen=True):
-    """A candidate that could not be measured."""
-
     name: str
     strategy: str
     world_size: int

@@ -8,7 +8,7 @@ fair. A candidate that fails ends its set. The set is started again for the rema
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,16 +16,7 @@ import msgspec
 
 from paceline.config.mesh import format_strategy
 from paceline.errors import ExitCode, plural
-from paceline.lab.measurement import (
-    CHUNKS,
-    CONFIG,
-    ORDER,
-    RUNNING,
-    Candidate,
-    FailedMeasurement,
-    Measurement,
-    MeasurementRequest,
-)
+from paceline.lab import measurement as m
 from paceline.launch.supervise import run_workers
 from paceline.protocol.control import STOP_SIGNALS
 from paceline.protocol.evidence import Failure
@@ -35,24 +26,16 @@ QUIET_ENV = {"KINETO_LOG_LEVEL": "99"}  # otherwise the profiler prints several 
 MAX_REASON_CHARS = 300
 
 
-@dataclass(frozen=True)
-class CandidateGroup:
-    """The candidates to measure on one number of processes."""
-
-    nproc: int
-    candidates: Sequence[Candidate]
+CandidateGroups = Mapping[int, Sequence[m.Candidate]]  # by number of processes
 
 
 @dataclass
 class MeasuredRounds:
-    """The measurements of all rounds so far."""
-
-    rounds: list[list[Measurement]] = field(default_factory=list[list[Measurement]])
-    failures: list[FailedMeasurement] = field(default_factory=list[FailedMeasurement])
+    rounds: list[list[m.Measurement]] = field(default_factory=list[list[m.Measurement]])
+    failures: list[m.FailedMeasurement] = field(default_factory=list[m.FailedMeasurement])
     code: int = ExitCode.DONE  # not 0: measuring ended early, for a reason that has been printed
 
     def notes(self) -> list[str]:
-        """The notes of all measurements, each once."""
         measured = [chunk for chunks in self.rounds for chunk in chunks]
         slow_reasons: dict[tuple[int, int], list[str]] = {}
         for chunk in measured:
@@ -72,38 +55,27 @@ def candidate_dir(root: Path, number: int, nproc: int, name: str = "") -> Path:
 
 
 def measure_rounds(
-    sets: Sequence[CandidateGroup], settings: str, root: Path, *, rounds: int, warmup: int, steps: int, memory: bool
+    groups: CandidateGroups, settings: str, root: Path, *, rounds: int, warmup: int, steps: int, memory: bool
 ) -> MeasuredRounds:
-    """Measure all sets in each round.
-
-    Args:
-        sets: the candidates, by number of processes.
-        settings: the settings of the training, as TOML.
-        root: an existing folder for all files.
-        rounds: the number of measurements of each candidate.
-        warmup: steps before the measured ones, at least INSPECTED_STEPS.
-        steps: measured steps.
-        memory: also measure memory, in the first round.
-    """
+    """Measure all groups in each round, memory in the first one only. `settings`: of the training, as TOML."""
     results = MeasuredRounds()
     for number in range(rounds):
         results.rounds.append([])
-        for process_set in sets:
-            _print(f"round {number + 1} of {rounds}: {plural(process_set.nproc, 'process', 'processes')} ...")
-            shift = number % max(1, len(process_set.candidates))
-            failed = {failure.name for failure in results.failures if failure.world_size == process_set.nproc}
-            rotated = [*process_set.candidates[shift:], *process_set.candidates[:shift]]
+        for nproc, candidates in groups.items():
+            _print(f"round {number + 1} of {rounds}: {plural(nproc, 'process', 'processes')} ...")
+            shift = number % max(1, len(candidates))
+            failed = {failure.name for failure in results.failures if failure.world_size == nproc}
+            rotated = [*candidates[shift:], *candidates[:shift]]
             remaining = [candidate for candidate in rotated if candidate.name not in failed]
-            folder = candidate_dir(root, number, process_set.nproc)
-            order = MeasurementRequest(remaining, warmup, steps, str(folder), time.time(), memory and number == 0)
-            _measure_set(results, order, settings, process_set.nproc)
+            folder = candidate_dir(root, number, nproc)
+            order = m.MeasurementRequest(remaining, warmup, steps, str(folder), time.time(), memory and number == 0)
+            _measure_set(results, order, settings, nproc)
             if results.code != ExitCode.DONE:
                 return results
     return results
 
 
-def _measure_set(results: MeasuredRounds, order: MeasurementRequest, settings: str, nproc: int) -> None:
-    """Measure one set of processes, and start it again after each candidate that fails."""
+def _measure_set(results: MeasuredRounds, order: m.MeasurementRequest, settings: str, nproc: int) -> None:
     remaining, folder = order.candidates, Path(order.folder)
     while remaining:
         if folder.exists():  # a candidate has failed: keep the events of its set
@@ -114,33 +86,32 @@ def _measure_set(results: MeasuredRounds, order: MeasurementRequest, settings: s
         results.rounds[-1].extend(measured)
         if code == ExitCode.DONE:
             return
-        running = folder / RUNNING
+        running = folder / m.RUNNING
         if code - 128 in {*STOP_SIGNALS} or not running.is_file():
             results.code = code
             return
-        failed = msgspec.json.decode(running.read_bytes(), type=Candidate)
+        failed = msgspec.json.decode(running.read_bytes(), type=m.Candidate)
         reason = _failure_reason(folder / "attempt", code)
-        failure = FailedMeasurement(failed.name, failed.strategy, nproc, failed.batch_size, reason, failed.mesh)
+        failure = m.FailedMeasurement(failed.name, failed.strategy, nproc, failed.batch_size, reason, failed.mesh)
         results.failures.append(failure)
         _print(f"{format_strategy(failed.strategy, failed.mesh)} failed; measuring the other candidates")
         done = {failed.name, *(measurement.name for measurement in measured)}
         remaining = [candidate for candidate in remaining if candidate.name not in done]
 
 
-def _start_set(order: MeasurementRequest, settings: str, nproc: int) -> int:
-    """Start `nproc` workers on `order`, whose folder must not exist, and wait for them. Return their exit code."""
+def _start_set(order: m.MeasurementRequest, settings: str, nproc: int) -> int:
     folder = Path(order.folder)
     folder.mkdir(parents=True)
-    (folder / CONFIG).write_text(settings)
-    (folder / ORDER).write_bytes(msgspec.json.encode(order))
+    (folder / m.CONFIG).write_text(settings)
+    (folder / m.ORDER).write_bytes(msgspec.json.encode(order))
     threads = max(candidate.threads for candidate in order.candidates)
     return run_workers(WORKER, [str(folder)], folder / "attempt", nproc, threads, env=QUIET_ENV)
 
 
-def _read_measurements(folder: Path) -> list[Measurement]:
-    path = folder / CHUNKS
+def _read_measurements(folder: Path) -> list[m.Measurement]:
+    path = folder / m.CHUNKS
     lines = path.read_bytes().splitlines() if path.is_file() else []
-    return [msgspec.json.decode(line, type=Measurement) for line in lines if line.endswith(b"}")]
+    return [msgspec.json.decode(line, type=m.Measurement) for line in lines if line.endswith(b"}")]
 
 
 def _failure_reason(attempt: Path, code: int) -> str:

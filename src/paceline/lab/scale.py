@@ -17,15 +17,8 @@ from rich.table import Table
 
 from paceline.errors import UsageError, plural
 from paceline.lab.compare import Spread, make_table, spread
+from paceline.report import step_parts
 from paceline.report.run import RunData, read_rank_logs
-from paceline.report.step_parts import (
-    RecordedSteps,
-    StepParts,
-    backward_per_forward,
-    common_rows,
-    phase_seconds_by_rank,
-    split_step,
-)
 from paceline.runs.console import table_console
 from paceline.runs.folder import WEIGHTS
 from paceline.runs.reading import is_file, real_path
@@ -53,22 +46,18 @@ class ScalePoint(msgspec.Struct, frozen=True, order=True):
     batch: int
 
 
-Runs = Mapping[ScalePoint, Sequence[RecordedSteps]]  # by round; all points have the same number of rounds
-StepPartsByPoint = Mapping[ScalePoint, StepParts]  # the mean step at each point
+Runs = Mapping[ScalePoint, Sequence[step_parts.RecordedSteps]]  # by round; all points have the same number of rounds
+StepPartsByPoint = Mapping[ScalePoint, step_parts.StepParts]  # the mean step at each point
 
 
 @dataclass(frozen=True)
 class EfficiencyLossCause:
-    """One cause of lost efficiency."""
-
     cause: str
     seconds: float  # of a step; negative if more ranks made it faster
     percent: float  # of the total loss
 
 
 class ScalingLoss(msgspec.Struct, frozen=True):
-    """The loss on a number of ranks, in weak or strong scaling."""
-
     mode: str
     at: ScalePoint
     samples_per_second: float
@@ -83,16 +72,12 @@ class ScalingLoss(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Network:
-    """The link of one machine."""
-
     bytes_per_second: float
     latency_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class NodeTraffic:
-    """The data that a machine sends to the others."""
-
     fraction: float  # of the uncompressed bytes
     messages: float  # sequential; one message to all others at the same time counts once
     steps_per_exchange: int = 1  # steps between two exchanges
@@ -100,8 +85,6 @@ class NodeTraffic:
 
 @dataclass(frozen=True)
 class TrainingProperties:
-    """The properties of the machine and the training, the same for all measured points."""
-
     cores: int
     threads: int  # per rank
     weight_bytes: int  # that ranks exchange per step
@@ -111,13 +94,10 @@ class TrainingProperties:
     uses_gloo: bool = True  # its receiver requests each message first, so a message takes the latency twice
 
     def threads_per_core(self, ranks: int) -> float:
-        """Threads per core, at least 1."""
         return max(1.0, ranks * self.threads / self.cores)
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """An estimated step."""
-
     mode: str
     at: ScalePoint
     where: str
@@ -126,16 +106,13 @@ class Estimate(msgspec.Struct, frozen=True):
 
 
 class ScalingReport(msgspec.Struct, frozen=True):
-    """The complete result, which the command prints or writes."""
-
     what: str
     lost: list[ScalingLoss]
     estimates: list[Estimate]
     notes: list[str]
 
 
-def read_run(folder: Path, *, skip: int) -> RecordedSteps:
-    """The run in `folder`, without its first `skip` steps."""
+def read_run(folder: Path, *, skip: int) -> step_parts.RecordedSteps:
     run = RunData(real_path(folder))
     read_rank_logs(run)
     logs, size = run.newest_rank_logs(), run.world_size
@@ -144,21 +121,20 @@ def read_run(folder: Path, *, skip: int) -> RecordedSteps:
     if fault := next(iter(run.unreadable_parts), fault if logs else "there are no events of a run"):
         raise UsageError(code="no-run-to-compare", folder=run.folder, what=fault)
     # a record of several steps has no phases per step
-    single = common_rows(logs, logs[0].start_events[-1].start_step).values()
+    single = step_parts.common_rows(logs, logs[0].start_events[-1].start_step).values()
     rows = [of for of in single if all(log.steps.covered[row] == 1 for log, row in zip(logs, of, strict=True))][skip:]
     if len(rows) < 2:
         raise UsageError(code="run-too-short", folder=run.folder, least=skip + 2, skip=skip)
-    steps = [phase_seconds_by_rank(logs, of) for of in rows]
+    steps = [step_parts.phase_seconds_by_rank(logs, of) for of in rows]
     if not all(spent.forward for step in steps for spent in step.values()):
         raise UsageError(code="run-without-phases", folder=run.folder)
     samples = sum(logs[0].steps.samples[first] for first, *_ in rows)
     on_cpus = any(log.start_events[-1].device == "cpu" for log in logs)
-    return RecordedSteps(steps, samples / len(rows), run.hosts, on_cpus)
+    return step_parts.RecordedSteps(steps, samples / len(rows), run.hosts, on_cpus)
 
 
 def read_runs(folders: Sequence[Path], *, skip: int) -> Runs:
-    """The runs in these folders, by point. Several runs at the same point are its rounds."""
-    runs: dict[ScalePoint, list[RecordedSteps]] = {}
+    runs: dict[ScalePoint, list[step_parts.RecordedSteps]] = {}
     for folder in folders:
         run = read_run(folder, skip=skip)
         runs.setdefault(ScalePoint(run.world_size, round(run.mean_global_batch / run.world_size)), []).append(run)
@@ -182,7 +158,6 @@ def comparable_batches(runs: Runs) -> tuple[int | None, int | None]:
 
 
 def ran_over_network(runs: Runs) -> bool:
-    """Whether the ranks of any of these runs were on several hosts."""
     return any(len({*run.hosts.values()}) > 1 for rounds in runs.values() for run in rounds)
 
 
@@ -191,14 +166,14 @@ def estimate_exchanged_bytes(folders: Sequence[Path]) -> int:
     return max((path.stat().st_size for folder in folders if is_file(path := folder / WEIGHTS)), default=0)
 
 
-def split_steps_by_point(runs: Runs, alone: Runs) -> dict[ScalePoint, StepParts]:
+def split_steps_by_point(runs: Runs, alone: Runs) -> dict[ScalePoint, step_parts.StepParts]:
     """Split the median round of each point into parts. `alone` are runs without exchange, if there are any."""
     base = next((_median_run(rounds) for at, rounds in sorted(runs.items()) if at.ranks == 1), None)
-    parts: dict[ScalePoint, StepParts] = {}
+    parts: dict[ScalePoint, step_parts.StepParts] = {}
     for at, rounds in runs.items():
         reference = _median_run(alone[at]) if alone.get(at) else base
-        ratio = backward_per_forward(reference) if reference and at.ranks > 1 else None
-        parts[at] = split_step(_median_run(rounds), ratio)
+        ratio = step_parts.backward_per_forward(reference) if reference and at.ranks > 1 else None
+        parts[at] = step_parts.split_step(_median_run(rounds), ratio)
     return parts
 
 
@@ -235,7 +210,7 @@ def compute_scaling_losses(
 
 
 def compute_loss_causes(
-    base: StepParts, parts: StepParts, work: int = 1, small: StepParts | None = None
+    base: step_parts.StepParts, parts: step_parts.StepParts, work: int = 1, small: step_parts.StepParts | None = None
 ) -> list[EfficiencyLossCause]:
     """The causes of a longer step than on one rank, which has `work` times the samples; the largest first.
 
@@ -257,7 +232,7 @@ def compute_loss_causes(
     return [EfficiencyLossCause(cause, s, 100 * s / lost if lost else 0.0) for cause, s in largest_first]
 
 
-def _median_run(runs: Sequence[RecordedSteps]) -> RecordedSteps:
+def _median_run(runs: Sequence[step_parts.RecordedSteps]) -> step_parts.RecordedSteps:
     middle = median([run.mean_step_seconds for run in runs])
     return min(runs, key=lambda run: abs(run.mean_step_seconds - middle))
 
@@ -303,7 +278,6 @@ def estimated_step(points: StepPartsByPoint, machine: TrainingProperties, count:
 
 
 def _ranks_each(points: StepPartsByPoint, machine: TrainingProperties) -> int:
-    """The largest measured number of ranks that do not compete for cores."""
     if machine.exchanges_over_network:
         return 1
     return max((at.ranks for at in points if machine.threads_per_core(at.ranks) <= 1), default=1)
@@ -338,7 +312,6 @@ def ring_messages(ranks: int) -> float:
 
 
 def print_scaled(scaled: ScalingReport) -> None:
-    """Print the tables and the notes."""
     console = table_console(160)
     console.print(scaled.what, markup=False)
     for mode in ("weak", "strong"):
@@ -353,7 +326,6 @@ def print_scaled(scaled: ScalingReport) -> None:
 
 
 def describe_scaling_loss(lost: ScalingLoss) -> str:
-    """A sentence about the loss and its largest cause."""
     ranks = f"{lost.at.ranks} ranks, {lost.mode}"
     percent = 100 * (1 - lost.efficiency.median)
     if percent < 100 * MIN_REPORTED_LOSS:

@@ -68,8 +68,6 @@ LOOP_CAUSES = {
 
 
 class VerifySpec(msgspec.Struct, frozen=True, tag=True):
-    """The order for one set of workers: the strategies to verify on one world size."""
-
     task: str
     options: dict[str, str]
     strategies: list[str]
@@ -101,8 +99,6 @@ class LoopCase(msgspec.Struct, frozen=True):
 
 
 class LoopSpec(msgspec.Struct, frozen=True, tag=True):
-    """The order for one set of workers: runs of a loop, one after the other."""
-
     target: str  # file.py:function or module:function
     words: list[str]  # the arguments of the loop in sys.argv
     cases: list[LoopCase]
@@ -113,8 +109,6 @@ class LoopSpec(msgspec.Struct, frozen=True, tag=True):
 
 
 class Case(msgspec.Struct, frozen=True):
-    """A training that is compared with one process."""
-
     strategy: str
     world_size: int
     batchnorm: BatchNormPolicy
@@ -123,7 +117,6 @@ class Case(msgspec.Struct, frozen=True):
 
     @property
     def strategy_and_mesh(self) -> str:
-        """The strategy and its mesh."""
         return format_strategy(self.strategy, self.mesh)
 
     def __str__(self) -> str:
@@ -132,8 +125,6 @@ class Case(msgspec.Struct, frozen=True):
 
 
 class Diagnosis(msgspec.Struct, frozen=True):
-    """The first difference, and its likely cause."""
-
     step: int
     cause: str  # a key of CAUSES or LOOP_CAUSES
     tensor: str
@@ -141,8 +132,6 @@ class Diagnosis(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """The largest differences of a case over all steps, by kind, and the first finding."""
-
     case: Case
     errors: dict[str, float]
     round_off: list[str]
@@ -152,13 +141,10 @@ class Result(msgspec.Struct, frozen=True):
 
     @property
     def passed(self) -> bool:
-        """Whether the case ran and equals one process."""
         return self.finding is None and self.not_run is None
 
 
 class VerifyReport(msgspec.Struct, frozen=True):
-    """All results of one world size, with notes about the setup."""
-
     world_size: int
     global_batch: int
     samples: int
@@ -168,8 +154,6 @@ class VerifyReport(msgspec.Struct, frozen=True):
 
 
 class StepBits(msgspec.Struct, frozen=True):
-    """The exact results of a step."""
-
     loss: str  # hexadecimal, as the norm
     grad_norm: str
     gradients: str  # SHA-256 of the gradients that the optimizer used
@@ -177,8 +161,6 @@ class StepBits(msgspec.Struct, frozen=True):
 
 
 class StrategyBits(msgspec.Struct, frozen=True):
-    """The exact results of one strategy with one optimizer on one world size."""
-
     strategy: str
     optimizer: str
     weights: str  # SHA-256 of weights and merged buffers
@@ -188,8 +170,6 @@ class StrategyBits(msgspec.Struct, frozen=True):
 
 
 class BitsReport(msgspec.Struct, frozen=True):
-    """The exact results of all strategies on one world size."""
-
     world_size: int
     global_batch: int
     samples: int

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Iterator
 
 from paceline.errors import UsageError
-from paceline.launch.plan import Command, Plan, format_plan_file, node_plan
+from paceline.launch.plan import Command, Plan, format_plan_file, node_plan, typed_command
 from paceline.protocol.control import BOOTSTRAP, RUN_ID, SECRET_NAME
 from paceline.protocol.job import JobSpec, labels, node0_ports, plain_name
 
@@ -33,11 +33,9 @@ def plan_by_hand(job: JobSpec) -> Plan:
 
 
 def format_commands(plan: Plan) -> str:
-    """The text to print: a comment and a command line for each node, then the notes."""
     lines: list[str] = []
     for command in plan.manual_commands:
-        env = [f"{name}={shlex.quote(value)}" for name, value in command.env.items()]
-        lines += [f"# {command.name}", " ".join([*env, shlex.join(command.argv)]), ""]
+        lines += [f"# {command.name}", typed_command(command), ""]
     return "\n".join([*lines, *(f"# {note}" for note in plan.notes)]) + "\n"
 
 

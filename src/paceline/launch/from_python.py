@@ -129,7 +129,6 @@ class _Launcher:
         self.interrupt: KeyboardInterrupt | None = None
 
     def run(self) -> int:
-        """Print its output until it ends; return its exit code."""
         with subprocess.Popen(
             self._command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0
         ) as process:

@@ -1,13 +1,10 @@
 """Relay the output of ranks and hosts to logs and terminals: in complete lines, without control characters.
 
-`relay_output` passes the output of a rank to its log and to the output of the agent. A progress bar (of tqdm, for
-example) redraws its line about ten times a second. A log gets the state of the bar every ten seconds, and its last
-state. A terminal shows one redrawn line for all ranks.
+A progress bar (of tqdm, for example) redraws its line about ten times a second. A log gets the state of the bar every
+ten seconds, and its last state. A terminal shows one redrawn line for all ranks.
 
-`HostRelay` shows the output of several hosts. The output of node 0 stays unchanged. Lines of the other nodes begin with
-the host, and equal lines of several hosts appear once: `[n2-n4] out of memory`.
-
-`Tail` and `read_lines` read the output from a file.
+The output of node 0 stays unchanged. Lines of the other nodes begin with the host, and equal lines of several hosts
+appear once: `[n2-n4] out of memory`.
 """
 
 import math
@@ -39,8 +36,6 @@ CLEAR_LINE = b"\x1b[K"  # erases the terminal line from the cursor to its end
 
 
 class LinePart(NamedTuple):
-    """A line with its end, or a state of a progress bar."""
-
     text: bytes
     is_bar: bool = False
 
@@ -84,7 +79,6 @@ class LineSplitter:
         return parts + self.take_due_bar()
 
     def take_due_bar(self) -> list[LinePart]:
-        """The state of a bar, at most every ten seconds."""
         state = self.bar_state
         if not state or state == self._last_state:
             return []
@@ -97,7 +91,6 @@ class LineSplitter:
         return [LinePart(state + b"\n", is_bar=True)]
 
     def end(self) -> list[LinePart]:
-        """The rest of the output at its end: a line without a line end, or the last state of a bar."""
         state = self.bar_state
         if self._rest and not self._redraws:
             return [LinePart(self._rest)]
@@ -125,7 +118,6 @@ class _Bar:
             self.owner, self.seconds, self.shown = prefix, now, True
 
     def erase(self) -> bytes:
-        """The bytes that erase the bar before the next line."""
         erasure, self.shown = CLEAR_LINE if self.shown else b"", False
         return erasure
 
@@ -208,10 +200,7 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u
 
 
 class Screen:
-    """stdout and stderr of this process, written by a thread.
-
-    A stopped terminal (Ctrl-S) or a pager can block a write forever. Heartbeats and signals must not wait for it.
-    """
+    """stdout and stderr, written by a thread: a stopped terminal (Ctrl-S) or a pager can block a write forever."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[int, bytes] | None] = SimpleQueue()
@@ -221,7 +210,6 @@ class Screen:
         self._thread.start()
 
     def put(self, descriptor: int, data: bytes) -> None:
-        """Write `data` after all earlier data."""
         with self._lock:
             self._unwritten_bytes += len(data)
         self._queue.put((descriptor, data))
@@ -232,7 +220,6 @@ class Screen:
         return self._unwritten_bytes > MAX_UNWRITTEN_BYTES
 
     def close(self) -> None:
-        """End the thread after it has written all data."""
         self._queue.put(None)
 
     def wait_closed(self, seconds: float) -> bool:
@@ -257,8 +244,6 @@ class _Line:
 
 
 class HostRelay:
-    """Merges the output of all nodes for the screen."""
-
     def __init__(self, names: Sequence[str], screen: Screen) -> None:
         self._names, self._screen = names, screen
         self._unfinished: dict[tuple[int, int], bytes] = {}  # (node, descriptor) -> the beginning of a line
@@ -267,7 +252,6 @@ class HostRelay:
         self._half_since: dict[int, float] = {}  # descriptor -> time since which the line of node 0 is incomplete
 
     def put(self, node: int, descriptor: int, data: bytes) -> None:
-        """Process output of a node, from its stdout (1) or stderr (2)."""
         if node == 0:
             self._screen.put(descriptor, self._node_0[descriptor].filter_bytes(data))
             self._half_since.pop(descriptor, None)
@@ -301,11 +285,9 @@ class HostRelay:
         return max(0.0, first.due_seconds - now, self._held_until(first.descriptor) - now)
 
     def finish(self) -> None:
-        """Show all waiting lines."""
         self._show(math.inf)
 
     def end(self, node: int) -> None:
-        """Process the end of a node's output: its last line may have no line end."""
         for descriptor in (1, 2):
             if rest := self._unfinished.pop((node, descriptor), b""):
                 self._add(node, descriptor, sanitize_line(rest))
@@ -386,18 +368,12 @@ class Tail:
 
 
 class Line(NamedTuple):
-    """A line of a file, and the offset of its last byte."""
-
     end_offset: int
     text: str
 
 
 def read_lines(path: Path, start: int = 0, end: int | None = None) -> Iterator[Line]:
-    """The lines in the bytes from `start` to `end` (default: the present size) of a file. A long line is split.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """The lines in the bytes from `start` to `end` (default: the present size) of a file. A long line is split."""
     rest, at = b"", start
     with open_file(path) as file:
         end = file.status.st_size if end is None else end
@@ -422,11 +398,7 @@ def _shown(line: bytes) -> str:
 
 
 def find_last_lines(path: Path, count: int) -> tuple[int, int]:
-    """The offset of the last `count` lines of a file, of those in its last 4 MiB, and the size of the file in bytes.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """The offset of the last `count` lines of a file, of those in its last 4 MiB, and the size of the file in bytes."""
     with open_file(path) as file:
         end = file.status.st_size
         max_size, size = min(end, MAX_SEARCHED_BYTES), min(end, BLOCK_BYTES)

@@ -33,8 +33,6 @@ _SHELL_VALUE = re.compile(rf"(?m)^(\s*(?:export\s+)?\w*(?:{SECRET_NAME.pattern})
 
 @dataclass(frozen=True)
 class Command:
-    """One process to start. `env` is added to the environment of the process that starts it."""
-
     name: str
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -78,7 +76,6 @@ def node_plan(job: JobSpec, node: int = 0, *, nproc: int = 0, node0: tuple[str, 
 
 
 def format_plan_file(plan: NodePlan) -> str:
-    """The text of a plan file, for an agent that reads no stdin."""
     return msgspec.json.format(msgspec.json.encode(plan), indent=2).decode() + "\n"
 
 
@@ -86,16 +83,16 @@ def describe(plan: Plan) -> str:
     """The plan as text, for `--dry-run`. It contains no secrets, since users may show it to others."""
     lines: list[str] = []
     for command, node in zip(plan.agents, plan.nodes, strict=True):
-        lines += [f"# {command.name}", f"{_typed(command)} <<'PLAN'", _masked(format_plan_file(node)) + "PLAN"]
+        lines += [f"# {command.name}", f"{typed_command(command)} <<'PLAN'", _masked(format_plan_file(node)) + "PLAN"]
     for name, text in plan.files.items():
         lines += [f"# the file {name}", _masked(text).rstrip("\n")]
     for command in (plan.submit_command, *plan.manual_commands):
         if command is not None:
-            lines += [f"# {command.name}", _typed(command)]
+            lines += [f"# {command.name}", typed_command(command)]
     return "\n".join([*lines, *(f"# {note}" for note in plan.notes)]) + "\n"
 
 
-def _typed(command: Command) -> str:
+def typed_command(command: Command) -> str:
     env = [f"{name}={'…' if SECRET_NAME.search(name) else shlex.quote(value)}" for name, value in command.env.items()]
     return " ".join([*env, shlex.join(command.argv)])
 
@@ -120,9 +117,6 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
     A host is user@name, a name, or an address (IPv6 in brackets). TEXT is a file if it contains `/` or ends in `.txt`.
     A file in the working folder with the name of a host is ignored.
-
-    Raises:
-        UsageError: lists all mistakes, each with its line.
     """
     path = Path(text)
     is_file = "/" in text or text.endswith(".txt")
@@ -162,7 +156,6 @@ def _file_entries(path: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def _host(words: list[str]) -> Host:
-    """The host in one line. Raises ValueError with the mistake."""
     address, *options = words
     slots: int | None = None
     for option in options:
@@ -217,7 +210,6 @@ class SubmitRecord(msgspec.Struct, frozen=True):
 
 
 def next_submit_dir(run_dir: Path) -> Path:
-    """Create the submit folder of the next start of a run."""
     try:
         writing.make_folder(run_dir, exist_ok=True)
         while True:
@@ -234,16 +226,11 @@ def next_submit_dir(run_dir: Path) -> Path:
 
 
 def submit_number(folder: Path) -> int:
-    """The number of a submit folder; 0 if its name has none."""
     return attempt_number(folder, "submit")
 
 
 def write_files(submit_dir: Path, files: Mapping[str, str]) -> None:
-    """Write the files of a plan atomically, readable by their owner only.
-
-    Raises:
-        TrainingError: a file cannot be written, for example because the disk is full.
-    """
+    """Write the files of a plan atomically, readable by their owner only."""
     for name, text in files.items():
         try:
             writing.replace_file(submit_dir / name, text.encode(), sync=True)
@@ -252,7 +239,6 @@ def write_files(submit_dir: Path, files: Mapping[str, str]) -> None:
 
 
 def write_submission(submit_dir: Path, submission: SubmitRecord) -> None:
-    """Write the record of a start atomically."""
     write_files(submit_dir, {SUBMISSION_FILE: msgspec.json.format(msgspec.json.encode(submission)).decode() + "\n"})
 
 

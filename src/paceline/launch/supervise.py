@@ -51,10 +51,6 @@ def run(plan: Plan, *, keep_open: Sequence[int] = ()) -> int:
     Returns:
         0 done; 75 stopped after every worker has saved its state; 128 + n stopped by signal n; otherwise the code of
         the first failure.
-
-    Raises:
-        OSError: the agent cannot be started.
-        UsageError: other hosts cannot be used. No process was started then.
     """
     if not plan.nodes[0].attempt_dir:
         return run_remote(plan)
@@ -75,10 +71,7 @@ def run(plan: Plan, *, keep_open: Sequence[int] = ()) -> int:
 def run_workers(
     module: str, arguments: Sequence[str], attempt_dir: Path, nproc: int, threads: int, **options: Any
 ) -> int:
-    """Run `python -m MODULE ARGUMENTS` as `nproc` ranks on this machine; return the exit code.
-
-    `options` are further fields of JobSpec.
-    """
+    """Run `python -m MODULE ARGUMENTS` as `nproc` ranks on this machine. `options` are further fields of JobSpec."""
     attempt_dir.mkdir(parents=True)
     argv = (sys.executable, "-P", "-m", module, *arguments)
     job = JobSpec(argv, nproc, token_hex(8), threads, attempt_dir=str(attempt_dir), **options)
@@ -139,7 +132,6 @@ def _wait(agent: subprocess.Popen[bytes], wakeup: socket.socket, grace_seconds: 
 
 
 def _end(agent: subprocess.Popen[bytes]) -> None:
-    """Close the lifeline and wait for the agent to end; kill it if it does not."""
     assert agent.stdin is not None
     with suppress(BrokenPipeError):
         agent.stdin.close()

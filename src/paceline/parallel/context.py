@@ -36,18 +36,9 @@ from paceline.rank.world import World
 
 
 def split_along_context(model: nn.Module, world: World, probe: Callable[[], float]) -> list[str]:
-    """Split every sequence of `model` over the ranks along `context`, in place (a collective of all ranks).
+    """Split every sequence of `model` over the ranks along `context`, in place (a collective). Return lines to print.
 
-    Args:
-        model: whole on every rank, before and after.
-        world: with a dimension `context`.
-        probe: returns the loss of the model on a few samples, equal on all ranks. Called before and after.
-
-    Returns:
-        Lines to print.
-
-    Raises:
-        UsageError: if the model has no sequence to split, or its loss changes. On one rank; ReportedByPeer elsewhere.
+    `model` is whole on every rank, before and after. `probe` returns its loss on a few samples, equal on all ranks.
     """
     along = world.along("context")
     assert along.group is not None
@@ -74,8 +65,6 @@ def split_along_context(model: nn.Module, world: World, probe: Callable[[], floa
 
 
 class ContextMode(DTensorMode):
-    """Active during a forward of the model."""
-
     calls = 0
     """number of layers that have computed a part of the positions so far"""
     by_rows = False
@@ -147,13 +136,11 @@ class ContextMode(DTensorMode):
         return value
 
     def _as_whole_tensor(self, value: Any) -> Any:
-        """The value as a whole plain tensor, with the memory layout of one process."""
         whole = full_tensor(self._check_mesh(value))
         return whole.contiguous() if isinstance(value, DTensor) and value.is_contiguous() else whole
 
 
 def _split_conv1d(module: nn.Module, mode: ContextMode) -> None:
-    """Let Hugging Face's Conv1D, a linear layer, compute positions."""
     plain = type(module).forward
 
     def forward(self: Any, x: Any) -> Any:

@@ -71,7 +71,6 @@ class FusedProjection(Tensor):
 
     @staticmethod
     def from_parts(parts: Sequence[DTensor]) -> "FusedProjection":
-        """One tensor of `parts`, side by side."""
         first = parts[0]
         shape = [*first.shape[:-1], sum(part.shape[-1] for part in parts)]
         fused = Tensor._make_wrapper_subclass(FusedProjection, shape, dtype=first.dtype, device=first.device)  # pyright: ignore[reportAttributeAccessIssue]
@@ -82,17 +81,14 @@ class FusedProjection(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raise an error: `DTensorMode` must split the tensor first."""
         raise NotImplementedError(f"{func} of a fused projection outside the model's forward")
 
 
 def concatenated(parts: Sequence[DTensor], dim: int) -> Tensor:
-    """The concatenated parts, whole on every rank."""
     return torch.cat([part.redistribute(placements=REPLICATED) for part in parts], dim)
 
 
 def full_tensor(value: Any) -> Any:
-    """The whole tensor, plain, on every rank; any other value as it is."""
     value = concatenated(value.parts, -1) if isinstance(value, FusedProjection) else value
     return value.redistribute(placements=REPLICATED).to_local() if isinstance(value, DTensor) else value
 
@@ -109,7 +105,6 @@ class InputCache:
     """the last shard that a backward has gathered, and the whole"""
 
     def clear(self) -> None:
-        """Release all tensors."""
         self.__init__()
 
     def gather_again(self, shard: DTensor) -> Tensor:
@@ -121,18 +116,12 @@ class InputCache:
 
 
 class LayerCommunication:
-    """Receives the inputs of a sharded layer, and sends its outputs."""
-
     def __init__(
         self, mesh: DeviceMesh, count: Callable[[int], None], cache: InputCache, *, sequence: bool = False
     ) -> None:
-        """Keep the arguments.
+        """`count` is called with the bytes that a forward, or its backward, passes to an all-reduce along `mesh`.
 
-        Args:
-            mesh: the ranks along tensor.
-            count: is called with the bytes that a forward, or its backward, passes to an all-reduce.
-            cache: the same for all layers of a model.
-            sequence: outputs stay sharded along the sequence, see `reduce_output`.
+        `cache`: the same for all layers of a model. `sequence`: outputs stay sharded along it, see `reduce_output`.
         """
         self.mesh, self._count, self._cache, self._sequence = mesh, count, cache, sequence
 
@@ -178,7 +167,6 @@ class LayerCommunication:
             yield
 
     def shard_input(self, inputs: Any, dim: int = -1) -> Tensor:
-        """This rank's shard of an input along `dim`."""
         dim %= inputs.ndim
         whole = inputs if isinstance(inputs, DTensor) else to_replicated(full_tensor(inputs), self.mesh)
         return whole.redistribute(placements=[Shard(dim)]).to_local()
@@ -198,5 +186,4 @@ class LayerCommunication:
         return whole if bias is None else whole + bias
 
     def wrap_shard(self, shard: Tensor, dim: int = -1) -> DTensor:
-        """The tensor of which each rank has a shard along `dim`."""
         return DTensor.from_local(shard, self.mesh, [Shard(dim % shard.ndim)])

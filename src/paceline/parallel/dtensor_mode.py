@@ -111,10 +111,7 @@ def _attention_with_dropout(
 
 
 class DTensorMode(TorchFunctionMode):
-    """Active during a forward of the model, see the module's docstring."""
-
     def __init__(self, mesh: DeviceMesh, shards: Mapping[str, ShardedParameter], model: nn.Module) -> None:
-        """`shards`: by name, the parameters of which this rank holds a part."""
         super().__init__()
         self._mesh = mesh
         # weak: fsdp replaces these tensors, and releases them

@@ -20,7 +20,6 @@ from paceline.parallel.dtensor_mode import attention, dropout
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether it is a linear layer: torch's, or Hugging Face's Conv1D, whose weight is transposed."""
     return type(module) is nn.Linear or is_transposed(module)
 
 
@@ -36,7 +35,6 @@ def _weight(module: Any) -> Tensor:
 
 
 def widths(module: nn.Module) -> tuple[int, int]:
-    """(inputs, outputs) of a linear layer as one process has it."""
     outputs, inputs = _weight(module).shape
     return inputs, outputs
 
@@ -66,8 +64,6 @@ def shard_colwise(module: nn.Module, comm: LayerCommunication, parts: Sequence[i
 
 
 def shard_rowwise(module: nn.Module, comm: LayerCommunication) -> None:
-    """Let a linear layer compute its summand of the output, and sum over ranks. The bias is added once."""
-
     def forward(self: Any, x: Any) -> Tensor:
         return comm.reduce_output(F.linear(comm.shard_input(x), _weight(self)), self.bias)
 
@@ -75,8 +71,6 @@ def shard_rowwise(module: nn.Module, comm: LayerCommunication) -> None:
 
 
 def shard_vocabulary(module: nn.Module, comm: LayerCommunication, first: int) -> None:
-    """Let an embedding look up the words of this rank, from `first` on, and sum over ranks."""
-
     def forward(self: Any, indices: Tensor) -> Tensor:
         count = len(self.weight)
         local = full_tensor(indices) - first
@@ -90,8 +84,6 @@ def shard_vocabulary(module: nn.Module, comm: LayerCommunication, first: int) ->
 
 
 def shard_attention_heads(module: nn.MultiheadAttention, comm: LayerCommunication, ranks: int) -> None:
-    """Let nn.MultiheadAttention compute this rank's heads."""
-
     def forward(
         self: Any, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
         need_weights: bool = True, attn_mask: Tensor | None = None, average_attn_weights: bool = True,

@@ -41,21 +41,15 @@ class ShardedLogits(Tensor):
         shard: DTensor, fetch: Callable[[], Tensor] | None = None,
         family: list["weakref.ref[ShardedLogits]"] | None = None, *, flat: bool = False,
     ) -> "ShardedLogits":  # fmt: skip
-        """The logits with this `shard`. `fetch` gathers the whole; `family` has all tensors of the same output."""
         shape = (shard.shape[0] * shard.shape[1], *shard.shape[2:]) if flat else shard.shape
         logits = Tensor._make_wrapper_subclass(ShardedLogits, shape, dtype=shard.dtype, device=shard.device)  # pyright: ignore[reportAttributeAccessIssue]
-        logits.shard, logits.whole, logits.gather_whole, logits.is_flattened = (
-            shard,
-            None,
-            fetch or partial(_gathered, shard),
-            flat,
-        )
+        logits.shard, logits.whole, logits.is_flattened = shard, None, flat
+        logits.gather_whole = fetch or partial(_gathered, shard)
         logits.output_views = [] if family is None else family
         logits.output_views.append(weakref.ref(logits))
         return logits
 
     def become_whole(self) -> Tensor:
-        """The whole tensor: plain, and equal on every rank."""
         for reference in self.output_views:  # a tensor comes before its views
             if (member := reference()) is not None and member.whole is None:
                 member.whole = member.gather_whole()
@@ -103,7 +97,6 @@ def _on_shard(func: Any, logits: ShardedLogits, args: Any, kwargs: Any) -> Any:
 
 
 def wrap_output(value: Any) -> Any:
-    """An output of the model for its caller: logits as a shard, any other tensor whole."""
     return ShardedLogits.of(value) if _is_sharded(value) else full_tensor(value)
 
 
@@ -113,9 +106,8 @@ def _is_sharded(value: Any) -> bool:
 
 def _gathered(shard: DTensor) -> Tensor:
     whole: Tensor = full_tensor(shard)
-    return (
-        whole.clone() if whole.requires_grad else whole
-    )  # autograd does not allow writes into the tensor of a DTensor
+    # autograd does not allow writes into the tensor of a DTensor
+    return whole.clone() if whole.requires_grad else whole
 
 
 def _whole(value: Any) -> Any:
@@ -133,12 +125,8 @@ def _cross_entropy(
 ) -> Tensor | None:  # fmt: skip
     """`F.cross_entropy` of sharded logits, plain and equal on every rank; None if it needs the whole logits.
 
-    Args:
-        shard: (B, classes, ...) along the classes or a dimension after them; if `flat`, (B, T, classes) along T.
-        target: as one process has it, (B, ...) or (B * T).
-
-    Raises:
-        RuntimeError: if a target is not a class (on a GPU torch raises it later).
+    `shard`: (B, classes, ...) along the classes or a dimension after them; if `flat`, (B, T, classes) along T.
+    `target`: as one process has it, (B, ...) or (B * T).
     """
     mesh, placement = shard.device_mesh, shard.placements[0]
     dim: int = placement.dim  # pyright: ignore[reportAttributeAccessIssue]

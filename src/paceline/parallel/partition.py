@@ -32,8 +32,6 @@ INFINITE = float("inf")
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """The layers between two split points."""
-
     forward_seconds: float = 0.0
     """seconds for two samples"""
     backward_seconds: float = 0.0
@@ -46,7 +44,6 @@ class LayerGroup:
 
     @property
     def seconds(self) -> float:
-        """Forward and backward."""
         return self.forward_seconds + self.backward_seconds
 
     def __add__(self, other: "LayerGroup") -> "LayerGroup":
@@ -73,9 +70,6 @@ def best_splits(chain: Chain, stages: int, names: Sequence[str] = ()) -> list[in
 
     The best split has the fastest slowest stage. Among splits of about the same speed, its largest stage needs the
     least memory.
-
-    Raises:
-        UsageError: if the model has too few split points, or none of that name.
     """
     modules = [point.module for point in chain.points]
     shown = first_few(modules, MAX_SHOWN) or "no module"
@@ -195,7 +189,6 @@ class _DataFlow(TorchFunctionMode):
         self.calls[name][-1].stop = self.now
 
     def points(self) -> list[tuple[str, _Call]]:
-        """The calls before which the model can be split, in order."""
         by_start: dict[int, tuple[str, _Call]] = {}
         for name, calls in self.calls.items():  # outer modules come first
             if name and len(calls) == 1 and calls[0].start not in by_start and self._can_split(calls[0]):

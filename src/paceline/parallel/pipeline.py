@@ -38,8 +38,6 @@ Take = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class StageTensor:
-    """A tensor that one stage sends to the next: an input of the module at the split point."""
-
     position: int
     """among the flattened inputs"""
     dtype: str
@@ -49,8 +47,6 @@ class StageTensor:
 
 @dataclass(frozen=True)
 class SplitPoint:
-    """A point between two stages: before the call of `module`."""
-
     module: str
     leaves: tuple[StageTensor, ...]
     before: tuple[str, ...]
@@ -112,7 +108,6 @@ class StageRun:
         """the gradients of `taken`, after the backward"""
 
     def forget(self) -> None:
-        """Release all tensors."""
         self.__init__()
 
 
@@ -194,11 +189,7 @@ class ModelStage:
             wrap_forward(module, partial(self._skipped, {}, module))
 
     def forward(self, compute: Callable[[], Any]) -> StageRun:
-        """Run `compute()`, which calls the model: receive, compute and send. The last stage has the result.
-
-        Raises:
-            TrainingError: if the forward does not pass the begin and the end of the stage.
-        """
+        """Run `compute()`, which calls the model: receive, compute and send. The last stage has the result."""
         self._now, self._inside = StageRun(), self._begin is None
         with ExitStack() as self._skipping:
             if self._begin is not None:
@@ -268,7 +259,6 @@ class ModelStage:
 
 @contextmanager
 def _in_shapes(module: nn.Module) -> Generator[None]:
-    """Inside, all parameters and buffers of the module are shapes. Several stages may use a layer."""
     owners: list[Any] = [tensors for m in module.modules() for tensors in (m._parameters, m._buffers)]  # pyright: ignore[reportPrivateUsage]
     kept = [dict(tensors) for tensors in owners]
     for tensors in owners:
@@ -322,15 +312,12 @@ class Pipeline:
 
     @property
     def is_last(self) -> bool:
-        """Whether this stage computes the model's result and the loss."""
         return self.number == self.stages - 1
 
     def actions(self, microbatches: int) -> list[Action]:
-        """The actions of this stage in a step, in order."""
         return actions(self._schedule, self.number, self.stages, microbatches)
 
     def backward(self, run: StageRun, propagate: Callable[[], object] | None) -> None:
-        """Run the backward: on the last stage by `propagate`, on the others from the received gradients."""
         if propagate is not None:
             propagate()
         elif run.sent:
@@ -340,7 +327,6 @@ class Pipeline:
         run.forget()
 
     def wait_for_sends(self) -> None:
-        """Wait until all messages have arrived."""
         while self._pending:
             self._pending.popleft()[0].wait()
 

@@ -29,8 +29,6 @@ LOSS_TOLERANCE = 1e-2  # in bf16 a different order of a sum can change the loss 
 
 @dataclass
 class TensorSharding:
-    """A model that is sharded along tensor."""
-
     plan: Mapping[str, LayerSharding]
     shards: Mapping[str, ShardedParameter]
     ranks: int
@@ -40,7 +38,6 @@ class TensorSharding:
     """by layer, the bytes that its forwards and backwards have all-reduced so far"""
 
     def add_sent_bytes(self, layer: str, size: int) -> None:
-        """Add to `sent`."""
         self.sent[layer] = self.sent.get(layer, 0) + size
 
     def table(self, model: nn.Module, samples: int, of_step: int) -> list[str]:
@@ -98,10 +95,6 @@ def shard_along_tensor(
         choose_styles: see `Task.parallelize`.
         probe: returns the loss of the model on a few samples, equal on all ranks. Called before and after.
         sequence: sequence parallelism: between two layers each rank has a part of every sequence.
-
-    Raises:
-        ValueError: if the ranks' models differ in names, shapes or types.
-        UsageError: see `find_plan`, or if the loss of the model changes. On one rank, ReportedByPeer on the others.
     """
     along = world.along("tensor")
     assert along.group is not None
@@ -151,11 +144,6 @@ def run_in_mode(model: nn.Module, mode: DTensorMode, after: Callable[[], object]
 
 
 def compare_losses(probe: Callable[[], float], expected: float, world: World, advice: str) -> None:
-    """Check that the loss of a split model is that of the whole model (a collective).
-
-    Raises:
-        UsageError: if it is not. On one rank, ReportedByPeer on the others.
-    """
     loss, error = math.nan, None
     try:
         loss = probe()

@@ -31,8 +31,6 @@ NamedModule = tuple[str, Any]
 
 @dataclass(frozen=True)
 class LayerSharding:
-    """How a layer is sharded."""
-
     style: str
     """one of WAYS"""
     parts: tuple[int, ...] = ()
@@ -42,16 +40,10 @@ class LayerSharding:
 def find_plan(
     model: nn.Module, ranks: int, requested_styles: Mapping[str, str] | None = None
 ) -> dict[str, LayerSharding]:
-    """The sharded layers, by name.
+    """The sharded layers of the whole `model`, by name, for `ranks` ranks along tensor.
 
-    Args:
-        model: the unsharded model.
-        ranks: number of ranks along tensor.
-        requested_styles: by name or pattern of modules, one of WAYS, which overrides the rules. The last match counts.
-
-    Raises:
-        UsageError: if the number of ranks does not divide the heads of an attention or a width in
-            `requested_styles`, a pattern matches no module, or no layer can be sharded.
+    `requested_styles`: by name or pattern of modules, one of SHARDING_STYLES, which overrides the rules. The last match
+    counts.
     """
     chosen = _requested_layers(model, requested_styles or {}, ranks)
     excluded = tuple(f"{name}." for name, layer in chosen.items() if layer is None)  # and all modules inside
@@ -67,7 +59,6 @@ def find_plan(
 
 
 def shards_of(model: nn.Module, plan: Mapping[str, LayerSharding], world: World) -> dict[str, ShardedParameter]:
-    """By name, this rank's shard of each sharded parameter. `world`: the ranks along tensor."""
     shards: dict[str, ShardedParameter] = {}
     first = {id(p): name for name, p in model.named_parameters()}
     for name, layer in plan.items():
@@ -252,7 +243,6 @@ def _plan_vocabulary(
 
 
 def _is_plain(module: nn.MultiheadAttention) -> bool:
-    """Whether queries, keys and values have the same width, and no extra keys and values."""
     same_width: Any = module.in_proj_weight
     return same_width is not None and module.bias_k is None and not module.add_zero_attn
 

@@ -19,7 +19,6 @@ MIN_GAIN = 0.1  # of the time of a step; a new assignment restarts the ranks
 
 
 def parse_balance(text: str | None) -> tuple[float, ...]:
-    """The relative speeds in `--balance 3:1`; empty for auto and None. Raises UsageError if the text is neither."""
     if text is None or text == AUTO:
         return ()
     is_ratio = re.fullmatch(r"[0-9]{1,6}(?:\.[0-9]{1,6})?(?::[0-9]{1,6}(?:\.[0-9]{1,6})?)+", text)
@@ -30,7 +29,6 @@ def parse_balance(text: str | None) -> tuple[float, ...]:
 
 
 def speeds_of_ranks(speeds: Sequence[float], ranks_of_nodes: Sequence[int]) -> tuple[float, ...]:
-    """The speed of each rank, from one number for each rank or each node. Raises UsageError for any other number."""
     ranks, nodes = sum(ranks_of_nodes), len(ranks_of_nodes)
     if len(speeds) not in (ranks, nodes):
         raise UsageError(
@@ -48,9 +46,6 @@ def assign_virtual_ranks(virtual_ranks: int, size: int, speeds: Sequence[float] 
     possible time, and every rank computes at least one.
 
     Example: 8 virtual ranks on 3 ranks are 0-1, 2-4, 5-7; with the speeds 2, 1, 1 they are 0-3, 4-5, 6-7.
-
-    Raises:
-        UsageError: with more ranks than virtual ranks, because some ranks would have no work.
     """
     if size > virtual_ranks:
         raise UsageError(code="more-ranks-than-virtual-ranks", world_size=size, virtual_ranks=virtual_ranks)
@@ -72,8 +67,7 @@ class SpeedMeter:
     """
 
     def __init__(self) -> None:
-        self.speeds: tuple[float, ...] = ()
-        """The speeds that decide the present assignment. Empty: equal."""
+        self.speeds: tuple[float, ...] = ()  # they decide the present assignment; empty: equal
         self._needed = WINDOWS
         self._nodes: Sequence[object] = ()
         self._first: dict[int, int] = {}
@@ -81,7 +75,6 @@ class SpeedMeter:
         self._measured: list[tuple[float, ...]] = []
 
     def start(self, nodes: Sequence[object]) -> None:
-        """The ranks start, each on its entry of `nodes`. If the entries have changed, all ranks have the same speed."""
         if self._nodes != nodes:
             self.speeds, self._needed, self._nodes = (), WINDOWS, nodes
         self._begin()

@@ -21,8 +21,6 @@ SITE_CHARS, BY = 72, ", by "
 
 
 class Activity(Enum):
-    """The activity of a rank whose innermost frame is in a given kind of code."""
-
     WAITS = 1  # only waits for other ranks, also if the frame is further out on the stack
     MEETS = 2  # the same, before there is any group
     WRAPS = 3  # waits, unless code of the user runs further inside
@@ -47,7 +45,6 @@ ACTIVITIES: Mapping[str, Activity] = {  # the longest matching prefix of a file'
 
 
 def activity_of(file: str) -> Activity:
-    """The kind of code in a file, in any folder of packages."""
     name = _in_package(file)
     prefix = max((candidate for candidate in ACTIVITIES if name.startswith(candidate)), key=len, default="")
     return ACTIVITIES.get(prefix, Activity.OTHER)
@@ -76,7 +73,6 @@ def _is_library(frame: Frame) -> bool:
 
 
 def main_thread_frames(evidence: Evidence) -> Sequence[Frame]:
-    """The main thread's stack, the innermost frame first; from faulthandler if the interpreter did not answer."""
     return evidence.stacks[0].frames if evidence.stacks else native_frames(evidence.native)
 
 
@@ -97,7 +93,6 @@ def format_rank_location(evidence: Evidence) -> str:
 
 
 def format_stack_location(stack: Sequence[Frame]) -> str:
-    """The location of a stack, as `format_rank_location`."""
     return format_call_site(*visible_frames(stack))
 
 
@@ -138,12 +133,10 @@ def waits_for_ranks(evidence: Evidence) -> bool | None:
 
 
 def imports_torch(stack: Sequence[Frame]) -> bool:
-    """Whether the stack imports a module of torch; the first use of DDP imports modules for seconds."""
     return any(frame.function == "<module>" and _is_torch(frame) for frame in stack)
 
 
 def is_calling(evidence: Evidence, op: Op) -> bool:
-    """Whether the line that called `op` is still on the stack."""
     caller, _, library_line = op.site.partition(BY)
     lines = {caller.partition(" ")[0], *([library_line] if library_line else [])}
     return bool(caller) and lines <= {line_of(frame) for frame in main_thread_frames(evidence)}
@@ -159,12 +152,10 @@ def line_of(frame: Frame) -> str:
 
 
 def site(frame: Frame | None) -> str:
-    """A frame as text: "train.py:88 in load_batch"; empty for None."""
     return f"{line_of(frame)} in {frame.function}" if frame is not None else ""
 
 
 def library_suffix(library: Frame | None) -> str:
-    """The suffix for a library that the user's line called: ", by transformers/trainer.py:3700"; empty for None."""
     return f"{BY}{line_of(library)}" if library is not None else ""
 
 

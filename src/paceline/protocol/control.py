@@ -85,52 +85,41 @@ class WorkerSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     speeds: tuple[float, ...] = ()  # the relative speed of each rank: --balance. Empty: equal
     balance: str = ""  # the value of --balance, for errors
     shares_gradients: bool = False  # DDP reduces gradients through shared memory: --collectives shared
+    devices: tuple[int, ...] = ()  # index of the device of each local rank; empty: the local rank
     preload: int = -1  # only for the preloader: the socket on which the agent requests workers
 
     @classmethod
     def from_environment(cls, env: MutableMapping[str, str] = os.environ) -> WorkerSpec | None:
-        """The specification of this process; None if no agent of paceline has started it."""
         if (text := env.pop(WORKER_SPEC, None)) is not None:  # at each call: a forked worker gets it after its fork
             WorkerSpec._here = msgspec.json.decode(text, type=WorkerSpec)
         return WorkerSpec._here
 
     def to_environment(self) -> dict[str, str]:
-        """The environment variable with this specification."""
         return {WORKER_SPEC: msgspec.json.encode(self).decode()}
 
 
 def restart_count(env: Mapping[str, str] = os.environ) -> int:
-    """The number of restarts of this process's run so far, by our agent or by torchrun's."""
     spec = WorkerSpec.from_environment()
     return spec.generation if spec is not None else int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 class ForkRequest(msgspec.Struct, frozen=True, array_like=True):
-    """A request to fork a worker with this environment.
-
-    The first descriptor of the message starts the worker. The others get these `numbers`, which include 1 and 2.
-    """
-
     env: tuple[tuple[bytes, bytes], ...]
     numbers: tuple[int, ...]
     blocked_signals: tuple[int, ...]
 
 
 def as_bytes(env: Mapping[str, str]) -> tuple[tuple[bytes, bytes], ...]:
-    """An environment in the kernel's form: a value need not be UTF-8."""
     return tuple((os.fsencode(name), os.fsencode(value)) for name, value in env.items())
 
 
 def import_time_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables that libraries may read during their import. They are equal on all ranks."""
     return {
         name: value for name, value in env.items() if name not in LATE_VARIABLES and not name.startswith(LATE_PREFIXES)
     }
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """The first message of a rank that attaches."""
-
     rank: int
 
 
@@ -155,10 +144,7 @@ Message = Hello | Rendezvous | Goodbye
 
 
 def agent_address(env: Mapping[str, str], job: str) -> bytes:
-    """The name of the agent's socket: equal for all ranks of a job on this node, and different for every other job.
-
-    `env` has torchrun's variables, `job` is a name that all ranks of the job have in common.
-    """
+    """The name of the agent's socket: equal for all ranks of a job on this node, different for every other `job`."""
     import hashlib  # takes milliseconds, and every command imports this module
 
     names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "GROUP_RANK", "SLURM_NODEID")
@@ -167,23 +153,17 @@ def agent_address(env: Mapping[str, str], job: str) -> bytes:
 
 
 def peer_pid(connection: socket.socket) -> int:
-    """The pid of the process at the other end; 0 if it belongs to a different user."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _ = struct.unpack("3i", credentials)
     return max(0, pid) if uid == os.geteuid() else 0
 
 
 def send(connection: socket.socket, message: Message, descriptors: Sequence[int] = ()) -> None:
-    """Send a message with descriptors of open files; raises OSError."""
     socket.send_fds(connection, [msgspec.json.encode(message)], descriptors)
 
 
 def receive(connection: socket.socket) -> tuple[Message | None, list[int]]:
-    """Receive a message and its descriptors. The message is None if the other end has closed or sent invalid data.
-
-    Raises:
-        BlockingIOError: no message has arrived.
-    """
+    """A message and its descriptors; None if the other end has closed or sent invalid data. Raises BlockingIOError."""
     try:
         data, descriptors, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, 2, socket.MSG_CMSG_CLOEXEC)
     except BlockingIOError:
@@ -197,11 +177,7 @@ def receive(connection: socket.socket) -> tuple[Message | None, list[int]]:
 
 
 class Readable(Protocol):
-    """An object that `select.poll` accepts."""
-
-    def fileno(self) -> int:
-        """The descriptor."""
-        ...
+    def fileno(self) -> int: ...
 
 
 def hold_standard_descriptors() -> None:
@@ -228,7 +204,7 @@ def signal_wakeup(signals: Iterable[signal.Signals]) -> Generator[socket.socket]
     wanted = [
         s for s in signals if s in (signal.SIGCHLD, *TERMINAL_SIGNALS) or signal.getsignal(s) is not signal.SIG_IGN
     ]
-    previous_handlers = {s: signal.signal(s, _only_wake) for s in wanted}
+    previous_handlers = {s: signal.signal(s, lambda *_: None) for s in wanted}  # the byte is sufficient
     previous_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, wanted)  # the launcher starts agents with them blocked
     try:
@@ -241,12 +217,7 @@ def signal_wakeup(signals: Iterable[signal.Signals]) -> Generator[socket.socket]
         writer.close()
 
 
-def _only_wake(number: int, frame: object) -> None:
-    """A signal handler without action: the byte in the socket is sufficient."""
-
-
 def read_stop_signals(wakeup: socket.socket) -> list[signal.Signals]:
-    """The stop signals since the last call; SIGCHLD only wakes the reader."""
     try:
         return [signal.Signals(n) for n in wakeup.recv(4096) if n in STOP_SIGNALS]
     except BlockingIOError:
@@ -254,7 +225,6 @@ def read_stop_signals(wakeup: socket.socket) -> list[signal.Signals]:
 
 
 def wait_readable(descriptors: Sequence[Readable | int], seconds: float) -> set[int]:
-    """The numbers of the descriptors that become readable within `seconds`."""
     poll = select.poll()  # select.select supports no descriptor above 1023
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
@@ -277,15 +247,10 @@ class StopOrders:
 
     @property
     def has_order(self) -> bool:
-        """Whether there is an order. All orders are requests to stop."""
         return self.launcher_gone or bool(self.signals)
 
     def wait(self, seconds: float, also: Sequence[Readable] = ()) -> bool:
-        """Wait for `seconds`, or until an order arrives, a child ends or one of `also` becomes readable.
-
-        Returns:
-            Whether an order has arrived or a child has ended.
-        """
+        """Wait up to `seconds` for an order, the end of a child or `also`. Return whether one of the first two came."""
         # end of file stays readable forever
         lifeline = [LIFELINE_DESCRIPTOR] if self._lifeline and not self.launcher_gone else []
         if lifeline and self._silence_seconds:

@@ -1,16 +1,9 @@
 """The records about the state of a rank. Agents collect them and send them to each other.
 
-    Failure     how a rank failed, written by the rank
-    Sample      a rank at one moment: its process and its status page. Agents send it as their heartbeat
-    Evidence    a sample and the rank's answer: stacks, collectives. Diagnoses depend on it alone
-    Diagnosis     the cause, and the ranks that caused it
-    Live        all ranks now, written by the coordinator while `paceline watch` runs
-
 The clocks of two hosts cannot be compared, so agents send ages.
 """
 
 import re
-from collections.abc import Iterator
 from enum import IntEnum
 from typing import Any, Literal, Self
 
@@ -43,10 +36,8 @@ LOADER_KILLED = re.compile(r"DataLoader worker .* killed by signal: Killed")  # 
 TRANSPORT_TYPES = frozenset({"DistNetworkError", "DistStoreError"})
 # torch also raises these for lost peers
 TORCH_ERROR_TYPES = frozenset({"RuntimeError", "DistError", "DistBackendError"})
-SHARED_GROUP = "shared"
-"""The group of ranks with shared memory, and the prefix of the names of such groups on several hosts."""
-BLOCK_PREFIX = "block "
-"""The prefix of the names of collectives that belong to a block of a model, with strategy fsdp."""
+SHARED_GROUP = "shared"  # the group of ranks with shared memory; on several hosts, the prefix of such groups
+BLOCK_PREFIX = "block "  # of the names of collectives that belong to a block of a model, with strategy fsdp
 LIVE = "live.json"  # in the folder of the attempt: all ranks, written each second
 WATCHED_FILE = "watched"  # in the same folder: `paceline watch` touches it repeatedly
 CHECKPOINT_ASK = "ask-checkpoint-"  # prefix of a file that requests a checkpoint after the current step
@@ -70,23 +61,20 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 def speaks_of_lost_peer(text: str) -> bool:
-    """Whether a message or the end of a log reports a lost peer."""
     text = text.lower()
     return any(phrase in text for phrase in PEER_LOST)
 
 
 def is_victim(error: BaseException) -> bool:
     """Whether `error` or one of its causes only reports lost ranks. Uses names of types, without torch."""
-    return any(_says_peers_are_gone(cause) for cause in _causes(error))
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
     seen_ids: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen_ids:  # a chain of causes may be cyclic
+        if _says_peers_are_gone(current):
+            return True
         seen_ids.add(id(current))
-        yield current
         current = current.__cause__
+    return False
 
 
 def _says_peers_are_gone(error: BaseException) -> bool:
@@ -113,8 +101,7 @@ class Phase(IntEnum):
     CHECKPOINT = 8
     CLOSE = 9  # after the last step
 
-    word: str
-    """The name in messages."""
+    word: str  # the name in messages
 
     def __init__(self, _: int) -> None:
         self.word = self._name_.lower()  # cached, because each step reads it several times
@@ -135,18 +122,14 @@ class Op(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def is_message(self) -> bool:
-        """Whether it is a send or a receive between two ranks, not a collective."""
         return self.kind in ("send", "recv", "isend", "irecv")
 
     @property
     def signature(self) -> tuple[str, str, str, str]:
-        """The fields that must be equal on all ranks of a collective."""
         return self.kind, self.name, self.shape, self.dtype
 
 
 class Frame(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One line of a stack."""
-
     file: str
     line: int
     function: str
@@ -154,25 +137,18 @@ class Frame(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Stack(msgspec.Struct, frozen=True):
-    """The stack of one thread, the innermost frame first."""
-
     thread: str  # the name of the thread; "main" for the main thread
     frames: tuple[Frame, ...]
 
 
 class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The answer of a rank's watcher thread to a question of the agent."""
-
     ops: tuple[Op, ...] = ()  # the last operations, the oldest first: from the ring and from torch's flight recorder
     groups: dict[str, tuple[int, ...]] = {}  # name -> ranks of the world; () means all ranks
     titles: dict[str, str] = {}  # name -> description from the creator of the group, "tensor of the mesh"
     stacks: tuple[Stack, ...] = ()  # the main thread first
-    enqueued: int = 0  # number of collectives of all groups so far, by torch's count
 
 
 class LoaderWorker(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One process that loads data for the rank."""
-
     number: int
     pid: int
     item: int  # index of the current or last sample
@@ -192,8 +168,6 @@ class ScriptFinding(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class WorkerSample(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One worker at one moment, from /proc, its status page and its failure record."""
-
     rank: int
     host: str
     pid: int
@@ -224,22 +198,18 @@ class WorkerSample(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def joint_steps(self) -> int:
-        """The number of steps with other ranks; all steps if it trains alone."""
         return self.step - self.alone
 
     @property
     def is_running(self) -> bool:
-        """Whether it neither has ended nor is lost with its node."""
         return self.code is None and not self.lost_reason
 
     @property
     def ended_badly(self) -> bool:
-        """Whether it has ended, and neither finished nor stopped as requested."""
         return bool(self.lost_reason) or self.code not in (None, *SUCCESS_EXIT_CODES)
 
     @property
     def failed_at_seconds(self) -> float:
-        """The time of its failure: that of the exception, else that of the end of the process."""
         return self.failure.monotonic_seconds if self.failure else self.ended_seconds
 
     @property
@@ -271,8 +241,6 @@ class WorkerSample(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Evidence(WorkerSample, frozen=True, omit_defaults=True):
-    """A sample of a rank with its answer: stacks, collectives, and the state of its process."""
-
     state: str = ""  # process state from /proc: R running, S sleeping, D in I/O, T stopped, Z; empty: ended
     cpu_seconds: float = 0.0  # CPU seconds used in the last second without progress
     sleep: int = -1  # the number of a sleep from which no other thread wakes the main thread; -1: none
@@ -289,7 +257,6 @@ class Evidence(WorkerSample, frozen=True, omit_defaults=True):
 
     @classmethod
     def from_sample(cls, sample: WorkerSample) -> Self:
-        """The evidence on a rank for which only a sample is available."""
         return cls(*(getattr(sample, name) for name in WorkerSample.__struct_fields__))
 
 
@@ -322,38 +289,10 @@ class Diagnosis(msgspec.Struct, frozen=True, omit_defaults=True):
     op: Op | None = None  # the collective in which the other ranks wait
     site: str = ""  # "train.py:88 in load_batch": the line of the first rank in `causes`
     step: int = 0  # the highest number of completed steps
-    failed: int | None = None
-    """The rank that failed first, if its failure explains the stop; else None."""
-
-
-class LiveRank(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The state of one rank now."""
-
-    rank: int
-    host: str
-    pid: int
-    node: int = 0
-    code: int | None = None  # the exit code; None while it runs
-    is_lost: bool = msgspec.field(default=False, name="lost")  # lost with its node
-    step: int = 0
-    phase: str = Phase.USER.word
-    phase_seconds: tuple[float, ...] = ()  # time in each phase so far
-    still_seconds: float = 0.0  # time without progress
-    waiting: bool = False  # whether it waits for other ranks
-
-    @classmethod
-    def from_sample(cls, sample: WorkerSample) -> Self:
-        """The part of a sample that `paceline watch` needs."""
-        return cls(
-            sample.rank, sample.host, sample.pid, sample.node, sample.code, bool(sample.lost_reason), sample.step,
-            sample.phase.word, tuple(round(seconds, 6) for seconds in sample.phase_seconds),
-            round(sample.still_seconds, 1), sample.waiting,
-        )  # fmt: skip
+    failed: int | None = None  # the rank that failed first, if its failure explains the stop
 
 
 class LiveState(msgspec.Struct, frozen=True):
-    """All ranks of a generation."""
-
     unix_time: float
     generation: int
-    ranks: tuple[LiveRank, ...]
+    ranks: tuple[WorkerSample, ...]

@@ -28,13 +28,10 @@ def finite_or_default(value: float, instead: float = 0.0) -> float:
 
 
 def facts_file(rank: int) -> str:
-    """The name of the file of a rank's facts, in the folder of the attempt."""
     return f"facts-{rank}.json"
 
 
 class LoaderPass(msgspec.Struct):
-    """One iteration over a loader."""
-
     indices: list[int] = []  # the first MAX_INDICES in the order of the sampler, including skipped ones
     drawn: int = 0  # number of indices
     cut_off: bool = False  # the sampler did not end: it is infinite or too long
@@ -50,8 +47,6 @@ class LoaderPass(msgspec.Struct):
 
 
 class SeenLoader(msgspec.Struct):
-    """A DataLoader."""
-
     site: str  # the line that iterates over it
     constructed_at: str = msgspec.field(name="made")
     sampler: str
@@ -70,13 +65,10 @@ class SeenLoader(msgspec.Struct):
 
     @property
     def training_passes(self) -> list[LoaderPass]:
-        """The iterations that trained the model."""
         return [loader_pass for loader_pass in self.passes if loader_pass.trains]
 
 
 class SeenStep(msgspec.Struct):
-    """An optimizer's step."""
-
     optimizer: int  # in the order of their first steps
     site: str
     loader: int = -1  # the loader of the batch
@@ -130,8 +122,6 @@ class MeanLoss(msgspec.Struct):
 
 
 class SeenReplica(msgspec.Struct):
-    """A DistributedDataParallel."""
-
     site: str
     by_library: bool
     find_unused: bool
@@ -146,8 +136,6 @@ class SeenReplica(msgspec.Struct):
 
 
 class SeenSchedule(msgspec.Struct):
-    """A learning-rate schedule."""
-
     site: str
     made: str
     steps: int  # steps so far
@@ -186,8 +174,6 @@ class SavedState(msgspec.Struct):
 
 
 class ScriptFacts(msgspec.Struct):
-    """The facts of a rank."""
-
     rank: int
     world: int
     local_world: int

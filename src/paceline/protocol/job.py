@@ -1,8 +1,4 @@
-"""The specification of a job. The launcher makes the `JobSpec`, and each agent receives it with data of its node.
-
-    JobSpec      the command, the hosts, and their addresses: equal for all nodes
-    NodePlan     the spec with data of one node: one line of JSON on its agent's stdin, or a private file
-    NodeRanks    the ranks of the node in one start of the workers, which node 0's agent assigns
+"""The specification of a job. The launcher makes the `JobSpec`, and each agent receives a `NodePlan`.
 
 A rank reads torchrun's variables and a `WorkerSpec` (control.py). It does not receive the `JobSpec`, because that
 contains the secret of the job.
@@ -87,20 +83,16 @@ AUTO = HangTimeout()  # one object, so that a plan omits it as the default
 
 
 class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One machine to run on: its name for `ssh`, the port of its sshd, and its number of workers."""
-
     name: str
     port: int | None = None  # None: the port of the user's ssh configuration
     slots: int | None = None  # None: the number of --nproc
 
 
 def plain_name(host: Host) -> str:
-    """The network name of a host: without the user, and an IPv6 address without brackets."""
     return host.name.rpartition("@")[2].strip("[]")
 
 
 def labels(hosts: tuple[Host, ...]) -> tuple[str, ...]:
-    """The names in messages: the plain names, with the port if two are equal."""
     names = [plain_name(host) for host in hosts]
     return tuple(
         f"{name}:{host.port}" if host.port and names.count(name) > 1 else name
@@ -109,8 +101,6 @@ def labels(hosts: tuple[Host, ...]) -> tuple[str, ...]:
 
 
 class Allocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The resources requested from Slurm, except nodes."""
-
     minutes: int | None = None
     partition: str = ""
     gpus_per_node: int = 0
@@ -182,7 +172,6 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
     @property
     def elastic(self) -> bool:
-        """Whether hosts may leave and join."""
         return self.min_nodes < self.nodes
 
 
@@ -209,10 +198,7 @@ class NodeRanks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
 
 class NodePlan(JobSpec, frozen=True):
-    """The job with the data of one node, for its agent.
-
-    It is never on a command line, so that no list of processes shows the secret.
-    """
+    """The job with the data of one node, for its agent. It is never on a command line, which would show the secret."""
 
     node: int = 0  # -1: from the environment (SLURM_NODEID) or the command line
     ranks: NodeRanks = NodeRanks()  # on several nodes, node 0's agent assigns them when all nodes have joined
@@ -223,4 +209,5 @@ class NodePlan(JobSpec, frozen=True):
     stdin: int = -1  # the launcher's standard input, for scripts
     keep_open: tuple[int, ...] = ()  # descriptors that every worker inherits from its agent, for example a lock
     attach: int = -1  # the socket for ranks that a different launcher started; -1: the agent starts its workers
+    devices: tuple[int, ...] = ()  # index of the device of each local rank, after an exclusion; empty: the local rank
     may_end: bool = True  # False: the agent never ends ranks that have attached

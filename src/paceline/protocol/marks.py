@@ -46,8 +46,6 @@ ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})  # scripts call
 
 
 class ReplicaFingerprint(NamedTuple):
-    """A fingerprint of a rank's parameters after a step."""
-
     optimizer_step: int  # the step of the optimizer
     layout: int  # a hash of the names and shapes
     flags: int
@@ -58,18 +56,14 @@ class ReplicaFingerprint(NamedTuple):
 
     @property
     def table(self) -> int:
-        """The index of its table."""
         return self.flags & 0xFF
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks on which it must be equal."""
         return self.flags >> 16
 
 
 class CallHistory(NamedTuple):
-    """The last collectives of a rank over one group of all ranks."""
-
     group: int  # a hash of its name
     num_ranks: int
     num_calls: int  # number of calls so far
@@ -77,7 +71,6 @@ class CallHistory(NamedTuple):
 
     @property
     def first(self) -> int:
-        """The number of the oldest stored call, from 0."""
         return self.num_calls - len(self.calls)
 
 
@@ -89,7 +82,6 @@ def put_call(own: StatusPage, table: int, order: CallHistory, call: int) -> None
 
 
 def read_call_tables(descriptor: int) -> bytes:
-    """The tables of calls of a worker, as bytes for messages."""
     data = os.pread(descriptor, GROUPS * ORDER_BYTES, ORDERS_AT)
     later_data = os.pread(descriptor, GROUPS * ORDER_BYTES, ORDERS_AT)
     return b"".join(
@@ -100,7 +92,7 @@ def read_call_tables(descriptor: int) -> bytes:
 
 
 def _is_whole(before: bytes, after: bytes) -> bool:
-    """Whether a table that was read between these two headers is valid, except for its UNSURE oldest calls.
+    """Whether a table that was read between these two headers is valid, except for its NUM_UNSTABLE_CALLS oldest calls.
 
     A worker may make many calls while the agent waits for a core.
     """
@@ -111,7 +103,6 @@ def _is_whole(before: bytes, after: bytes) -> bool:
 
 
 def parse_call_tables(data: bytes) -> list[CallHistory]:
-    """The tables of calls in the bytes of `read_call_tables`."""
     orders: list[CallHistory] = []
     for at in range(0, len(data) - ORDER_BYTES + 1, ORDER_BYTES):
         count, group, parties = ORDER.unpack_from(data, at)
@@ -124,7 +115,6 @@ def parse_call_tables(data: bytes) -> list[CallHistory]:
 
 
 def put_fingerprint(own: StatusPage, mark: ReplicaFingerprint) -> None:
-    """Write a fingerprint to the status page."""
     level = min((mark.optimizer_step & -mark.optimizer_step).bit_length() - 1, LEVELS - 1)
     slot = level * KEPT + (mark.optimizer_step >> (level + 1)) % KEPT
     at = MARKS_AT + mark.table * TABLE_BYTES + slot * MARK.size
@@ -134,20 +124,16 @@ def put_fingerprint(own: StatusPage, mark: ReplicaFingerprint) -> None:
 
 
 class Names:
-    """The names of a worker's fingerprinted tensors and of its calls."""
-
     def __init__(self, own: StatusPage) -> None:
         self._own = own
         self._tensors: dict[str, list[str]] = {}
         self._calls: dict[str, str] = {}
 
     def set_tensor_names(self, layout: int, names: list[str]) -> None:
-        """Set the names of the parts of a layout."""
         self._tensors[str(layout)] = names
         self._put()
 
     def set_call(self, order: int, text: bytes) -> None:
-        """Set the call that has this hash."""
         if str(order) not in self._calls and len(self._calls) < MAX_NAMED_CALLS:
             self._calls[str(order)] = text.decode(errors="replace")
             self._put()
@@ -161,14 +147,11 @@ class Names:
 
 
 class StoredNames(msgspec.Struct, frozen=True):
-    """The names as JSON on the status page."""
-
     tensors: dict[str, list[str]] = {}
     calls: dict[str, str] = {}
 
 
 def put_finding(own: StatusPage, finding: ScriptFinding) -> None:
-    """Report a finding to the agent."""
     count = own.get("findings")
     data = msgspec.json.encode(finding)
     own.store(FINDINGS_AT + count % FINDINGS * FINDING_MAX, data[: FINDING_MAX - 1] + b"\0")
@@ -176,7 +159,6 @@ def put_finding(own: StatusPage, finding: ScriptFinding) -> None:
 
 
 def read_fingerprints(descriptor: int) -> bytes:
-    """The fingerprints of a worker, as bytes for messages."""
     data = os.pread(descriptor, TABLES * TABLE_BYTES, MARKS_AT)
     slots = (data[at : at + MARK.size] for at in range(0, len(data) - MARK.size + 1, MARK.size))
     return b"".join(slot for slot in slots if any(slot[:8]))
@@ -189,7 +171,6 @@ def parse_fingerprints(data: bytes) -> list[ReplicaFingerprint]:
 
 
 def read_names(descriptor: int) -> StoredNames:
-    """The names of the fingerprinted tensors and of the calls."""
     data = os.pread(descriptor, NAMES_MAX, NAMES_AT).partition(b"\0")[0]
     try:
         return msgspec.json.decode(data, type=StoredNames)
@@ -198,12 +179,10 @@ def read_names(descriptor: int) -> StoredNames:
 
 
 def read_calls(descriptor: int) -> dict[str, Op]:
-    """The calls of the worker, by the hash in its orders."""
     return {key: decode_op(text.encode()) for key, text in read_names(descriptor).calls.items()}
 
 
 def read_findings(descriptor: int) -> Sequence[ScriptFinding]:
-    """The findings of a worker, in no order."""
     findings: list[ScriptFinding] = []
     for number in range(FINDINGS):
         data = os.pread(descriptor, FINDING_MAX, FINDINGS_AT + number * FINDING_MAX).partition(b"\0")[0]
@@ -221,7 +200,6 @@ class Mismatch:
 
     @property
     def words(self) -> str:
-        """The calls of the ranks, as text."""
         shown_ranks = self.minority_ranks or range(len(self.calls))
         text = "; ".join(f"rank {rank} called {_call(self.calls[rank])}" for rank in shown_ranks)
         if not self.minority_ranks:
@@ -235,8 +213,8 @@ def compare_orders(
 ) -> Mismatch | frozenset[str]:
     """The mismatch between the ranks' calls (the oldest first), or all lines that only some ranks use.
 
-    `local` are known lines that only some ranks use; the comparison ignores these lines. `known` are lines from which
-    all ranks have called in earlier steps.
+    The comparison ignores `rank_local_lines`, which only some ranks use. From `common_lines`, all ranks have called in
+    earlier steps.
     """
     counts = [Counter(op.site for op in history) for history in histories]
     sites = {site for count in counts for site in count}

@@ -31,9 +31,8 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 from msgspec.structs import replace
 
@@ -43,38 +42,52 @@ NAME = "paceline-status-"
 STACK_SIGNAL = signal.SIGRTMAX - 3  # requests stacks from faulthandler; SIGUSR1 and SIGUSR2 are left to the user
 # To read a word. The native format is one load of 8 bytes. With "=" or "<" Python would read single bytes.
 WORD = struct.Struct("@Q")
-_NAMES = (
-    "step",  # steps done
-    "phase",
-    "phase_since_ns",  # CLOCK_MONOTONIC, as all times here
-    "changes",  # raised by any progress: steps, phases, items of an evaluation
-    "ops",  # records written to the ring so far
-    "enqueued",  # number of collectives of all groups so far, by torch's count
-    "beat_ns",  # time of the last wake-up of the watcher
-    "ready",  # 1: a watcher answers; 2: SIGNAL is safe to send
-    "answered",  # the number of the last answered question
-    "answer_bytes",
-    "asked",  # by the agent: the number of the last question
-    "released",  # by the agent: 1: leave the collective; the message has the reason
-    "message_bytes",
-    "loading",  # 1: the main thread waits for a batch of its loader processes
-    "saves_asked",  # by the agent: number of requested checkpoints
-    "waiting",  # 1: a collective or a message was in flight at the last wake-up of the watcher
-    "script",  # 1: an unmodified script, which hooks observe
-    "marks",  # raised with each fingerprint
-    "findings",  # number of findings so far
-    "uneven",  # 1: ranks may take different numbers of steps
-    "regroups",  # by the agent: 1: save after the next step, and end: hosts join or leave, or shares change
-    "notes_stops",  # 1: a stop signal takes effect between steps
-    "alone",  # number of steps that a script's rank took alone before it trained with others
-    "stops_by_step",  # 1: the rank of an unmodified script stops after the step `stop_step` instead of at a signal
-    "steps_ended",  # number of steps after which the rank could stop
-    "stop_signal",  # number of the first stop signal that the rank received; 0: none
-    "stop_asked",  # by the agent: 1: wait after the next of these steps until `stop_step` is set
-    "stop_step",  # by the agent: stop after this number of steps; 0: not chosen yet
-    "virtual_ranks",  # of the run, if it has a folder for checkpoints; 0: not known
-)
-_INDEX = {name: index for index, name in enumerate(_NAMES)}  # in words
+
+
+class Counters(NamedTuple):
+    """The counters at one moment: the words at the beginning of the page, in this order. Times are CLOCK_MONOTONIC."""
+
+    step: int  # steps done
+    phase: Phase
+    changes: int  # raised by any progress: steps, phases, items of an evaluation
+    ops: int  # records written to the ring so far
+    enqueued: int  # number of collectives of all groups so far, by torch's count
+    beat_ns: int  # time of the last wake-up of the watcher
+    ready: int  # 1: a watcher answers; 2: SIGNAL is safe to send
+    answered: int  # the number of the last answered question
+    answer_bytes: int
+    asked: int  # by the agent: the number of the last question
+    released: int  # by the agent: 1: leave the collective; the message has the reason
+    message_bytes: int
+    loading: int  # 1: the main thread waits for a batch of its loader processes
+    saves_asked: int  # by the agent: number of requested checkpoints
+    waiting: int  # 1: a collective or a message was in flight at the last wake-up of the watcher
+    script: int  # 1: an unmodified script, which hooks observe
+    marks: int  # raised with each fingerprint
+    findings: int  # number of findings so far
+    uneven: int  # 1: ranks may take different numbers of steps
+    regroups: int  # by the agent: 1: save after the next step, and end: hosts join or leave, or shares change
+    notes_stops: int  # 1: a stop signal takes effect between steps
+    alone: int  # number of steps that a script's rank took alone before it trained with others
+    stops_by_step: int  # 1: the rank of an unmodified script stops after the step `stop_step` instead of at a signal
+    steps_ended: int  # number of steps after which the rank could stop
+    stop_signal: int  # number of the first stop signal that the rank received; 0: none
+    stop_asked: int  # by the agent: 1: wait after the next of these steps until `stop_step` is set
+    stop_step: int  # by the agent: stop after this number of steps; 0: not chosen yet
+    virtual_ranks: int  # of the run, if it has a folder for checkpoints; 0: not known
+    phase_seconds: tuple[float, ...] = ()  # in each phase, up to the last change of phase; in another place of the page
+
+    @property
+    def has_called_collective(self) -> bool:
+        return self.ops > 0 or self.enqueued > 0
+
+    @property
+    def progress_values(self) -> tuple[int, ...]:
+        """These change with any progress of the worker."""
+        return self.step, self.phase, self.changes, self.ops, self.enqueued
+
+
+_INDEX = {name: index for index, name in enumerate(Counters._fields[:-1])}  # in words
 COUNTERS_AT = {name: index * WORD.size for name, index in _INDEX.items()}
 WATCHED, SIGNAL_SAFE = 1, 2
 PHASES_AT = 256
@@ -89,9 +102,9 @@ MARKS_AT = PAGE_BYTES - (1 << 17)
 ANSWER_AT, ANSWER_MAX = 131072, MARKS_AT - 131072
 NATIVE_MAX = 1 << 18
 # In words: offsets in the page and in a record.
-_SINCE, _PHASE, _CHANGES = _INDEX["phase_since_ns"], _INDEX["phase"], _INDEX["changes"]
-_STEP, _OPS, _PHASES, _LAST = _INDEX["step"], _INDEX["ops"], PHASES_AT // WORD.size, RECORD.size // WORD.size - 1
-RELEASED = _INDEX["released"]
+_PHASE, _CHANGES, _OPS = _INDEX["phase"], _INDEX["changes"], _INDEX["ops"]
+_PHASES, _LAST = PHASES_AT // WORD.size, RECORD.size // WORD.size - 1
+STEP, RELEASED, SAVES_ASKED, REGROUPS = (_INDEX[name] for name in ("step", "released", "saves_asked", "regroups"))
 SEPARATOR = "\x1f"
 IN_FLIGHT = 0  # state of a record; the state of a completed one is 1 + its duration in microseconds
 NO_PEER = -1
@@ -103,7 +116,7 @@ class StatusPage:
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self._map(descriptor)
-        self._steps = self._loaders = self.words  # stay in shared memory if `_map` replaces the rest
+        self.steps = self._loaders = self.words  # stay in shared memory if `_map` replaces the rest
         self._phase, self._since_ns = Phase.USER, time.monotonic_ns()
         self.spent_ns = [0] * len(Phase)  # up to the last change of phase
         self.on_device: Callable[[Phase], Iterable[tuple[Phase, int]]] | None = None
@@ -115,35 +128,32 @@ class StatusPage:
     @classmethod
     def from_descriptor(cls, descriptor: int) -> Self | None:
         """The page that this worker's agent made; None if the descriptor is not, or no longer, a status page."""
-        return cls(descriptor) if _is_status_page(descriptor) else None
+        # a program that a worker starts also sees the variable, but does not inherit the file: the number may be reused
+        try:
+            target = str(Path(f"/proc/self/fd/{descriptor}").readlink())
+        except OSError:
+            return None
+        return cls(descriptor) if target.startswith(f"/memfd:{NAME}") else None
 
     def put(self, name: str, value: int) -> None:
-        """Set one counter, at least 0."""
         self.words[_INDEX[name]] = value
 
     def get(self, name: str) -> int:
-        """One counter; the agent sets some."""
         return self.words[_INDEX[name]]
 
     def get_request(self, what: str) -> int:
         """A request of the agent for the end of this step, for example `saves_asked`. Works with the guard off."""
-        return self._steps[_INDEX[what]]
+        return self.steps[_INDEX[what]]
 
     def tick(self) -> None:
-        """Count progress."""
         self.words[_CHANGES] += 1
-
-    def set_notes_stops(self, noted: bool) -> None:
-        """Set whether stop signals wait for the end of the step. Works with the guard off."""
-        self._steps[_INDEX["notes_stops"]] = noted
 
     def put_stops(self, name: str, value: int) -> None:
         """Set one of the counters that concern stops. Works with the guard off."""
-        self._steps[_INDEX[name]] = value
+        self.steps[_INDEX[name]] = value
 
     def set_step(self, done: int) -> None:
-        """Set the number of steps done, at least 0."""
-        self._steps[_STEP] = done
+        self.steps[STEP] = done
         self.words[_CHANGES] += 1
 
     def enter(self, phase: Phase) -> Phase:
@@ -159,7 +169,6 @@ class StatusPage:
             for past_phase, spent_ns in self.on_device(phase):
                 self._spend(past_phase, spent_ns)
         self._phase, self._since_ns = phase, now
-        self.words[_SINCE] = now
         self.words[_PHASE] = phase
         self.words[_CHANGES] += 1
         return previous
@@ -169,7 +178,6 @@ class StatusPage:
         self.words[_PHASES + phase] = self.spent_ns[phase]
 
     def move_time(self, phase: Phase, other: Phase, spent_ns: int) -> None:
-        """Count this time for the `other` phase instead of `phase`."""
         self._spend(phase, -spent_ns)
         self._spend(other, spent_ns)
 
@@ -206,7 +214,6 @@ class StatusPage:
         return number
 
     def end(self, number: int) -> None:
-        """Record that this rank has completed the operation with this record."""
         at = RING_AT + (number - 1) % RECORDS * RECORD.size
         if WORD.unpack_from(self._memory, at)[0] == number:  # else a later record has replaced it
             took_ns = time.monotonic_ns() - WORD.unpack_from(self._memory, at + BEGAN_AT)[0]
@@ -229,7 +236,6 @@ class StatusPage:
         self.put("answered", question)
 
     def agent_message(self) -> bytes:
-        """The agent's message to this worker; empty if there is none."""
         return self._memory[MESSAGE_AT : MESSAGE_AT + min(self.get("message_bytes"), MESSAGE_MAX)]
 
     def recent_ops(self) -> list[tuple[int, Op]]:
@@ -258,11 +264,11 @@ class StatusPage:
     def share_only_loader_items(self) -> None:
         """In a forked process: share only the item that it loads, and nothing for its parent."""
         self._map(-1)
-        self._steps = self.words
+        self.steps = self.words
 
     def close(self) -> None:
         """Unmap the memory; the agent keeps the data."""
-        for words in (self.words, self._steps, self._loaders):
+        for words in (self.words, self.steps, self._loaders):
             words.release()  # mmap.close() raises BufferError while there is a view
         self._memory.close()
 
@@ -272,28 +278,17 @@ class StatusPage:
 
 
 def encode_op(op: Op) -> bytes:
-    """The text of an operation in the ring, with shortened fields."""
     fields = (op.group[:24], op.kind, op.shape[:48], op.dtype[:24], op.name[:40], op.site[:72])
     return SEPARATOR.join(field.replace(SEPARATOR, " ") for field in fields).encode(errors="replace")[:TEXT_BYTES]
 
 
 def decode_op(text: bytes) -> Op:
-    """The operation of a `encode_op`, without its number."""
     fields = text.decode(errors="replace").split(SEPARATOR)  # a long text may lack fields at its end
     group, kind, shape, dtype, name, site = [*fields, *[""] * 6][:6]
     return Op(group, 0, kind, name, shape, dtype, site)
 
 
-def _is_status_page(descriptor: int) -> bool:
-    # a program that a worker starts also sees the variable, but does not inherit the file: the number may be reused
-    try:
-        return str(Path(f"/proc/self/fd/{descriptor}").readlink()).startswith(f"/memfd:{NAME}")
-    except OSError:
-        return False
-
-
 def decode_ring(data: bytes) -> list[tuple[int, Op]]:
-    """The records of a ring, the oldest first: (start in ns, operation)."""
     numbered: list[tuple[int, int, Op]] = []
     for at in range(0, len(data) - RECORD.size + 1, RECORD.size):
         first, seq, state, length, peer, began_ns, raw, last = RECORD.unpack_from(data, at)
@@ -306,88 +301,30 @@ def decode_ring(data: bytes) -> list[tuple[int, Op]]:
 
 
 def make_status_page(rank: int) -> int:
-    """A descriptor of a new status page."""
     descriptor = os.memfd_create(f"{NAME}{rank}")
     os.ftruncate(descriptor, PAGE_BYTES)
     return descriptor
 
 
-@dataclass(frozen=True)
-class Counters:
-    """The counters at one moment. `moved` changes with any progress of the worker."""
-
-    step: int
-    phase: Phase
-    ready: int
-    answered: int
-    beat_ns: int
-    has_called_collective: bool  # whether it has called a collective
-    progress_values: tuple[int, ...]
-    phase_seconds: tuple[float, ...]  # time in each phase, up to the last change of phase
-    waiting: bool  # whether it waited in a collective or message at the last wake-up of its watcher
-    script: bool = False  # an unmodified script, which hooks observe
-    notes_stops: bool = False  # whether stop signals take effect between steps
-    allows_uneven_steps: bool = False  # whether ranks may take different numbers of steps
-    solo_steps: int = 0  # number of steps that the rank took alone
-    stops_by_step: bool = False
-    stop_asked: bool = False
-    steps_ended: int = 0
-    stop_signal: int = 0
-    virtual_ranks: int = 0
-    marks: int = 0
-    findings: int = 0
-
-
 def read_counters(descriptor: int) -> Counters:
     """Read the counters. Never fails for any content."""
-    data = os.pread(descriptor, SLOTS_AT, 0).ljust(SLOTS_AT, b"\0")
-    values = {name: WORD.unpack_from(data, at)[0] for name, at in COUNTERS_AT.items()}
-    phase = Phase(values["phase"]) if values["phase"] in {*Phase} else Phase.USER
-    spent_seconds = tuple(WORD.unpack_from(data, PHASES_AT + p * WORD.size)[0] / 1e9 for p in Phase)
-    moved = tuple(values[name] for name in ("step", "phase", "changes", "ops", "enqueued"))
-    names = ("step", "ready", "answered", "beat_ns", "marks", "findings", "steps_ended", "stop_signal", "virtual_ranks")
-    numbers = {name: values[name] for name in names}
-    flags = {name: bool(values[name]) for name in ("waiting", "script", "notes_stops", "stops_by_step", "stop_asked")}
-    return Counters(
-        phase=phase,
-        has_called_collective=values["ops"] > 0 or values["enqueued"] > 0,
-        progress_values=moved,
-        phase_seconds=spent_seconds,
-        allows_uneven_steps=bool(values["uneven"]),
-        solo_steps=values["alone"],
-        **flags,
-        **numbers,
-    )
+    words = struct.unpack(f"@{SLOTS_AT // WORD.size}Q", os.pread(descriptor, SLOTS_AT, 0).ljust(SLOTS_AT, b"\0"))
+    counters = Counters(*words[: len(_INDEX)])
+    phase = Phase(counters.phase) if counters.phase in {*Phase} else Phase.USER
+    seconds = tuple(nanoseconds / 1e9 for nanoseconds in words[_PHASES : _PHASES + len(Phase)])
+    return counters._replace(phase=phase, phase_seconds=seconds)
 
 
-def put_question(descriptor: int, question: int) -> None:
-    """Request stacks and collectives from the worker. Its watcher answers within a fraction of a second, if it can."""
-    os.pwrite(descriptor, WORD.pack(question), COUNTERS_AT["asked"])
-
-
-def ask_to_save(descriptor: int, times: int) -> None:
-    """Set the number of checkpoints requested from this worker."""
-    os.pwrite(descriptor, WORD.pack(times), COUNTERS_AT["saves_asked"])
-
-
-def ask_to_regroup(descriptor: int) -> None:
-    """Request that this worker ends after its next step, because the next generation has different hosts."""
-    os.pwrite(descriptor, WORD.pack(1), COUNTERS_AT["regroups"])
-
-
-def ask_to_stop(descriptor: int, step: int = 0) -> None:
-    """Have a rank with `stops_by_step` wait after its next step, or, with `step`, stop after that number of steps."""
-    if step:
-        os.pwrite(descriptor, WORD.pack(step), COUNTERS_AT["stop_step"])
-    os.pwrite(descriptor, WORD.pack(1), COUNTERS_AT["stop_asked"])
+def set_counter(descriptor: int, name: str, value: int) -> None:
+    os.pwrite(descriptor, WORD.pack(value), COUNTERS_AT[name])
 
 
 def release_from_collective(descriptor: int, why: bytes) -> None:
     """Make the worker leave its collective, with `why` (JSON) as the reason."""
     why = why[:MESSAGE_MAX]
     os.pwrite(descriptor, why, MESSAGE_AT)
-    os.pwrite(descriptor, WORD.pack(len(why)), COUNTERS_AT["message_bytes"])
-    os.pwrite(descriptor, WORD.pack(1), COUNTERS_AT["released"])
+    set_counter(descriptor, "message_bytes", len(why))
+    set_counter(descriptor, "released", 1)
 
 
 def read_answer(descriptor: int) -> bytes:
@@ -447,7 +384,6 @@ def drop_stale_calls(operations: Iterable[tuple[int, Op]]) -> list[tuple[int, Op
 
 
 def read_loaders(descriptor: int) -> list[LoaderWorker]:
-    """The processes that load data for this worker."""
     data = os.pread(descriptor, SLOTS * SLOT.size, SLOTS_AT)
     slots = enumerate(SLOT.iter_unpack(data[: len(data) // SLOT.size * SLOT.size]))
     return [LoaderWorker(n, pid, item, epoch, busy=bool(busy)) for n, (pid, epoch, item, busy) in slots if pid]

@@ -56,8 +56,7 @@ def attach() -> None:
     die_with_parent(spec.agent_pid)
 
 
-def _share_gradients(*, late: bool) -> None:
-    del late  # the class is changed in place, so that earlier imports get the change
+def _share_gradients() -> None:
     ddp_class: Any = sys.modules[DDP_MODULE].DistributedDataParallel
     original = ddp_class.__init__
 
@@ -96,16 +95,10 @@ def record_failure(error: BaseException, exit_code: int, *, traceback: bool, vic
     """Record the failure of this rank when `error` is caught, before any teardown. Only the first record is kept.
 
     The record is written to memory that the agent reads, and, if the disk allows, to error-<rank>.json for people
-    (after a restart error-<rank>-generation-<generation>.json).
+    (after a restart error-<rank>-generation-<generation>.json). `traceback` is False for errors whose message is
+    sufficient. `victim`: whether a different rank is the cause; by default derived from `error`.
 
-    Args:
-        error: the error that ends this worker.
-        exit_code: the exit code of this worker, 1..255.
-        traceback: whether to record the traceback; not for errors whose message is sufficient.
-        victim: whether a different rank is the cause; by default derived from `error`.
-
-    Returns:
-        Whether the agent will report this failure, so that the worker need not print it. False without an agent.
+    Returns whether the agent will report this failure, so that the worker need not print it. False without an agent.
     """
     spec, rank = WorkerSpec.from_environment(), os.environ.get("RANK", "")
     if not rank.isdecimal():
@@ -148,7 +141,6 @@ def report_victim(error: BaseException, what: str) -> None:
 
 
 def _to_json_value(value: Any) -> Any:
-    """`value` in JSON types: numbers, lists and tables unchanged, other values as text."""
     if isinstance(value, dict):
         return {str(key): _to_json_value(item) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     if isinstance(value, list):
@@ -162,7 +154,6 @@ def _clip_text(text: str) -> str:
 
 
 def run_worker(main: Callable[[Sequence[str]], int]) -> NoReturn:
-    """Run a worker: attach to the agent, call `main` with the command line's arguments, and end with its exit code."""
     attach()
     try:
         code = main(sys.argv[1:])

@@ -34,19 +34,7 @@ import msgspec
 from msgspec.structs import replace
 
 from paceline.errors import ExitCode, PacelineError, UsageError
-from paceline.protocol.control import (
-    BOOTSTRAP,
-    CHECK_OPTION,
-    Goodbye,
-    Hello,
-    Rendezvous,
-    WorkerSpec,
-    agent_address,
-    peer_pid,
-    receive,
-    restart_count,
-    send,
-)
+from paceline.protocol import control
 from paceline.protocol.evidence import is_victim
 from paceline.protocol.marks import Names
 from paceline.protocol.status_page import make_status_page
@@ -88,7 +76,7 @@ def worker_command(script_and_args: Sequence[str], python: str = sys.executable)
     script, arguments = script_and_args[0], tuple(script_and_args[1:])
     if arguments and _is_this_python(script, python) and (arguments[0].endswith(".py") or arguments[0] == "-m"):
         script, arguments = arguments[0], arguments[1:]  # a common form: `-- python train.py`
-    bootstrap = (python, "-P", "-m", BOOTSTRAP)  # -P: do not import modules of the working folder
+    bootstrap = (python, "-P", "-m", control.BOOTSTRAP)  # -P: do not import modules of the working folder
     if script == "-m":
         if not arguments or arguments[0].startswith("-"):
             raise UsageError(code="module-missing")
@@ -139,8 +127,8 @@ def main(arguments: Sequence[str]) -> NoReturn:
     `--check` before them also records facts of the run for `paceline launch --check`.
     """
     listeners: tuple[ScriptListener, ...] = ()
-    if arguments[:1] == [CHECK_OPTION]:
-        arguments, spec = arguments[1:], WorkerSpec.from_environment()
+    if arguments[:1] == [control.CHECK_OPTION]:
+        arguments, spec = arguments[1:], control.WorkerSpec.from_environment()
         if spec is not None and spec.attempt_dir:
             from paceline.rank.check import create_facts_listeners  # costs all other scripts nothing
 
@@ -151,19 +139,17 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 def run_script(arguments: Sequence[str], *also: ScriptListener) -> NoReturn:
     """As `main`, in a process that is attached already, or that another launcher started."""
-    stops: StepStops | None = None
-    pid = os.getpid()
+    pid, on_success = os.getpid(), list[Callable[[], None]]()
     if not arguments or arguments == ["-m"]:
-        print(f"usage: python -m {BOOTSTRAP} SCRIPT ARGS | -m MODULE ARGS", file=sys.stderr)
+        print(f"usage: python -m {control.BOOTSTRAP} SCRIPT ARGS | -m MODULE ARGS", file=sys.stderr)
         sys.exit(ExitCode.USAGE)
-    report_end: Callable[[], None] | None = None
-    if (spec := WorkerSpec.from_environment()) is not None:
+    if (spec := control.WorkerSpec.from_environment()) is not None:
         if os.isatty(0):
             serialize_terminal_input(spec.temporary)
         stops = StepStops(HangGuard.of_process().page, arguments)
         if not also:  # --check neither resumes a stopped training nor removes its record
             stops.watch_frameworks()
-        report_end = watch_script(HangGuard.of_process(), UnsavedSteps(stops), *also)
+        on_success = [watch_script(HangGuard.of_process(), UnsavedSteps(stops), *also), stops.succeed]
     try:
         _run(arguments)
     except SystemExit as end:
@@ -172,10 +158,8 @@ def run_script(arguments: Sequence[str], *also: ScriptListener) -> NoReturn:
         code = _report_failure(error, is_worker=os.getpid() == pid)
     else:
         code = 0
-    if code == 0 and report_end is not None:
-        report_end()
-    if code == 0 and stops is not None:
-        stops.succeed()
+    for act in on_success if code == 0 else ():
+        act()
     if code >= 0 and "torch" not in sys.modules:  # with torch, `exit_worker` skips its static destructors
         HangGuard.of_process().leave(code)
         sys.exit(code)
@@ -288,8 +272,7 @@ def serialize_terminal_input(folder: str) -> None:
                 return builtin_input()
             return builtin_input(prompt)
 
-    def wrap_pdb(*, late: bool) -> None:
-        del late
+    def wrap_pdb() -> None:
         pdb_class: Any = sys.modules["pdb"].Pdb
         interact = pdb_class.interaction
 
@@ -328,13 +311,11 @@ def attach_to_agent(plan: NodePlan, env: Mapping[str, str]) -> None:
 
     Local rank 0 starts the agent first, with `plan`. The agent is not its child: the script must not see a child that
     it has not started, and the agent outlives a rank that ends. Rank 0 reports a failure, and the script continues.
-
-    `env` has torchrun's variables.
     """
     # torch reads this at its import; the default of 2000 operations would take 20 ms per read
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "256")
     rank, is_first = int(env["RANK"]), env["LOCAL_RANK"] == "0"
-    address = agent_address(env, job_token(env))
+    address = control.agent_address(env, job_token(env))
     try:
         page_fd, record_fd = make_status_page(rank), os.memfd_create(f"paceline-record-{rank}")
         if is_first:
@@ -348,7 +329,6 @@ def attach_to_agent(plan: NodePlan, env: Mapping[str, str]) -> None:
 
 
 def start_agent(address: bytes, plan: NodePlan) -> None:
-    """Start the agent of this node, with a listening socket at `address`; raises OSError."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with listener, os.fdopen(os.memfd_create("paceline-plan"), "w+b") as plan_file:
         deadline = time.monotonic() + SOCKET_RELEASE_SECONDS
@@ -377,8 +357,6 @@ def start_agent(address: bytes, plan: NodePlan) -> None:
 
 
 class AgentConnection:
-    """This rank's connection to its node's agent, with a thread that receives messages."""
-
     def __init__(
         self, rank: int, address: bytes, descriptors: tuple[int, int], *, first: bool, several_nodes: bool
     ) -> None:
@@ -390,20 +368,19 @@ class AgentConnection:
         threading.Thread(target=self._listen, name="paceline-attach", daemon=True).start()
 
     def report_exit(self, code: int) -> None:
-        """Report the exit code to the agent, and wait until the agent closes the connection."""
         self._over = True
         with suppress(OSError):
             if self._connection is not None:
-                send(self._connection, Goodbye(code))
+                control.send(self._connection, control.Goodbye(code))
                 select.select([self._connection], [], [], DETACH_TIMEOUT_SECONDS)
 
     def _connect(self) -> socket.socket | None:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             connection.connect(self._address)
-            if not peer_pid(connection):
+            if not control.peer_pid(connection):
                 raise PermissionError
-            send(connection, Hello(self._rank), self._descriptors)
+            control.send(connection, control.Hello(self._rank), self._descriptors)
         except OSError:
             connection.close()
             return None
@@ -417,22 +394,22 @@ class AgentConnection:
             time.sleep(LOOK_SECONDS)
             self._connection = self._connect()
         if self._first and self._several_nodes and self._rank:
-            threading.Thread(
-                target=self._exchange_agent_address, args=(None,), name="paceline-meet", daemon=True
-            ).start()
-        while isinstance(message := receive(self._connection)[0], Rendezvous):
-            threading.Thread(
-                target=self._exchange_agent_address, args=(message,), name="paceline-meet", daemon=True
-            ).start()
+            self._start_exchange(None)
+        while isinstance(message := control.receive(self._connection)[0], control.Rendezvous):
+            self._start_exchange(message)
         if self._first and not self._over:
             print_to_stderr("warning: the agent of this node has ended; paceline no longer detects hangs here")
 
-    def _exchange_agent_address(self, meeting: Rendezvous | None) -> None:
+    def _start_exchange(self, meeting: control.Rendezvous | None) -> None:
+        exchange = partial(self._exchange_agent_address, meeting)
+        threading.Thread(target=exchange, name="paceline-meet", daemon=True).start()
+
+    def _exchange_agent_address(self, meeting: control.Rendezvous | None) -> None:
         """Send the address of node 0's agent to the first ranks of the other nodes, or receive it, through a store.
 
         It runs in a separate thread with separate connections, because the main thread may wait in a store forever.
         """
-        key = f"paceline/agent/{restart_count()}"
+        key = f"paceline/agent/{control.restart_count()}"
         stores: list[Any] = [None, None]
         try:
             while stores[1] is None or meeting is None:  # some ranks may reach only the default store, not the port
@@ -444,7 +421,8 @@ class AgentConnection:
                     if meeting is not None:
                         store.set(key, msgspec.json.encode(meeting))
                     elif store.check([key]) and self._connection is not None:
-                        return send(self._connection, msgspec.json.decode(store.get(key), type=Rendezvous))
+                        meeting = msgspec.json.decode(store.get(key), type=control.Rendezvous)
+                        return control.send(self._connection, meeting)
                 time.sleep(LOOK_SECONDS)
         except Exception as error:
             print_to_stderr(f"warning: rank {self._rank} cannot connect the agents of the nodes: {error}")

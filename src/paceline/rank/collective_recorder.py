@@ -121,8 +121,8 @@ class GroupRecord:
     def update_number_offset(self, begun: StartedCall) -> None:
         """Record by how much a call that has returned raised torch's number more than ours."""
         after = torch_number(begun.backend, self)
-        self.number_offset += after - begun.number_before - begun.count_increment
-        if begun.count_increment:
+        self.number_offset += after - begun.number_before - (not begun.rule.is_message)
+        if not begun.rule.is_message:
             self.composed_spans.pop()  # the open span
         if after > begun.number_before:
             self.composed_spans.append((begun.number_before, after, self.number_offset))
@@ -140,7 +140,6 @@ class GroupRecord:
             page.end(self.enqueued_calls.popleft()[0])
 
     def end_enqueued(self, pending: Collection[tuple[str, int]], page: StatusPage) -> None:
-        """End the records of all enqueued calls except `pending` ones (group and number)."""
         for entry in [*self.enqueued_calls]:
             if (self.name, entry[1]) not in pending:
                 with suppress(ValueError):  # removed meanwhile by the main thread
@@ -170,19 +169,15 @@ class CachedCall:
 
 
 class StartedCall(Struct, frozen=True):  # made at every call; a dataclass costs several times the time
-    """A call in flight."""
-
     record: int
     group: GroupRecord
-    backend: Any
-    number_before: int  # torch's number
-    is_counted_once: bool  # whether the call raises torch's number by one
-    count_increment: int  # 1 for a collective, 0 for a message
     number: int  # our number; for messages -1, -2, ... in the order of this process's messages over the group
+    backend: Any = None
+    number_before: int = 0  # torch's number
+    rule: CallArgumentRule = CallArgumentRule()
 
 
 def torch_number(backend: Any, group: GroupRecord) -> int:
-    """The number of collectives of this group, by torch's count."""
     try:
         return backend._get_sequence_number_for_group()
     except RuntimeError:  # MPI, and groups of two backends
@@ -199,12 +194,13 @@ def peer_of(asked: list[Any], group: GroupRecord, kind: CallArgumentRule) -> int
     return NO_PEER if kind.is_message else 0  # recv from any rank; torch's default root
 
 
-def skip_in_torch_compile(code: CodeType) -> None:
-    """Have torch.compile skip frames of this code and their calls, without importing the compiler."""
+def skip_in_torch_compile(function: Any) -> None:
+    """Have compiled code call `function` untraced, as torch's functions, without importing the compiler."""
+    function._torchdynamo_disable = True
     frames: Any = sys.modules.get("torch._C._dynamo.eval_frame")
     with suppress(AttributeError, TypeError):  # a torch with different names traces the code, which is slower
         action = frames._FrameAction.SKIP
-        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(action, action))
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(action, action))
 
 
 class CollectiveRecorder:
@@ -230,7 +226,6 @@ class CollectiveRecorder:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a call, or a work that is still referenced, is in flight."""
         in_flight = any(group.pending_works or group.enqueued_calls for group in [*self.groups.values()])
         return bool(self._inside) or self._own > 0 or in_flight
 
@@ -280,7 +275,7 @@ class CollectiveRecorder:
         """Record the start of a paceline operation, for `end_internal_op`; None if nothing is recorded. Never raises.
 
         `owner` takes the role of a process group for its `ranks` of the world: numbers rise during its lifetime. `op`
-        has no number and no line yet. `has_all_ranks`: these are all ranks of the world.
+        has no number and no line yet. `of_all`: these are all ranks of the world.
         """
         if not self.active:
             return None
@@ -294,7 +289,8 @@ class CollectiveRecorder:
             call = self._cached_call_at(caller_site, (op,), lambda site: replace(op, site=site))
             group.call_count += 1
             self._own += 1
-            return self._record_start(call, group, group.call_count, NO_PEER if op.peer is None else op.peer)
+            record = self._record_start(call, group, group.call_count, NO_PEER if op.peer is None else op.peer)
+            return StartedCall(record, group, group.call_count)
         except Exception as error:
             self._warn_once(error)
             return None
@@ -372,9 +368,7 @@ class CollectiveRecorder:
             self._end(started_call, result)
             return result
 
-        untyped_wrapper: Any = wrapper
-        untyped_wrapper._torchdynamo_disable = True  # compiled code calls it untraced, as torch's functions
-        skip_in_torch_compile(untyped_wrapper.__code__)
+        skip_in_torch_compile(wrapper)
         return wrapper
 
     def _wrap_wait(self, work: Any) -> None:
@@ -391,9 +385,7 @@ class CollectiveRecorder:
                 self._report(error)
                 raise
 
-        untyped_wait: Any = wait
-        untyped_wait._torchdynamo_disable = True
-        skip_in_torch_compile(untyped_wait.__code__)
+        skip_in_torch_compile(wait)
         work.wait = wait
 
     def _report(self, error: BaseException) -> None:
@@ -421,16 +413,13 @@ class CollectiveRecorder:
         if not rule.is_counted_once:
             # open until the call returns
             group_record.composed_spans.append((before, float("inf"), group_record.number_offset))
-        started_call = self._record_start(call, group_record, seq, peer, message=rule.is_message)
+        record = self._record_start(call, group_record, seq, peer, message=rule.is_message)
         if rule.is_message:
             group_record.message_total += 1
-            started_call = replace(started_call, number=-group_record.message_total)
-        counted_once = rule.is_counted_once and not rule.is_message
-        return replace(started_call, backend=backend, number_before=before, is_counted_once=counted_once)
+            seq = -group_record.message_total
+        return StartedCall(record, group_record, seq, backend, before, rule)
 
-    def _record_start(
-        self, call: CachedCall, group: GroupRecord, seq: int, peer: int, *, message: bool = False
-    ) -> StartedCall:
+    def _record_start(self, call: CachedCall, group: GroupRecord, seq: int, peer: int, *, message: bool = False) -> int:
         if group.pending_works:
             group.end_completed_calls(self._page)
         if group.has_all_ranks and not message:
@@ -439,7 +428,7 @@ class CollectiveRecorder:
             self._current.append((call, seq))
             if self.marker is not None:
                 self.marker.record_call(group.name, len(group.members), call.order_hash, call.text)
-        return StartedCall(self._page.begin_text(seq, peer, call.text), group, None, 0, True, 0 if message else 1, seq)
+        return self._page.begin_text(seq, peer, call.text)
 
     def _describe_call(self, name: str, rule: CallArgumentRule, tensor_arg: Any, group: str) -> CachedCall:
         caller_site = call_site(sys._getframe(3))  # pyright: ignore[reportPrivateUsage]
@@ -475,7 +464,7 @@ class CollectiveRecorder:
 
     def _end(self, started_call: StartedCall, result: Any, *, failed: bool = False) -> None:
         try:
-            if not started_call.is_counted_once:
+            if started_call.rule.is_message or not started_call.rule.is_counted_once:
                 started_call.group.update_number_offset(started_call)
             if not failed:  # the record of a failed call stays in flight
                 started_call.group.end_returned_call(started_call, result, self._page)
@@ -496,7 +485,6 @@ class CollectiveOrderRecorder:
         self._groups: dict[str, tuple[int, CallHistory]] = {}
 
     def record_call(self, group: str, members: int, call: int, text: bytes) -> None:
-        """Record a call: its hash and its text."""
         if group not in self._groups:
             self._groups[group] = len(self._groups), CallHistory(zlib.crc32(group.encode()), members, 0, ())
             self._page.put("marks", self._page.get("marks") + 1)

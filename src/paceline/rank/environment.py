@@ -26,7 +26,6 @@ _TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
 def is_launched(env: Mapping[str, str]) -> bool:
-    """Whether a launcher has started this process as a rank: torchrun's, srun's or mpirun's variables are set."""
     return any(name in env for name in RANK_VARIABLES) or bool(translate_to_torchrun(env))
 
 
@@ -35,9 +34,6 @@ def translate_to_torchrun(env: Mapping[str, str]) -> dict[str, str]:
 
     Torchrun's variables take precedence. MASTER_ADDR and MASTER_PORT keep the user's values. A single process needs no
     variables: a batch script, the shell of an salloc, `srun --pty bash`, `mpirun -n 1`.
-
-    Raises:
-        UsageError: the variables contradict each other, or the address of the rendezvous is missing.
     """
     set_already = [name for name in RANK_VARIABLES if name in env]
     if len(set_already) == len(RANK_VARIABLES):
@@ -70,11 +66,7 @@ def job_token(env: Mapping[str, str]) -> str:
 
 
 def check_shape(env: Mapping[str, str], nodes: int, nproc: int) -> None:
-    """Check that the world has the requested shape: `nproc` ranks on each of `nodes` nodes.
-
-    Raises:
-        UsageError: it has a different shape; a part of a job must not run as a complete job.
-    """
+    """Check that there are `nproc` ranks on each of `nodes` nodes: a part of a job must not run as a complete job."""
     expected = {"WORLD_SIZE": nodes * nproc, "LOCAL_WORLD_SIZE": nproc}
     wrong = [f"{name} is {env.get(name, 'not set')}, not {value}" for name, value in expected.items()
              if env.get(name) != str(value)]  # fmt: skip
@@ -180,7 +172,6 @@ def _step_id(env: Mapping[str, str]) -> int:
 
 
 def read_int_variable(env: Mapping[str, str], *names: str) -> int | None:
-    """The value of the first of these variables that is set; None if none is set."""
     for name in names:
         if name not in env:
             continue

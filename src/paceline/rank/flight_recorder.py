@@ -27,8 +27,7 @@ from paceline.rank.sites import frame_record
 graph_capture = threading.Event()
 """Set while a CUDA graph is captured. NCCL's recorder queries the GPU, which would invalidate the graph."""
 MAX_OPS, MAX_FRAMES, MAX_THREADS = 64, 96, 24
-DEFAULT_GROUP_TITLES = ("", "undefined", "default_pg")
-"""Torch's titles of groups without a title."""
+DEFAULT_GROUP_TITLES = ("", "undefined", "default_pg")  # torch's titles of groups without a title
 TimedOp = tuple[int, Op]  # start in ns of CLOCK_MONOTONIC, operation
 
 
@@ -87,7 +86,6 @@ def group_members() -> dict[str, tuple[int, ...]]:
 
 
 def group_titles() -> dict[str, str]:
-    """The titles of process groups, by name."""
     titles = {name: getattr(group, "group_desc", "") for group, name in _groups()}
     return {name: title for name, title in titles.items() if title not in DEFAULT_GROUP_TITLES}
 
@@ -119,7 +117,6 @@ def pending_ops(groups: Mapping[str, GroupRecord]) -> set[tuple[str, int]]:
 
 
 def stacks(main: int) -> tuple[Stack, ...]:
-    """The stacks of all threads of this process, the thread with identifier `main` first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     running = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
     idents = sorted((ident for ident in running if ident != threading.get_ident()), key=lambda ident: ident != main)

@@ -22,10 +22,13 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from paceline.rank.imports import hide_from_warnings
 from paceline.rank.stops import StepStops, StoppableTraining, read_script
 from paceline.runs import reading, writing
 from paceline.runs.reading import numbered_files
+from paceline.seeding import generator_states, restore_generator_states
 
 TRAINER_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 RESUMES = re.compile(rb"\.save_state\(.*\.load_state\(|\.load_state\(.*\.save_state\(", re.DOTALL)
@@ -39,7 +42,6 @@ PLAIN_BATCHES = ("BatchSampler", "NoneType")  # types of batch samplers that dra
 
 
 def install_trainer(stops: StepStops, module: str) -> None:
-    """Change `Trainer.train`. Call it after the import of `module`, which has the class."""
     trainer_class: Any = sys.modules[module].Trainer
     original = trainer_class.train
 
@@ -102,8 +104,6 @@ def _trainer_callback(stops: StepStops, trainer: Any, training: StoppableTrainin
     base: Any = sys.modules["transformers.trainer_callback"].TrainerCallback
 
     class StopAfterStep(base):
-        """Saves and ends the training after the step that the agents have chosen."""
-
         is_stopping = False
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -146,7 +146,6 @@ def _restore_callbacks(callbacks: Sequence[Any], saved: Mapping[str, Any]) -> No
 
 
 def install_accelerate(stops: StepStops, module: str) -> None:
-    """Change `Accelerator.prepare` and `Accelerator.save_state`. Call it after the import of `module`."""
     accelerator_class: Any = sys.modules[module].Accelerator
     prepare, save_state = accelerator_class.prepare, accelerator_class.save_state
 
@@ -154,7 +153,7 @@ def install_accelerate(stops: StepStops, module: str) -> None:
     @wraps(prepare)
     def prepare_and_begin(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
         result = prepare(accelerator, *args, **kwargs)
-        if stops.can_begin and _is_resumable():
+        if stops.can_begin and RESUMES.search(read_script()):
             stops.begin()
             if any(getattr(loader, "synchronized_generator", None) is not None for loader in accelerator._dataloaders):
                 stops.warn(
@@ -179,16 +178,10 @@ def install_accelerate(stops: StepStops, module: str) -> None:
     accelerator_class.prepare, accelerator_class.save_state = prepare_and_begin, save_and_stop
 
 
-def _is_resumable() -> bool:
-    """Whether the file of the script both saves and loads states."""
-    return RESUMES.search(read_script()) is not None
-
-
 # ---- Lightning ----
 
 
 def install_lightning(stops: StepStops, module: str) -> None:
-    """Change `Trainer.fit`. Call it after the import of `module`, which has the class."""
     trainer_class: Any = sys.modules[module].Trainer
     original = trainer_class.fit
     signature = inspect.signature(original)
@@ -228,8 +221,6 @@ def _lightning_callback(stops: StepStops, package: str) -> Any:
     end_quietly: Any = sys.modules[f"{package}.utilities.exceptions"]._TunerExitException
 
     class StopAfterStep(base):
-        """Saves and ends the training after the step that the coordinator has chosen."""
-
         def __init__(self, training: StoppableTraining) -> None:
             self.step, self.files_saved = 0, tuple[str, ...]()
             self._training, self._random_file = training, ""
@@ -252,7 +243,9 @@ def _lightning_callback(stops: StepStops, package: str) -> Any:
 
         def on_train_batch_start(self, trainer: Any, module: Any, *args: Any) -> None:
             if self._random_file:
-                _load_random_state(self._training.folder / self._random_file, module.device)
+                path = self._training.folder / self._random_file
+                state = bytearray(reading.read(path, limit_bytes=MAX_STATE_BYTES))
+                restore_generator_states(torch.frombuffer(state, dtype=torch.uint8), module.device)
                 self._random_file = ""
 
         def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
@@ -265,7 +258,7 @@ def _lightning_callback(stops: StepStops, package: str) -> Any:
             folder, name = self._training.folder, f"{self._training.name}-step={self.step}"
             files = f"{name}.ckpt", *(f"{name}-random-{rank}.bin" for rank in range(trainer.world_size))
             writing.make_folder(folder, exist_ok=True)
-            writing.replace_file(folder / files[1 + stops.rank], _random_state(module.device))
+            writing.replace_file(folder / files[1 + stops.rank], generator_states(module.device).numpy().tobytes())
             trainer.save_checkpoint(folder / files[0])  # ends with a barrier
             self.files_saved = files
             for logger in trainer.loggers:
@@ -310,18 +303,3 @@ def _skip_batches(loop: Any) -> None:
     for _ in range(loop.epoch_loop.batch_progress.current.ready):
         next(loop._data_fetcher)
     loop._data_fetcher.fetched = 0  # the epoch loop adds the skipped batches
-
-
-def _random_state(device: Any) -> bytes:
-    from paceline.seeding import generator_states
-
-    return generator_states(device).numpy().tobytes()
-
-
-def _load_random_state(path: Path, device: Any) -> None:
-    import torch
-
-    from paceline.seeding import restore_generator_states
-
-    data = bytearray(reading.read(path, limit_bytes=MAX_STATE_BYTES))
-    restore_generator_states(torch.frombuffer(data, dtype=torch.uint8), device)

@@ -18,7 +18,6 @@ _MOST_BYTES = 1 << 40  # the data of a closure may be large
 
 
 def main() -> None:
-    """Call the function, and store its result or its error in the folder."""
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     interpreter_state, call = cloudpickle.loads(read(folder / "call", limit_bytes=_MOST_BYTES, ours=True))
     _restore_interpreter(**interpreter_state)

@@ -1,10 +1,5 @@
 """The part of the hang guard in a rank: it reports the state of the rank to the agent, and unblocks the rank.
 
-    guard = Guard.of_process()
-    with guard.phase(Phase.EVALUATE): ...        # the phase on the status page
-    guard.ledger.take_order()                    # a hash of the collectives so far, which ranks compare
-    guard.stall_error(error)                     # the reason, if the guard caused `error`
-
 Each process has one guard, which the first call makes. A process has one agent and one status page, and torch's
 functions can be wrapped only once. With `--hang-timeout off` the guard only counts steps.
 """
@@ -54,8 +49,6 @@ class _ReleaseReason(msgspec.Struct, frozen=True):
 
 
 class HangGuard:
-    """The guard of a process: see the module's docstring."""
-
     max_steps = float("inf")  # a session ends its training after this number of steps; the script continues
     _instance: ClassVar[HangGuard | None] = None
 
@@ -77,7 +70,6 @@ class HangGuard:
 
     @classmethod
     def of_process(cls) -> HangGuard:
-        """The guard of this process."""
         if HangGuard._instance is None:
             spec = WorkerSpec.from_environment()
             page = None if spec is None else StatusPage.from_descriptor(spec.page)
@@ -111,7 +103,10 @@ class HangGuard:
     def watch_torch(self) -> Self:
         """Record torch.distributed's calls from now on, or from its import. Never raises."""
         try:
-            when_imported(C10D_MODULE, self._wrap_torch)
+            if C10D_MODULE in sys.modules:
+                self._wrap_torch(late=True)
+            else:
+                when_imported(C10D_MODULE, self._wrap_torch)
         except Exception as error:
             self.warn_once(error)
         return self
@@ -135,7 +130,6 @@ class HangGuard:
 
     @contextmanager
     def enter_phase(self, phase: Phase) -> Generator[None]:
-        """Inside the context, the process is in this phase."""
         previous = self.page.enter(phase)
         try:
             yield
@@ -174,7 +168,7 @@ class HangGuard:
             reason, code = _ReleaseReason(), ExitCode.STALLED
         return StallError(reason.page or "another rank made no progress: the hang guard has ended this wait", code)
 
-    def _wrap_torch(self, *, late: bool) -> None:
+    def _wrap_torch(self, *, late: bool = False) -> None:
         module = sys.modules[C10D_MODULE]
         others = [sys.modules["torch.distributed"]] if late else []
         if self.on:
@@ -189,7 +183,6 @@ class HangGuard:
         self.record, self.leave = -1, lambda code: None
 
     def warn_once(self, error: BaseException) -> None:
-        """Print a warning about the first internal error; the work continues."""
         if not self._warned:
             self._warned = True
             print(f"paceline: internal error in the hang guard, which continues: {error!r}", file=sys.stderr)
@@ -212,7 +205,6 @@ class StatusThread:
         self._last, self._still, self._answered, self._aborted = (0, 0), 0, 0, False
 
     def start(self) -> None:
-        """Start the thread."""
         self._page.put("ready", WATCHED if self._native is None else self._native.readiness())
         self._thread.start()
 
@@ -266,7 +258,6 @@ class StatusThread:
             groups={group.name: group.members for group in groups.values()} | flight_recorder.group_members(),
             titles=flight_recorder.group_titles(),
             stacks=stacks,
-            enqueued=self._last[0],
         )
         self._page.answer(question, msgspec.json.encode(answer))
 
@@ -382,7 +373,6 @@ class ProcessGroupSockets:
             self._tolerated = None
 
     def shut_down(self) -> None:
-        """Shut down the recorded connections that are still open."""
         for sock in _tcp_sockets([descriptor for inode, descriptor in open_sockets().items() if inode in self.inodes]):
             if not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 with suppress(OSError):  # closed meanwhile
@@ -391,27 +381,24 @@ class ProcessGroupSockets:
 
 @dataclass(frozen=True)
 class ConnectionEndpoint:
-    """One end of a connection to another host: its name, the name of the other end, and whether we accepted it."""
+    """Our end of a connection to another host."""
 
-    name: str
-    other_end_name: str
+    own: str  # address and port
+    peer: str
     was_accepted: bool
 
 
 def remote_connection_ends(descriptors: Collection[int]) -> list[ConnectionEndpoint]:
-    """Our ends of connections to other hosts."""
-    ports: set[int] = set()
+    listening: set[int] = set()
     pairs: list[tuple[tuple[str, int], tuple[str, int]]] = []
     for sock in _tcp_sockets(descriptors):
         if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            ports.add(sock.getsockname()[1])
-            continue
-        with suppress(OSError):  # closed by the other side
-            pairs.append((sock.getsockname()[:2], sock.getpeername()[:2]))
+            listening.add(sock.getsockname()[1])
+        else:
+            with suppress(OSError):  # closed by the other side
+                pairs.append((sock.getsockname()[:2], sock.getpeername()[:2]))
     return [
-        ConnectionEndpoint(
-            f"{own[0]} {own[1]} {peer[0]} {peer[1]}", f"{peer[0]} {peer[1]} {own[0]} {own[1]}", own[1] in ports
-        )
+        ConnectionEndpoint("{} {}".format(*own), "{} {}".format(*peer), own[1] in listening)
         for own, peer in pairs
         if not is_loopback(own[0])
     ]
@@ -442,11 +429,7 @@ def _is_nccl(distributed: ModuleType, group: Any) -> bool:
 
 
 def block_new_connections(descriptors: Collection[int]) -> bool:
-    """Have the kernel drop new connections to our listening ports; existing connections stay open.
-
-    Returns:
-        Whether all ports are closed; a kernel may support neither method.
-    """
+    """Have the kernel drop new connections to our listening ports. False if it supports neither method for a port."""
     return all(
         sign_tcp_packets(sock, os.urandom(16)) or _attach_drop_filter(sock)  # with a secret key
         for sock in _tcp_sockets(descriptors)
@@ -464,7 +447,6 @@ def _attach_drop_filter(sock: socket.socket) -> bool:
 
 
 def foreign_users(descriptors: Collection[int]) -> list[str]:
-    """The other users that are connected over the loopback."""
     ends: dict[tuple[str, str], None] = {}
     for sock in _tcp_sockets(descriptors):
         with suppress(OSError):  # it only listens
@@ -477,7 +459,6 @@ def foreign_users(descriptors: Collection[int]) -> list[str]:
 
 
 def foreign_user_error(users: list[str]) -> UsageError:
-    """The error for a process group with these other users in it."""
     return UsageError(code="stranger-in-group", users=users, host=os.uname().nodename)
 
 

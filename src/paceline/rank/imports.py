@@ -32,14 +32,13 @@ def import_without_gc(modules: Sequence[str]) -> None:
             gc.enable()
 
 
-def when_imported(name: str, then: Callable[..., None]) -> None:
-    """Call `then(late=True)` now if the module is imported, else `then(late=False)` right after its import.
+def when_imported(name: str, then: Callable[[], None]) -> None:
+    """Call `then` now if the module is imported, else right after its import.
 
-    Before a late call, other modules may have imported names from it. These names keep their old values.
+    If it is called now, other modules may have imported names from the module, which keep their old values.
     """
-    module = sys.modules.get(name)
-    if module is not None:
-        then(late=True)
+    if sys.modules.get(name) is not None:
+        then()
     elif not any(
         isinstance(finder, _ImportCallbackFinder) and (finder.name, finder.then) == (name, then)
         for finder in sys.meta_path
@@ -50,14 +49,13 @@ def when_imported(name: str, then: Callable[..., None]) -> None:
 class _ImportCallbackFinder(MetaPathFinder):
     """A finder that delegates to the other finders, and calls `then` once after the module is executed."""
 
-    def __init__(self, name: str, then: Callable[..., None]) -> None:
+    def __init__(self, name: str, then: Callable[[], None]) -> None:
         self.name, self.then = name, then
         self._asking = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None, /
     ) -> ModuleSpec | None:
-        """The other finders' answer."""
         if fullname != self.name or self._asking:
             return None
         self._asking = True
@@ -75,7 +73,7 @@ class _ImportCallbackFinder(MetaPathFinder):
             execute(module)
             if self in sys.meta_path:  # removed only here, because `find_spec` may also serve a mere existence test
                 sys.meta_path.remove(self)
-                self.then(late=False)
+                self.then()
 
         attributes["exec_module"] = exec_module
         return spec

@@ -21,14 +21,7 @@ from typing import Any
 import msgspec
 
 from paceline.host.procfs import die_with_parent, open_files
-from paceline.protocol.control import (
-    AGENT_MARK,
-    MAX_DESCRIPTORS,
-    MAX_FORK_REQUEST_BYTES,
-    READY,
-    ForkRequest,
-    WorkerSpec,
-)
+from paceline.protocol import control
 from paceline.rank.collective_recorder import ARGUMENT_RULES, C10D_MODULE
 from paceline.rank.guard import HangGuard
 
@@ -38,7 +31,7 @@ MAX_OUTPUT_BYTES = 1 << 20
 THREAD_END_SECONDS = 0.5  # /proc lists a thread for a short time after its end
 
 
-def serve_fork_orders(spec: WorkerSpec, load: Callable[[], None]) -> None:
+def serve_fork_orders(spec: control.WorkerSpec, load: Callable[[], None]) -> None:
     """Call `load`, which imports modules, and fork a worker for each order. Returns only in the workers.
 
     Ends with its agent, or when the agent closes the channel.
@@ -54,7 +47,7 @@ def serve_fork_orders(spec: WorkerSpec, load: Callable[[], None]) -> None:
         reason = why_fork_is_unsafe({0, 1, 2, channel.fileno()})
     except BaseException as error:  # a worker will have the same error, and reports it completely
         reason = f"cannot import its modules: {type(error).__name__}: {error}"[:1000]
-    _answer(channel, reason.encode(errors="replace") or READY)
+    _answer(channel, reason.encode(errors="replace") or control.READY)
     if reason:
         os._exit(1)
     while True:
@@ -78,14 +71,14 @@ def _answer(channel: socket.socket, data: bytes) -> None:
         channel.send(data)
 
 
-def _next_order(channel: socket.socket) -> tuple[ForkRequest, list[int]]:
+def _next_order(channel: socket.socket) -> tuple[control.ForkRequest, list[int]]:
     try:
-        data, descriptors, _, _ = socket.recv_fds(channel, MAX_FORK_REQUEST_BYTES, MAX_DESCRIPTORS)
+        data, descriptors, _, _ = socket.recv_fds(channel, control.MAX_FORK_REQUEST_BYTES, control.MAX_DESCRIPTORS)
     except OSError:
         data, descriptors = b"", []
     if not data:  # the agent has ended or closed the channel
         os._exit(0)
-    return msgspec.msgpack.decode(data, type=ForkRequest), descriptors
+    return msgspec.msgpack.decode(data, type=control.ForkRequest), descriptors
 
 
 def why_fork_is_unsafe(known: set[int]) -> str:
@@ -134,7 +127,7 @@ def fork_detached() -> int:
     return int(text)
 
 
-def become_worker(order: ForkRequest, received: Sequence[int]) -> None:
+def become_worker(order: control.ForkRequest, received: Sequence[int]) -> None:
     """Become the worker that `order` describes, as if started with these descriptors and this environment."""
     start_fd, *descriptors = received
     os.setsid()
@@ -151,7 +144,7 @@ def become_worker(order: ForkRequest, received: Sequence[int]) -> None:
     if os.isatty(1) and hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
     env = dict(order.env)
-    _write_agent_mark(env.get(AGENT_MARK.encode(), b""))
+    _write_agent_mark(env.get(control.AGENT_MARK.encode(), b""))
     os.environb.clear()
     os.environb.update(env)
     signal.pthread_sigmask(signal.SIG_SETMASK, order.blocked_signals)
@@ -179,7 +172,7 @@ def _write_agent_mark(mark: bytes) -> None:
     """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[47]), int(fields[48])  # of the environment, see proc_pid_stat(5)
-    name = b"\0" + AGENT_MARK.encode() + b"="
+    name = b"\0" + control.AGENT_MARK.encode() + b"="
     environment = b"\0" + ctypes.string_at(start, end - start) if 0 < start < end else b""
     at = environment.find(name)
     length = len(environment[at + len(name) :].partition(b"\0")[0]) if at >= 0 else 0

@@ -7,6 +7,7 @@ accepts connections and does not answer). Therefore a thread makes these calls, 
 prints messages.
 """
 
+import itertools
 import os
 import re
 import stat
@@ -36,8 +37,7 @@ LONGEST_POLL_SECONDS = 0.25
 PREFIX = "paceline/meeting"
 # by port: kept to the end of the process, for ranks that begin their next group early
 _hosted_stores: dict[int, Store] = {}
-# [number of rendezvous so far]; empty before the first: a process may make several groups
-_rendezvous_counter: list[int] = []
+_rendezvous_numbers = itertools.count()  # a process may make several groups
 COMPLETE, REFUSED, ARRIVED, JOB = "complete", "refused", "arrived", "job"
 RANK_CLAIMED_TWICE = "rank-claimed-twice"
 
@@ -79,19 +79,13 @@ def rendezvous(rank: int, size: int, env: Mapping[str, str], *, seconds: float =
     The store is memory from our agent for the ranks of one host (no other user can access it), else the store at
     MASTER_ADDR:MASTER_PORT. After 10 s, and then every 30 s, a message lists the missing ranks or the problem.
 
-    Returns:
-        The store, under a prefix that is new for every restart. Without a prefix, a restarted group would read the
-        addresses of the previous group from a store that still exists.
-
-    Raises:
-        UsageError: another job answers there, the port is taken, two processes claim one rank, or ranks disagree about
-            the size of the world.
-        TrainingError: some ranks have not connected within `seconds`.
+    The result has a prefix that is new for every restart. Without a prefix, a restarted group would read the addresses
+    of the previous group from a store that still exists.
     """
     if not re.fullmatch("[0-9]{1,5}", env["MASTER_PORT"]):
         raise UsageError(code="master-port-invalid", value=env["MASTER_PORT"])
-    start, generation = time.monotonic(), "-".join(map(str, (restart_count(env), *_rendezvous_counter)))
-    _rendezvous_counter[:] = [sum(_rendezvous_counter) + 1]
+    start, number = time.monotonic(), next(_rendezvous_numbers)
+    generation = f"{restart_count(env)}-{number}" if number else str(restart_count(env))
     host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
     meeting = _Rendezvous(rank, size, host, port, generation, job_token(env), start + seconds)
     threading.Thread(target=_run, args=(meeting, env), daemon=True, name="paceline-meeting").start()

@@ -26,8 +26,6 @@ _SCRIPTS_DIR = sysconfig.get_path("scripts") + "/"  # entry points like `pacelin
 
 
 class CodeOwner(IntEnum):
-    """The owner of a line."""
-
     USER = 0
     OURS = 1
     NOBODY = 2  # torch, the standard library, and wrappers around them
@@ -50,7 +48,6 @@ class Site(Struct, frozen=True):
 
 @cache
 def code_owner(filename: str) -> CodeOwner:
-    """The owner of a file, derived from its name."""
     if filename.startswith(_PACKAGE_DIR + "/"):
         is_helper = activity_of(short_filename(filename)) in (Activity.GUARD, Activity.WAITS)
         return CodeOwner.NOBODY if is_helper else CodeOwner.OURS
@@ -117,7 +114,6 @@ def call_site(frame: FrameType | None) -> Site:
 
 
 def frame_record(frame: FrameType) -> Frame:
-    """The record of a running frame, with the short file name."""
     file = frame.f_code.co_filename
     return Frame(short_filename(file), frame.f_lineno, frame.f_code.co_name, code_owner(file) is LIBRARY)
 
@@ -135,7 +131,7 @@ def user_line_of_error(error: BaseException) -> str:
     return lines[-1] if lines else ""
 
 
-def user_site() -> str:
-    """The line of the user's program that called this, directly or through frameworks; empty without one."""
-    frame = call_site(sys._getframe(1)).frame  # pyright: ignore[reportPrivateUsage]
+def user_site(frame: FrameType | None = None) -> str:
+    """The line of the user's program in `frame`, by default that of the caller, or outside of it; empty without one."""
+    frame = call_site(frame or sys._getframe(1)).frame  # pyright: ignore[reportPrivateUsage]
     return format_frame(frame_record(frame)) if frame is not None else ""

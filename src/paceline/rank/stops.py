@@ -29,7 +29,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -57,8 +57,6 @@ WAIT_SECONDS = 0.01
 
 
 class StopRecord(msgspec.Struct, frozen=True):
-    """The last step of a stopped training."""
-
     argv: tuple[str, ...]
     step: int
     world_size: int
@@ -68,8 +66,6 @@ class StopRecord(msgspec.Struct, frozen=True):
 
 
 class StepStops:
-    """The stops of this process: see the module's docstring."""
-
     def __init__(self, page: StatusPage, arguments: Sequence[str]) -> None:
         """`arguments`: the script and its arguments."""
         self._page, self.argv = page, tuple(arguments)
@@ -80,14 +76,11 @@ class StepStops:
         self.begun = self._warned = False
         self._trainings: dict[Path, StoppableTraining] = {}  # by folder
 
-    def watch_frameworks(self) -> Self:
-        """Stop and resume the frameworks that the script imports."""
+    def watch_frameworks(self) -> None:
         for module, hook in FRAMEWORKS.items():
             when_imported(module, partial(self._install, module, hook))
-        return self
 
-    def _install(self, module: str, hook: str, *, late: bool) -> None:
-        del late
+    def _install(self, module: str, hook: str) -> None:
         try:
             getattr(importlib.import_module(HOOKS), hook)(self, module)
         except Exception as error:  # a version with different names
@@ -103,7 +96,6 @@ class StepStops:
         return self.begun or (is_main and handlers <= {signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler})
 
     def begin(self) -> None:
-        """From now on, let a stop request take effect after a step."""
         self.begun = True
         for number in SIGNALS:  # at each call: Lightning restores the previous handlers after a training
             if signal.getsignal(number) is not signal.SIG_IGN:
@@ -134,7 +126,6 @@ class StepStops:
         return 0 < self._page.get_request("stop_step") <= self._steps
 
     def exit_saved(self, where: str, resumes: str = "the same command resumes") -> NoReturn:
-        """End this rank after it has saved."""
         self.say(f"stopped and saved {where}; {resumes}")
         raise SystemExit(int(ExitCode.SAVED))
 
@@ -142,9 +133,6 @@ class StepStops:
         """The training that begins and saves in this folder. None if this command has trained in it before.
 
         A later training could not resume: the same command begins with the first one, which saves in this folder again.
-
-        Raises:
-            UsageError: the script was changed after it was stopped.
         """
         if (first := self._trainings.get(folder)) is not None:
             first.forget()
@@ -154,12 +142,10 @@ class StepStops:
         return self._trainings[folder]
 
     def succeed(self) -> None:
-        """Remove the records of this command, which has succeeded."""
         for training in self._trainings.values():
             training.forget()
 
     def say(self, text: str) -> None:
-        """Print a message of rank 0."""
         if self.rank == 0:
             print_to_stderr(f"paceline: {text}")
 
@@ -181,7 +167,6 @@ class StoppableTraining:
         self.name = self.stopped.training if self.stopped is not None else short_hash(repr(start).encode())
 
     def _find(self) -> StopRecord | None:
-        """The record of a stop of the same command."""
         try:
             record = reading.decode(self.folder / RECORD, StopRecord, ours=True)
         except FileNotFoundError:
@@ -200,11 +185,7 @@ class StoppableTraining:
         return record
 
     def compare(self, chosen: object) -> None:
-        """Check that all nodes have found the same checkpoint. Call it on all ranks, which have a process group.
-
-        Raises:
-            UsageError: the nodes have different folders at this path.
-        """
+        """Check that all nodes have found the same checkpoint. Call it on all ranks, which have a process group."""
         if os.environ["WORLD_SIZE"] != os.environ["LOCAL_WORLD_SIZE"]:
             distributed: Any = sys.modules["torch.distributed"]
             choices: list[Any] = [None] * distributed.get_world_size()
@@ -234,7 +215,6 @@ class UnsavedSteps(ScriptListener):
         self._stops, self._looks = stops, True
 
     def on_step_end(self, optimizer: Any) -> None:
-        """Warn, at the first step."""
         if self._looks and not self._stops.begun and self._stops.can_begin:
             self._stops.warn(
                 "paceline stops and resumes Trainer, Lightning, scripts with save_state and load_state of Accelerate, "
@@ -243,12 +223,10 @@ class UnsavedSteps(ScriptListener):
         self._looks = False
 
     def on_session_begin(self) -> None:
-        """A session saves and resumes by itself."""
         self._looks = False
 
 
 def read_script() -> bytes:
-    """The file of the script; empty if it has none."""
     with suppress(OSError):
         return Path(getattr(sys.modules["__main__"], "__file__", None) or "").read_bytes()
     return b""

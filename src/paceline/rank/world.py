@@ -26,8 +26,7 @@ from paceline.rank.rendezvous import MEETING_SECONDS, rendezvous
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 MAX_GROUP_ATTEMPTS = 10  # attempts to make a group without foreign users
-BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
-"""The default backend of each kind of device; gloo for all others."""
+BACKENDS = {"cuda": "nccl", "xpu": "xccl"}  # the default backend of each kind of device; gloo for all others
 
 
 @dataclass(frozen=True)
@@ -90,13 +89,14 @@ class World:
         """
         env = os.environ if env is None else env
         rank, size, local_rank, local_size = rank_counts(env)
+        spec = WorkerSpec.from_environment()
+        # not the global rank, because it is not a device index on the second node
+        index = spec.devices[local_rank] if spec is not None and spec.devices else local_rank
         if device != "cpu":
-            select_mig_instance(local_rank, local_size)
-        # local_rank, because the global rank is not a device index on the second node
-        torch_device = resolve_device(device, local_rank, local_size, backend)
+            select_mig_instance(index, local_size)
+        torch_device = resolve_device(device, index, local_size, backend)
         if device == "auto" and torch_device.type == "cpu" and rank == 0 and (reason := explain_missing_gpus()):
             print(f"WARNING: cpu: {reason}; or use --device cpu", file=sys.stderr)
-        spec = WorkerSpec.from_environment()
         speeds = spec.speeds if spec is not None else ()
         backend = resolve_backend(backend, torch_device)
         return cls(rank, size, local_rank, local_size, torch_device, backend, speeds=speeds)
@@ -199,9 +199,9 @@ def _has_foreign_users(
     """
     if world.local_size < world.size:
         for end in ends:
-            store.set(f"end {end.name}", "")
+            store.set(f"end {end.own} {end.peer}", "")
         _wait_for_all(world, store, timeout, "ends written")
-        unmatched_ends = [end for end in ends if not store.check([f"end {end.other_end_name}"])]
+        unmatched_ends = [end for end in ends if not store.check([f"end {end.peer} {end.own}"])]
         store.add("from other hosts", sum(1 if end.was_accepted else -1 for end in unmatched_ends))
     store.add("here", int(here))
     _wait_for_all(world, store, timeout, "counted")
@@ -227,17 +227,10 @@ def _store(world: World, timeout: timedelta, meeting_seconds: float) -> Store:
 
 
 def resolve_device(choice: str, index: int, workers: int, backend: str) -> torch.device:
-    """The device of the rank with number `index` of `workers` on this machine.
+    """The device of the rank with number `index` of `workers` on this machine; `index` counts the visible devices.
 
-    Args:
-        choice: "auto" (the accelerator that torch supports here, else the CPU), "cpu", or a kind of accelerator: "cuda"
-            (also for AMD, with a torch built for ROCm), "xpu".
-        index: the index among the visible devices of this process.
-        workers: the number of processes. Each needs a device, unless `backend` allows several on one.
-        backend: the backend of torch.distributed, or "auto".
-
-    Raises:
-        UsageError: there is no such device, or there are too few.
+    `choice` is "auto" (the accelerator that torch supports here, else the CPU), "cpu", or a kind of accelerator: "cuda"
+    (also for AMD, with a torch built for ROCm), "xpu". Each process needs a device, unless `backend` allows several.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     kind = "" if accelerator is None or unsupported_reason(accelerator.type) else accelerator.type
@@ -269,11 +262,7 @@ def device_uuid(device: torch.device) -> str:
 
 
 def check_placement(rank: int, size: int, device: torch.device, backend: str, store: Store) -> None:
-    """Check that each rank has a different GPU. Two ranks on one GPU are slow with gloo, and fail or hang with NCCL.
-
-    Raises:
-        UsageError: two ranks have the same GPU, and the backend needs one per rank. The later rank raises it.
-    """
+    """Check that each rank has a different GPU. Two ranks on one GPU are slow with gloo, and fail or hang with NCCL."""
     uuid = device_uuid(device) if size > 1 else ""
     if not uuid:
         return
@@ -295,7 +284,6 @@ def set_cpu_affinity(device: torch.device) -> None:
 
 
 def unsupported_reason(kind: str) -> str:
-    """Why paceline cannot train on this kind of device; empty if it can."""
     return "paceline does not train on mps, because mps has no float64 for sums of losses" if kind == "mps" else ""
 
 
@@ -330,11 +318,7 @@ def device_name(device: torch.device) -> str:
 
 
 def resolve_backend(choice: str, device: torch.device) -> str:
-    """The backend of torch.distributed for ranks on such a device; for "auto" the default of the device.
-
-    Raises:
-        UsageError: this torch does not have the backend, or the backend does not support the device.
-    """
+    """The backend of torch.distributed for ranks on such a device; for "auto" the default of the device."""
     backend = BACKENDS.get(device.type, "gloo") if choice == "auto" else choice
     available = {name: getattr(dist, f"is_{name}_available")() for name in ("nccl", "gloo", "xccl", "mpi")}
     if backend not in available:

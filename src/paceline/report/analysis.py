@@ -47,8 +47,6 @@ KEYWORDS = ("loss", "%|", "samples", "images", "img", "examples", "throughput") 
 
 
 class ParsedLine(NamedTuple):
-    """The content of a line."""
-
     format: str  # empty: neither loss nor throughput
     rank: str
     values: dict[str, float]  # test loss, loss, samples/s, steps/s; losses may be NaN or infinite
@@ -69,7 +67,6 @@ class Analysis(msgspec.Struct):
 
 
 def read_line(line: str) -> ParsedLine:
-    """The content of a line."""
     rank, log_format, samples, text, values = "", "", None, line[:MAX_CHARS], dict[str, float]()
     while (match := RANK_PREFIX.match(text)) is not None:  # torchrun's --tee precedes other prefixes
         label = next(group for group in match.groups() if group)
@@ -96,15 +93,12 @@ def read_line(line: str) -> ParsedLine:
 
 
 class LogAnalyzer:
-    """Collects the values of lines."""
-
     def __init__(self, name: str) -> None:
         self.result = Analysis(name)
         self._owners: dict[str, str] = {}  # name of a value -> the rank that prints it
         self._anchors: dict[str, tuple[float, tuple[int, int]]] = {}  # rank -> time, and samples then
 
     def add(self, reading: ParsedLine, unix_time: float | None = None) -> None:
-        """Add a line, with the time at which it was written."""
         result = self.result
         result.lines += 1
         if reading.rank and reading.rank not in result.ranks and len(result.ranks) < MAX_RANKS:
@@ -128,7 +122,6 @@ class LogAnalyzer:
                 self.result.values.setdefault("samples/s (counted)", []).append((done - start) / (now - before))
 
     def add_log(self, path: Path, *, rank: str = "") -> None:
-        """Add all lines of a log (OSError if it cannot be read)."""
         times, end = log_times(path), 0
         with open_file(path) as file, os.fdopen(file.descriptor, "rb", closefd=False) as log:
             while block := log.readline(BLOCK_BYTES):

@@ -1,8 +1,4 @@
-"""The figures of a run's page, and the diagrams of `paceline report --explain`.
-
-Figures are thinned data for plotly's JavaScript, without HTML. The diagrams are templates/explain.svg with the numbers
-of the run.
-"""
+"""The figures of a run's page as thinned data for plotly, and the diagrams of --explain from templates/explain.svg."""
 
 from __future__ import annotations
 
@@ -39,8 +35,6 @@ UPDATE_DESCRIPTIONS = {"zero": "updates and sends its shard", "fsdp": "updates i
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of the page."""
-
     name: str  # an identifier
     title: str
     caption: str  # also describes the figure for screen readers
@@ -68,7 +62,6 @@ def select_rows_to_draw(xs: Sequence[float], ys: Sequence[float]) -> list[int]:
 
 
 def make_line_trace(name: str, axes: Sequence[Sequence[float]], ys: Sequence[float], style: int = 0) -> dict[str, Any]:
-    """A line, thinned over the first of its x axes."""
     rows = select_rows_to_draw(axes[0], ys)
     trace: dict[str, Any] = {
         "name": remove_controls(name)[:80], "colour": COLOURS[style % len(COLOURS)],
@@ -117,7 +110,6 @@ CURVES: tuple[tuple[str, str, str, str, Callable[[RankLog], list[float]], bool],
 
 
 def training_curve_figures(runs: Sequence[RunData]) -> Iterable[Figure]:
-    """Loss, metrics, throughput, gradient norm and learning rate, with a line for each run."""
     for name, title, caption, y, values, log in CURVES:
         traces = [
             make_line_trace(run.name if len(runs) > 1 else y, _x_axis_values(first), ys, number)
@@ -158,7 +150,6 @@ def _scores(runs: Sequence[RunData]) -> Iterable[Figure]:
 
 
 def phase_figures(runs: Sequence[RunData]) -> Iterable[Figure]:
-    """The mean step by phase, with a bar for each rank, or for each run."""
     rows: list[tuple[str, list[float]]] = []
     for run in runs:
         logs = [log for log in run.newest_rank_logs() if log.valid_rows][:MAX_ROWS]
@@ -180,7 +171,6 @@ def phase_figures(runs: Sequence[RunData]) -> Iterable[Figure]:
 
 
 def waiting_figures(run: RunData, waits: Mapping[int, Mapping[int, float]]) -> Iterable[Figure]:
-    """The matrix of waiting between ranks; `waits` as in Bottleneck."""
     ranks = sorted(log.rank for log in run.newest_rank_logs())[:MAX_ROWS]
     if len(ranks) < 3 or not waits:  # for two ranks the summary is sufficient
         return
@@ -215,7 +205,6 @@ DEVICE_FIGURE_SPECS: tuple[tuple[str, str, str, Callable[[MachineUse], Mapping[s
 
 
 def device_figures(run: RunData) -> Iterable[Figure]:
-    """The use of the machines, with a line for each host, rank or GPU."""
     began = (run.first_rank_log.start_events[0].unix_time if run.first_rank_log and run.first_rank_log.start_events
         else min((records[0].unix_time for records in run.machines.values() if records), default=0.0))  # fmt: skip
     for name, title, y, values in DEVICE_FIGURE_SPECS:
@@ -236,15 +225,12 @@ def device_figures(run: RunData) -> Iterable[Figure]:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A diagram with its title and caption."""
-
     title: str
     caption: str
     svg: Markup
 
 
 def make_drawings(run: RunData) -> list[Drawing]:
-    """The diagrams for which the run has events."""
     drawings = [*_samples_drawing(run)]
     if steps := _typical_step(run):
         drawings = [*_stages_drawing(run, steps), *_step_timeline_drawing(run, steps), *drawings]

@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from paceline.guard.detectors import WORK_PHASES, PhaseSecondsByRank, find_slow_rank
-from paceline.protocol.evidence import LIVE, MAX_LIVE_BYTES, WATCHED_FILE, LiveRank, LiveState, Phase
+from paceline.protocol.evidence import LIVE, MAX_LIVE_BYTES, WATCHED_FILE, LiveState, Phase, WorkerSample
 from paceline.runs import writing
 from paceline.runs.console import one_line
 from paceline.runs.events import Checkpointed, Event, Started, Step, decode_event, event_files
@@ -31,8 +31,6 @@ AVERAGED_READS = 10  # reads over which times are averaged
 
 @dataclass(frozen=True)
 class RankSnapshot:
-    """The state of a rank."""
-
     rank: int
     host: str = ""
     phase: str = ""  # empty: unknown
@@ -48,8 +46,6 @@ class RankSnapshot:
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """The state of a run: its ranks, and rank 0's last steps."""
-
     ranks: tuple[RankSnapshot, ...] = ()
     is_reported_by_agent: bool = False  # whether the agent reports the state
     step: int | None = None
@@ -68,7 +64,6 @@ class FileTail:
         self._path, self._inode, self._offset, self._rest = path, 0, 0, b""
 
     def read_new_lines(self) -> Sequence[bytes]:
-        """The new complete lines."""
         with suppress(OSError), open_file(self._path) as file:
             size = file.status.st_size
             if file.status.st_ino != self._inode:  # the first read, or a writer has replaced the file
@@ -86,8 +81,6 @@ class FileTail:
 
 
 class RankHistory:
-    """The states of one rank at the last reads."""
-
     def __init__(self, rank: int) -> None:
         self.host, self.node = "", 0
         self._now = RankSnapshot(rank)
@@ -96,9 +89,11 @@ class RankHistory:
         self._work: deque[float] = deque(maxlen=MAX_HISTORY)
         self._last: Step | None = None
 
-    def add_live(self, rank: LiveRank) -> None:
+    def add_live(self, rank: WorkerSample) -> None:
         """Add a state from the agent."""
-        ended = "lost" if rank.is_lost else "" if rank.code is None else f"ended: {rank.code}" if rank.code else "done"
+        ended = (
+            "lost" if rank.lost_reason else "" if rank.code is None else f"ended: {rank.code}" if rank.code else "done"
+        )
         # the rank was restarted or rolled back, or only its events were known
         if self._last is not None or (self._reads and rank.step < self._reads[-1][0]):
             self._reads.clear()
@@ -111,7 +106,7 @@ class RankHistory:
         self.host, self.node = rank.host, rank.node
         self._now = replace(
             self._now,
-            phase="" if ended else rank.phase,
+            phase="" if ended else rank.phase.word,
             end_description=ended,
             step=rank.step,
             no_progress_seconds=rank.still_seconds,
@@ -138,7 +133,6 @@ class RankHistory:
         return tuple(seconds / steps for seconds in _differences(self._reads[0][1], self._reads[-1][1]))
 
     def snapshot(self) -> RankSnapshot:
-        """The state now."""
         spent, still = self.mean_phase_seconds(), self._now.no_progress_seconds
         of_steps = sum(spent[phase] for phase in (*WORK_PHASES, Phase.SYNC)) if spent else 0.0
         if spent and of_steps > 0:

@@ -19,16 +19,12 @@ _LOG = re.compile(r"rank-([0-9]{1,9})\.log")
 
 
 class RankLine(NamedTuple):
-    """A line of one rank."""
-
     unix_time: float  # 0: unknown
     rank: int
     text: str
 
 
 class MergedLine(NamedTuple):
-    """A line of one rank or several."""
-
     unix_time: float
     ranks: list[int]
     text: str
@@ -36,19 +32,13 @@ class MergedLine(NamedTuple):
 
 @dataclass(frozen=True)
 class LineFilter:
-    """Selects the lines to show: the `last` ones (0: all), since a time, that match a pattern."""
-
     last: int = 0
     since: float | None = None
     pattern: re.Pattern[str] | None = None
 
 
 def rank_logs(attempt: Path) -> dict[int, Path]:
-    """The logs of a start, by rank.
-
-    Raises:
-        OSError: if the folder cannot be read.
-    """
+    """The logs of a start, by rank."""
     return numbered_files(attempt, _LOG)
 
 
@@ -110,17 +100,12 @@ class RankLogs:
         self.without_times = [rank for rank, path in logs.items() if log_times(path) is None]
 
     def lines(self, wanted: LineFilter) -> Iterator[MergedLine]:
-        """The lines to show, merged by time. If times are missing, one rank after the other.
-
-        Raises:
-            OSError: if a log cannot be read.
-        """
+        """The lines to show, merged by time. If times are missing, one rank after the other."""
         streams = [self._lines_of(rank, wanted) for rank in self.logs]
         merged = merge_line_stream(heapq.merge(*streams, key=lambda line: (line.unix_time, line.rank)))
         return iter(deque(merged, wanted.last)) if wanted.last else merged
 
     def truncated_ranks(self, wanted: LineFilter) -> Sequence[int]:
-        """The ranks whose logs are not shown from their beginning."""
         if wanted.last or wanted.pattern is not None or wanted.since is not None:
             return []
         return [rank for rank, end in self.ends.items() if end > MAX_SHOWN_BYTES]
@@ -147,7 +132,6 @@ class RankLogs:
 
 
 def log_times(log: Path) -> LogTimes | None:
-    """The times of a log's lines; None if they are missing or unreadable."""
     try:
         return LogTimes(log)
     except OSError:

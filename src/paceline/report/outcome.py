@@ -1,8 +1,4 @@
-"""The outcome of a run: its events, whether its loss fell, its failures, and its bottleneck.
-
-A step = computing + waiting for data + waiting for the slowest rank + exchange + between steps + rest, as in
-`paceline scale`.
-"""
+"""The outcome of a run: its events, whether its loss fell, its failures, and its bottleneck."""
 
 import math
 from collections import Counter
@@ -11,16 +7,10 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from paceline.errors import ExitCode
+from paceline.report import step_parts
 from paceline.report.figures import COLOURS, Figure
 from paceline.report.run import RankLog, RunData, pick_evenly
-from paceline.report.step_parts import (
-    PhaseSeconds,
-    RecordedSteps,
-    StepParts,
-    common_rows,
-    phase_seconds_by_rank,
-    split_step,
-)
+from paceline.report.step_parts import PhaseSeconds, StepParts
 from paceline.runs.console import remove_controls
 from paceline.runs.events import Checkpointed, Ended, Evaluated, Notice, RolledBack, Skipped
 from paceline.runs.summary import scores_line
@@ -94,7 +84,6 @@ def run_events(run: RunData) -> list[tuple[float, str, str]]:
 
 
 def timeline_figures(events: Sequence[tuple[float, str, str]]) -> Iterable[Figure]:
-    """The events as marks over time."""
     of_kind: dict[str, list[tuple[float, str]]] = {}
     for at, kind, text in events:
         if kind != "notice":
@@ -111,7 +100,6 @@ def timeline_figures(events: Sequence[tuple[float, str, str]]) -> Iterable[Figur
 
 
 def wall_seconds_by_use(run: RunData) -> dict[str, float]:
-    """The seconds of the wall time by use: steps, evaluations, checkpoints, repeated steps, the rest."""
     if not (first := run.first_rank_log) or not first.valid_rows:
         return {}
     steps, started = first.steps, first.start_events
@@ -127,7 +115,6 @@ def wall_seconds_by_use(run: RunData) -> dict[str, float]:
 
 
 def learning_summary(run: RunData) -> str:
-    """A sentence about the loss and the test metrics; empty without steps."""
     if not (first := run.first_rank_log) or not first.valid_rows:
         return ""
     losses = [loss for row in first.valid_rows if math.isfinite(loss := first.steps.loss[row])]
@@ -142,7 +129,6 @@ def learning_summary(run: RunData) -> str:
 
 
 def restart_summary(run: RunData) -> str:
-    """A sentence about the starts after the first; empty if there are none."""
     again = run.first_rank_log.start_events[1:] if run.first_rank_log else []
     if not again:
         return ""
@@ -152,13 +138,11 @@ def restart_summary(run: RunData) -> str:
 
 
 def root_failures(run: RunData) -> list[tuple[str, str]]:
-    """The ranks that failed, with their errors, without ranks that failed because a different rank had failed."""
     causes = [failure for failure in run.failures if not failure.victim] or run.failures
     return [(f"rank {f.rank} ({remove_controls(f.host)})", remove_controls(f.message or f.type)) for f in causes[:20]]
 
 
 def failure_remedies(run: RunData) -> list[str]:
-    """Advice after a failure."""
     code = run.failures[0].exit_code if run.failures else run.summary.exit if run.summary else 0
     text = REMEDIES.get(ExitCode(code)) if code in {*ExitCode} else None
     if text is None:
@@ -170,8 +154,6 @@ def failure_remedies(run: RunData) -> list[str]:
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """The largest causes of lost time in a run."""
-
     summary: str  # a sentence: the fraction of the time in which ranks computed, and the largest causes of the rest
     advice: list[str] = field(default_factory=list[str])  # advice, the most promising first
     cause_fractions: dict[str, float] = field(default_factory=dict[str, float])
@@ -183,7 +165,6 @@ class Bottleneck:
 
 
 def find_bottleneck(run: RunData) -> Bottleneck:
-    """The bottleneck of a run's newest start."""
     logs = [log for log in run.newest_rank_logs() if log.valid_rows]
     size = run.world_size
     if not logs:
@@ -195,8 +176,11 @@ def find_bottleneck(run: RunData) -> Bottleneck:
     steps = _common_steps(logs)
     if len(steps) < 2:
         return Bottleneck(f"Too few steps to analyze its speed: the first {WARM_UP} are warm-up.")
-    spent = RecordedSteps(steps=steps, mean_global_batch=1.0, hosts=run.hosts)
-    parts, between = split_step(spent), sum(s.between for step in steps for s in step.values()) / len(steps) / size
+    spent = step_parts.RecordedSteps(steps=steps, mean_global_batch=1.0, hosts=run.hosts)
+    parts, between = (
+        step_parts.split_step(spent),
+        sum(s.between for step in steps for s in step.values()) / len(steps) / size,
+    )
     total = parts.step or 1e-9
     shares = {
         COMPUTING: max(0.0, parts.compute - between), DATA: parts.data, WAITING: max(0.0, parts.waiting),
@@ -213,10 +197,10 @@ def find_bottleneck(run: RunData) -> Bottleneck:
 
 def _common_steps(logs: Sequence[RankLog]) -> list[dict[int, PhaseSeconds]]:
     """Some steps that all ranks of the newest start have recorded after the warm-up, if possible consecutive ones."""
-    rows = common_rows(logs, logs[0].start_events[-1].start_step + WARM_UP)
+    rows = step_parts.common_rows(logs, logs[0].start_events[-1].start_step + WARM_UP)
     follow = [n for n, of in rows.items() if all(log.steps.follows[row] for log, row in zip(logs, of, strict=True))]
     numbers = pick_evenly(follow or [*rows], min(MAX_STEPS, MAX_SPENT // len(logs)))
-    return [phase_seconds_by_rank(logs, rows[number]) for number in numbers]
+    return [step_parts.phase_seconds_by_rank(logs, rows[number]) for number in numbers]
 
 
 def _wait_seconds(steps: Sequence[dict[int, PhaseSeconds]]) -> dict[int, dict[int, float]]:
@@ -303,7 +287,6 @@ def _describe_exchange(run: RunData, parts: StepParts) -> tuple[str, str]:
 
 
 def step_gradient_bytes(run: RunData) -> int:
-    """The bytes of the gradients of a step; 0: unknown."""
     memory = run.first_rank_log.memory if run.first_rank_log else None
     return memory.gradient_bytes if memory else 0
 

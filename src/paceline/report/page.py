@@ -15,27 +15,10 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from paceline.errors import plural
+from paceline.report import figures, outcome
 from paceline.report.analysis import log_figures
-from paceline.report.figures import (
-    Drawing,
-    Figure,
-    device_figures,
-    phase_figures,
-    training_curve_figures,
-    waiting_figures,
-)
-from paceline.report.outcome import (
-    Bottleneck,
-    failure_remedies,
-    find_bottleneck,
-    learning_summary,
-    restart_summary,
-    root_failures,
-    run_events,
-    step_gradient_bytes,
-    timeline_figures,
-    wall_seconds_by_use,
-)
+from paceline.report.figures import Drawing, Figure
+from paceline.report.outcome import Bottleneck
 from paceline.report.run import RunData
 from paceline.runs.console import clock, format_duration, remove_controls
 from paceline.runs.summary import Summary, scores_line
@@ -54,8 +37,6 @@ SHARDED_KINDS_BY_STRATEGY = {  # whether a strategy shards weights, gradients an
 
 @dataclass(frozen=True)
 class Table:
-    """A table of texts."""
-
     title: str
     head: Sequence[str]
     rows: list[list[str]] = field(default_factory=list[list[str]])
@@ -66,8 +47,6 @@ class Table:
 
 @dataclass
 class Section:
-    """A section of the page."""
-
     id: str
     name: str
     figures: list[Figure] = field(default_factory=list[Figure])
@@ -81,19 +60,15 @@ class Section:
 
 
 def report_page(runs: Sequence[RunData], command: str, drawings: Sequence[Drawing] = ()) -> str:
-    """The page of one run, or the comparison of several, as HTML.
-
-    Args:
-        runs: at least one.
-        command: the command that creates the page, for display.
-        drawings: diagrams of the run.
-    """
-    bottlenecks = [find_bottleneck(run) for run in runs]
+    """The page of one run, or the comparison of several, as HTML. `command`: what creates the page, for display."""
+    bottlenecks = [outcome.find_bottleneck(run) for run in runs]
     body = [section for section in _sections(runs, bottlenecks[0], drawings) if section]
-    figures = {figure.name: asdict(figure) for section in body for figure in section.figures}
+    drawn = {figure.name: asdict(figure) for section in body for figure in section.figures}
     title = _page_title(runs[0]) if len(runs) == 1 else f"{len(runs)} runs compared"
-    data = msgspec.json.encode({"name": runs[0].name if len(runs) == 1 else "compared", "figures": figures}).decode()
-    plotly, js = _plotly(), _template("report.js")
+    data = msgspec.json.encode({"name": runs[0].name if len(runs) == 1 else "compared", "figures": drawn}).decode()
+    plotly = (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
+    plotly = plotly.replace("</script", "<\\/script")  # it must not end the script element
+    js = _template("report.js")
     digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in (plotly, js)]
     hashes = " ".join(f"'sha256-{digest}'" for digest in digests)
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
@@ -110,27 +85,28 @@ def report_page(runs: Sequence[RunData], command: str, drawings: Sequence[Drawin
 
 def _sections(runs: Sequence[RunData], bottleneck: Bottleneck, drawings: Sequence[Drawing]) -> list[Section]:
     run, several = runs[0], len(runs) > 1
-    learning = Section("learning", "Learning", [*training_curve_figures(runs)])
+    learning = Section("learning", "Learning", [*figures.training_curve_figures(runs)])
     speed = [figure for figure in learning.figures if figure.name == "throughput"]
     learning.figures = [figure for figure in learning.figures if figure.name != "throughput"]
     if several:
         return [
             Section("compared", "Comparison", tables=[results_table(runs), setting_differences(runs)]),
             learning,
-            Section("speed", "Speed", [*speed, *phase_figures(runs)]),
+            Section("speed", "Speed", [*speed, *figures.phase_figures(runs)]),
         ]
-    events, (from_logs, sentence) = run_events(run), log_figures(run)
+    events, (from_logs, sentence) = outcome.run_events(run), log_figures(run)
     learning.figures += from_logs
     learning.texts = [sentence] if sentence else []
+    waiting = figures.waiting_figures(run, bottleneck.wait_seconds)
     return [
         learning,
-        Section("speed", "Speed", [*speed, *phase_figures(runs), *waiting_figures(run, bottleneck.wait_seconds)],
+        Section("speed", "Speed", [*speed, *figures.phase_figures(runs), *waiting],
                 [*wall_time_table(run), *collectives_table(run)]),
         Section("explained", "How it works", drawings=[*drawings],
                 texts=["The times, parameters and ranks are those of this run."] if drawings else []),
         Section("memory", "Memory", tables=[*memory_table(run)]),
-        Section("machines", "Machines", [*device_figures(run)]),
-        Section("happened", "Events", [*timeline_figures(events)], [*event_table(events)]),
+        Section("machines", "Machines", [*figures.device_figures(run)]),
+        Section("happened", "Events", [*outcome.timeline_figures(events)], [*event_table(events)]),
         Section("samples", "Samples", tables=[*samples_table(run)]),
         Section("repeat", "Reproduce", tables=[*settings_tables(run)],
                 codes=[repeat_command(run)] if run.settings else []),
@@ -159,9 +135,9 @@ def _header_values(run: RunData, bottleneck: Bottleneck) -> dict[str, Any]:
     return {
         "name": run.name, "state": run.state or "unknown", "tone": tone, "shares": shares,
         "details": "" if failed and run.failures else run.state_details,
-        "failed": root_failures(run) if failed else [], "restarts": restart_summary(run),
-        "learning": learning_summary(run), "bottleneck": bottleneck.summary,
-        "advice": [*failure_remedies(run), *bottleneck.advice] if failed else bottleneck.advice,
+        "failed": outcome.root_failures(run) if failed else [], "restarts": outcome.restart_summary(run),
+        "learning": outcome.learning_summary(run), "bottleneck": bottleneck.summary,
+        "advice": [*outcome.failure_remedies(run), *bottleneck.advice] if failed else bottleneck.advice,
         "missing": run.unreadable_parts, "tiles": [row[:2] for row in results_table([run]).rows],
         "shares_words": ", ".join(f"{share['name']} {share['percent']}" for share in shares),
     }  # fmt: skip
@@ -169,12 +145,6 @@ def _header_values(run: RunData, bottleneck: Bottleneck) -> dict[str, Any]:
 
 def _template(name: str) -> str:
     return (files("paceline.report") / "templates" / name).read_text(encoding="utf-8")
-
-
-def _plotly() -> str:
-    """plotly's JavaScript from its package, escaped so that it cannot end the script element."""
-    text = (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
-    return text.replace("</script", "<\\/script")
 
 
 def _cell(value: Any) -> str:
@@ -185,7 +155,6 @@ def _cell(value: Any) -> str:
 
 
 def results_table(runs: Sequence[RunData]) -> Table:
-    """The description and results of the runs, with a column for each."""
     columns = [_result_values(run) for run in runs]
     names = dict.fromkeys(name for column in columns for name in column)
     rows = [[name, *(_cell(column.get(name)) for column in columns)] for name in names]
@@ -200,7 +169,7 @@ def _result_values(run: RunData) -> dict[str, Any]:
     planned = run.settings.get("steps") or (run.settings.get("epochs") or 0) * an_epoch
     hosts, rate = len({*run.hosts.values()}), summary.samples_per_second
     flops, good = summary.flops_per_sample, summary.goodput or goodput(run.folder)
-    seconds = sum(wall_seconds_by_use(run).values()) or summary.seconds
+    seconds = sum(outcome.wall_seconds_by_use(run).values()) or summary.seconds
     values: dict[str, Any] = {
         "task": str(run.settings.get("task") or summary.task).rpartition("/")[2],
         "ranks": f"{run.world_size}{f' on {hosts} hosts' if hosts > 1 else ''}" if run.world_size else None,
@@ -224,7 +193,6 @@ def _result_values(run: RunData) -> dict[str, Any]:
 
 
 def setting_differences(runs: Sequence[RunData]) -> Table:
-    """The settings that differ between the runs."""
     names = dict.fromkeys(name for run in runs for name in run.settings)
     rows = [[name, *(_cell(run.settings.get(name)) for run in runs)] for name in names]
     rows = [row for row in rows if len({*row[1:]}) > 1]
@@ -233,7 +201,6 @@ def setting_differences(runs: Sequence[RunData]) -> Table:
 
 
 def settings_tables(run: RunData) -> Iterable[Table]:
-    """All settings, and the environment."""
     for title, head, table in (("All settings", "setting", run.settings), ("Environment", "name", run.environment)):
         if table:
             rows = [[_cell(name), _cell(value)] for name, value in table.items()]
@@ -241,7 +208,6 @@ def settings_tables(run: RunData) -> Iterable[Table]:
 
 
 def repeat_command(run: RunData) -> str:
-    """The command that repeats the run."""
     folder, versions = shlex.quote(str(run.folder)), run.environment
     names = [name for name in ("paceline", "torch", "python") if name in versions]
     about = ", ".join(f"{name} {remove_controls(str(versions[name]))[:60]}" for name in names)
@@ -254,15 +220,13 @@ def repeat_command(run: RunData) -> str:
 
 
 def wall_time_table(run: RunData) -> Iterable[Table]:
-    """The wall time by use."""
-    spent = wall_seconds_by_use(run)
+    spent = outcome.wall_seconds_by_use(run)
     if (total := sum(spent.values())) > 0:
         rows = [[name, format_duration(s), f"{s / total:.1%}"] for name, s in spent.items() if s > 0]
         yield Table("Wall time of the run", ["part", "time", "fraction"], rows, numbers=True)
 
 
 def collectives_table(run: RunData) -> Iterable[Table]:
-    """The collectives of a step: bytes, number, duration, and overlap with backward."""
     traced = [*run.first_rank_log.traced.values()][-100:] if run.first_rank_log else []
     calls: dict[str, list[tuple[float, int, float]]] = {}
     for step in traced:
@@ -275,20 +239,12 @@ def collectives_table(run: RunData) -> Iterable[Table]:
         duration, size, over = (mean(column) for column in zip(*occurrences, strict=True))
         speed = f"{size / duration / 1e6:,.0f}" if duration > 0 and size > 1e4 else ""
         overlap = f"{over / duration:.0%}" if duration > 0 else "-"
-        rows.append(
-            [
-                _cell(name),
-                f"{len(occurrences) / len(traced):.3g}",
-                f"{size / 1e6:,.3f}",
-                f"{1e3 * duration:,.2f}",
-                speed,
-                overlap,
-            ]
-        )
+        numbers = (f"{len(occurrences) / len(traced):.3g}", f"{size / 1e6:,.3f}", f"{1e3 * duration:,.2f}")
+        rows.append([_cell(name), *numbers, speed, overlap])
     if rows:
         caption = (
             "A collective is a call in which all ranks take part. Times include waiting for a late rank. The gradients "
-            f"of a step have {step_gradient_bytes(run) / 1e6:,.2f} MB on a rank."
+            f"of a step have {outcome.step_gradient_bytes(run) / 1e6:,.2f} MB on a rank."
         )
         head = ["collective", "calls per step", "MB", "ms", "MB/s", "overlap with backward"]
         yield Table("Collectives in a step", head, rows, caption, numbers=True)
@@ -315,7 +271,6 @@ def memory_table(run: RunData) -> Iterable[Table]:
 
 
 def samples_table(run: RunData) -> Iterable[Table]:
-    """The samples of each epoch, over all ranks."""
     samples, steps = Counter[int](), Counter[int]()
     for log in run.ranks.values():
         for row in log.valid_rows:
@@ -333,7 +288,6 @@ def samples_table(run: RunData) -> Iterable[Table]:
 
 
 def event_table(events: Sequence[tuple[float, str, str]]) -> Iterable[Table]:
-    """The events of a run except steps, in order."""
     rows = [[format_duration(max(0.0, at)), kind, text] for at, kind, text in events]
     if len(rows) > MAX_ROWS:
         half = MAX_ROWS // 2

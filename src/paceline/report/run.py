@@ -59,7 +59,6 @@ class StepColumns:
         self.phases = tuple(array("d") for _ in PHASES)
 
     def add(self, event: Step, *, follows: bool) -> None:
-        """Append a row."""
         self.follows.append(follows)
         self.step.append(event.step)
         self.epoch.append(event.epoch)
@@ -101,7 +100,6 @@ class RankLog:
     _after_step = False
 
     def add_event(self, event: Event) -> None:
-        """Add the next event of the file."""
         steps, follows = self.steps, self._after_step
         self._after_step = isinstance(event, Step) or (
             follows and isinstance(event, TracedStep | MemoryBreakdown | FlopsCounted)
@@ -149,14 +147,11 @@ class RankLog:
         return max([*self.steps.ended[-1:], *(start.unix_time for start in self.start_events[-1:])], default=0.0)
 
     def events_of(self, kind: type[Event]) -> Iterator[tuple[float, Any]]:
-        """The `events` of a type, with their times."""
         return ((at, event) for at, event in self.events if isinstance(event, kind))
 
 
 @dataclass
 class RunData:
-    """The contents of a run folder."""
-
     folder: Path
     state: str = ""  # done, failed, running, ...: see `paceline status`
     state_details: str = ""  # details of the state
@@ -176,7 +171,6 @@ class RunData:
 
     @property
     def name(self) -> str:
-        """The name of the folder, for display."""
         return remove_controls(self.folder.name)[:120] or str(self.folder)
 
     @property
@@ -186,35 +180,29 @@ class RunData:
 
     @property
     def newest_start(self) -> Started | None:
-        """The newest start."""
         return self.first_rank_log.start_events[-1] if self.first_rank_log else None
 
     @property
     def world_size(self) -> int:
-        """The number of ranks of the newest start; 0: unknown."""
         of_summary = self.summary.world_size if self.summary else None
         return (self.newest_start.world_size if self.newest_start else of_summary) or 0
 
     @property
     def hosts(self) -> dict[int, str]:
-        """The host of each rank of the newest start."""
         size = self.world_size
         return {rank: log.start_events[-1].host for rank, log in self.ranks.items() if log.start_events and rank < size}
 
     @property
     def strategy(self) -> str:
-        """The strategy of the run."""
         of_summary = self.summary.strategy if self.summary else None
         return str(of_summary or self.settings.get("strategy") or "")
 
     def newest_rank_logs(self) -> list[RankLog]:
-        """The ranks of the newest start that have events."""
         logs = (self.ranks.get(rank) for rank in range(self.world_size))
         return [log for log in logs if log is not None and log.start_events]
 
 
 def read_run(folder: Path) -> RunData:
-    """Read the run in `folder`."""
     run = RunData(folder)
     with _recording_errors(run, CONFIG):
         run.settings = _flat(decode_toml(folder / CONFIG))
@@ -241,7 +229,6 @@ def read_run(folder: Path) -> RunData:
 
 
 def read_rank_logs(run: RunData) -> None:
-    """Read the events of all ranks."""
     with _recording_errors(run, "events"):
         files = event_files(run.folder)
         for rank in [*files][:MAX_RANKS]:
@@ -291,7 +278,6 @@ def _align_clocks(run: RunData) -> None:
 
 @contextmanager
 def _recording_errors(run: RunData, part: str) -> Generator[None]:
-    """Record read errors in `run.unreadable_parts` instead of raising them."""
     try:
         yield
     except FileNotFoundError:

@@ -42,8 +42,6 @@ class PhaseSeconds:
 
 @dataclass(frozen=True)
 class RecordedSteps:
-    """The steps that all ranks have recorded, without the warm-up."""
-
     steps: Sequence[Mapping[int, PhaseSeconds]]  # each by rank
     mean_global_batch: float  # mean size of the global batch
     hosts: Mapping[int, str]
@@ -51,7 +49,6 @@ class RecordedSteps:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
         return len(self.hosts)
 
     @property
@@ -63,8 +60,6 @@ class RecordedSteps:
 
 @dataclass(frozen=True)
 class StepParts:
-    """The parts of the mean step of a run, in seconds."""
-
     step: float
     data: float
     compute: float
@@ -86,7 +81,6 @@ def common_rows(logs: Sequence[RankLog], after: int) -> dict[int, list[int]]:
 
 
 def phase_seconds_by_rank(logs: Sequence[RankLog], rows: Sequence[int]) -> dict[int, PhaseSeconds]:
-    """The seconds of a step, from its row in each log."""
     return {log.rank: _phase_seconds(log, row) for log, row in zip(logs, rows, strict=True)}
 
 
@@ -135,7 +129,6 @@ def split_step(run: RecordedSteps, backward_per_forward: float | None = None) ->
 
 
 def backward_per_forward(run: RecordedSteps) -> float:
-    """The duration of a backward without exchange, divided by that of a forward."""
     means = _means(run, sorted(run.hosts)).values()
     forward = sum(rank_means["forward"] for rank_means in means)
     return sum(rank_means["backward"] for rank_means in means) / forward if forward > 0 else 0.0

@@ -36,8 +36,6 @@ class KeyActions:
 
 
 class ConfirmScreen(ModalScreen[bool]):
-    """Asks for a confirmation."""
-
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("y", "dismiss(True)", "yes"),
         Binding("n,escape,q", "dismiss(False)", "no"),
@@ -48,13 +46,10 @@ class ConfirmScreen(ModalScreen[bool]):
         self._question = question
 
     def compose(self) -> ComposeResult:
-        """A box with the question."""
         yield Static(Text(f"{self._question}\n\n  y  yes      n  no"), id="asked", markup=False)
 
 
 class RankScreen(ModalScreen[None]):
-    """The stack of one rank and the last lines of its log."""
-
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,enter", "dismiss", "back")]
 
     def __init__(self, rank: int, actions: KeyActions) -> None:
@@ -62,7 +57,6 @@ class RankScreen(ModalScreen[None]):
         self._rank, self._actions = rank, actions
 
     def compose(self) -> ComposeResult:
-        """The stack, and below it the log."""
         with VerticalScroll(id="details"):
             yield Static(Text(f"rank {self._rank}", "bold"), markup=False)
             yield Static(Text("requesting its stack ...", "dim"), id="stack", markup=False)
@@ -71,7 +65,6 @@ class RankScreen(ModalScreen[None]):
         yield Footer()
 
     async def on_mount(self) -> None:
-        """Request the stack and the log. The stack may take seconds."""
         self.run_worker(self._fill("log", self._actions.read_log))
         self.run_worker(self._fill("stack", self._actions.request_stack))
 
@@ -82,14 +75,10 @@ class RankScreen(ModalScreen[None]):
 
 
 class RankTable(DataTable[Text]):
-    """The table of ranks. The footer shows the Enter key."""
-
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "select_cursor", "stack and log")]
 
 
 class WatchApp(App[None]):
-    """The screen."""
-
     CSS = """
     Screen { background: $background; }
     #title, #progress, #note { height: auto; padding: 0 1; }
@@ -118,7 +107,6 @@ class WatchApp(App[None]):
         self.failure: BaseException | None = None  # the error that ended the app
 
     def compose(self) -> ComposeResult:
-        """The widgets, from top to bottom."""
         yield Static("", id="title", markup=False)
         yield Static("", id="progress", markup=False)
         yield RankTable(id="ranks", cursor_type="row", zebra_stripes=True, cell_padding=1)
@@ -126,7 +114,6 @@ class WatchApp(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        """Start the updates."""
         self.query_one(RankTable).focus()
         self.run_worker(self._poll_state(), exclusive=True)
 
@@ -147,7 +134,6 @@ class WatchApp(App[None]):
             await asyncio.sleep(EVERY_SECONDS)
 
     def on_resize(self) -> None:
-        """Adapt the columns to the width."""
         self._draw()
 
     def _draw(self) -> None:
@@ -193,22 +179,18 @@ class WatchApp(App[None]):
         self._shown = rows
 
     def action_sort(self) -> None:
-        """Sort by the next order."""
         self._order = (self._order + 1) % len(ORDERS)
         self._draw()
 
     def on_data_table_row_selected(self, _: DataTable.RowSelected) -> None:
-        """Show the rank under the cursor."""
         row = self.query_one(RankTable).cursor_row
         if 0 <= row < len(self._shown):
             self.push_screen(RankScreen(self._shown[row][0], self._actions))
 
     def action_save(self) -> None:
-        """Request a checkpoint."""
         self.run_worker(self._run_action(self._actions.save))
 
     def action_stop(self) -> None:
-        """Stop the run after a confirmation."""
         if self.seen is None:
             return
 

@@ -20,7 +20,6 @@ STATE_STYLES = {"running": "cyan", "queued": "cyan", "done": "green", "saved": "
 
 
 def title(state: RunState) -> Text:
-    """The run and its state."""
     text = Text(one_line(state.name, 60), "bold")
     parts = [one_line(part, 40) for part in (Path(state.task).name, state.strategy) if part]
     ranks = f"{state.world_size} ranks" if state.world_size else ""
@@ -62,7 +61,6 @@ def progress(now: RunSnapshot, state: RunState, width: int = 0) -> Text:
 
 
 def footer_text(now: RunSnapshot, *, may_act: bool) -> Text:
-    """The slow rank, problems of the machines, and the source of the numbers."""
     notes = [now.slow_rank_message] if now.slow_rank_message else []
     for node, machine in sorted(now.machines.items()):
         slow_gpus = [f"GPU {gpu.index} {gpu.held_back}" for gpu in machine.gpus if gpu.held_back]
@@ -77,8 +75,6 @@ def footer_text(now: RunSnapshot, *, may_act: bool) -> Text:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table."""
-
     title: str
     make_cell: Callable[[RankSnapshot], Text]
     is_right_aligned: bool = False
@@ -117,7 +113,6 @@ def _gpu(rank: RankSnapshot) -> Text:
 
 
 def format_gpu_use(gpu: GpuUse) -> Text:
-    """Memory, power, temperature, clock, and the reason for a reduced clock."""
     values = [
         f"{format_size(gpu.memory_bytes)} of {format_size(gpu.memory_total_bytes or 0)}" if gpu.memory_bytes else "",
         f"{gpu.watts:.0f} W" if gpu.watts is not None else "",
@@ -163,7 +158,6 @@ ORDERS: tuple[tuple[str, Callable[[RankSnapshot], tuple[float, ...]]], ...] = (
 
 
 def summary_line(now: RunSnapshot, state: RunState) -> str:
-    """The state as one line of plain text."""
     running = [rank for rank in now.ranks if not rank.end_description]
     ranks = [rank for rank in running if rank.no_progress_seconds >= MIN_NO_PROGRESS_SECONDS]
     is_live = state.state in (*LIVE_STATES, "unknown")

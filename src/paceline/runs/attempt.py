@@ -38,7 +38,6 @@ class AttemptEnd(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def write_ended(attempt_dir: Path, ended: AttemptEnd) -> None:
-    """Write attempt-N/ended.json atomically. A full disk raises no error."""
     with suppress(OSError):
         writing.replace_file(attempt_dir / "ended.json", msgspec.json.encode(ended))
 
@@ -69,7 +68,6 @@ class NodesStatus(msgspec.Struct, frozen=True):
 
     @property
     def format_line(self) -> str:
-        """The states of all nodes in one line."""
         inside = [node.host for node in self.all if node.state == "in"]
         groups = [f"{len(inside)} in (--nodes {self.least}:{self.most}): {', '.join(inside)}"]
         for state in ("waits", "lost", "left", "refused"):
@@ -80,13 +78,11 @@ class NodesStatus(msgspec.Struct, frozen=True):
 
 
 def write_nodes(attempt_dir: Path, nodes: NodesStatus) -> None:
-    """Write nodes.json. A full disk raises no error."""
     with suppress(OSError):
         writing.replace_file(attempt_dir / NODES, msgspec.json.encode(nodes))
 
 
 def read_nodes(attempt_dir: Path) -> NodesStatus | None:
-    """The last state of the nodes; None for a run with a fixed number of nodes."""
     return decode_if_readable(attempt_dir / NODES, NodesStatus)
 
 
@@ -96,18 +92,15 @@ class ScriptNotice(msgspec.Struct, frozen=True, omit_defaults=True):
     unix_time: float
     words: str
     step: int = 0
-    kind: str = ""
-    """The type: "diverged", "swallowed", ...; empty if it is not about the script."""
+    kind: str = ""  # the type: "diverged", "swallowed", ...; empty if it is not about the script
 
 
 def write_notice(attempt_dir: Path, noted: ScriptNotice) -> None:
-    """Append a finding. A full disk raises no error."""
     with suppress(OSError), os.fdopen(writing.open_or_create(attempt_dir / NOTICES, append=True), "ab", 0) as file:
         file.write(msgspec.json.encode(noted) + b"\n")
 
 
 def read_notices(attempt_dir: Path) -> Iterator[ScriptNotice]:
-    """The findings, the oldest first, at most MAX_NOTICES."""
     with suppress(OSError):
         for _, line in zip(range(MAX_NOTICES), read_lines(attempt_dir / NOTICES), strict=False):
             with suppress(msgspec.MsgspecError):
@@ -116,13 +109,10 @@ def read_notices(attempt_dir: Path) -> Iterator[ScriptNotice]:
 
 
 def times_path(log: Path) -> Path:
-    """The file with the times of a log."""
     return log.with_suffix(".times")
 
 
 class LogTimesWriter:
-    """Records the growth of a log. On a full disk the times are missing."""
-
     def __init__(self, log: Path) -> None:
         self._log, self._size, self._due_seconds, self._descriptor = log, 0, 0.0, -1
         with suppress(OSError):
@@ -143,19 +133,13 @@ class LogTimesWriter:
                 self._size = size
 
     def close(self) -> None:
-        """Close the file of times."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
 
 
 class LogTimes:
-    """The time of each part of a log, to the second. Reads the file of times in pages.
-
-    Raises:
-        FileNotFoundError: the log of an older paceline has no file of times.
-        Unreadable: the file cannot be read.
-    """
+    """The time of each part of a log, to the second. FileNotFoundError: a log of an older paceline has no times."""
 
     def __init__(self, log: Path) -> None:
         self._path, self._first, self._page = times_path(log), -1, list[tuple[int, float]]()

@@ -37,12 +37,10 @@ def print_to_stderr(text: str) -> None:
 
 
 def escape_controls(json: str) -> str:
-    """JSON with control characters as JSON escapes."""
     return re.sub("[\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]", lambda m: f"\\u{ord(m[0]):04x}", json)
 
 
 def remove_controls(text: str) -> str:
-    """`text` without control sequences."""
     return CONTROL.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
 
 
@@ -93,8 +91,12 @@ def table_console(width: int = 132) -> Console:
     return Console(width=None if Console().is_terminal else width, highlight=False, emoji=False)
 
 
+def print_text(console: Console, text: str, style: str = "") -> None:
+    """Print text that may have any content: without control sequences and markup, in lines of any length."""
+    console.print(remove_controls(text), style=style, markup=False, soft_wrap=True)
+
+
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The last `width` values as bars, scaled from their minimum to their maximum."""
     shown = [value for value in values[-width:] if math.isfinite(value)] if width > 0 else []
     if not shown:
         return ""
@@ -125,7 +127,6 @@ def format_duration(seconds: float) -> str:
 
 
 def one_line(text: str, most: int) -> str:
-    """Text in one line of at most `most` characters, without control sequences."""
     line = " ".join(remove_controls(text[: 4 * most]).split())
     return line if len(line) <= most else f"{line[: max(0, most - 1)]}…"
 

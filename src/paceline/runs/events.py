@@ -174,29 +174,17 @@ _decode = msgspec.json.Decoder(_KnownEvent).decode
 
 
 def event_files(run_dir: Path) -> dict[int, Path]:
-    """The files of events in a run folder, by rank.
-
-    Raises:
-        OSError: the folder cannot be read.
-    """
+    """The files of events in a run folder, by rank."""
     return numbered_files(run_dir, _FILE)
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """The records of a file, in order, without unknown kinds and without an incomplete last line.
-
-    Raises:
-        OSError: it does not exist. Unreadable: it is not a file of events.
-    """
+    """The records of a file, in order, without unknown kinds and without an incomplete last line."""
     return _decode_lines(read_lines(path))
 
 
 def last_events(path: Path) -> Iterator[Event]:
-    """The last records of a file of any size, the newest first, decoded lazily.
-
-    Raises:
-        OSError: see `read_events`.
-    """
+    """The last records of a file of any size, the newest first, decoded lazily."""
     return _decode_lines(reversed([*read_lines(path, from_end_bytes=TAIL_BYTES)]))
 
 

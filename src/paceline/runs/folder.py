@@ -1,19 +1,4 @@
-"""The run folder: all files of a run, created once and never overwritten.
-
-runs/mnist-cnn-20260131-093000/
-    config.toml         every setting, resolved: `paceline train --config` repeats the run
-    environment.json    versions, host, device, threads
-    events-<rank>.jsonl the events of each step, see events.py
-    machine-<node>.jsonl the use of each node, once a second, see machine.py
-    checkpoints/        step-<steps done>/ for each, see checkpoint/format.py
-    model.safetensors   the weights
-    summary.json        the result, see summary.py
-    .lock               held by the processes of the active run
-    attempt-1/          files of each start: config.toml, agent-<node>.json, rank-<r>.log, rank-<r>.times,
-                        error-<r>.json, ended.json (the exit code and the diagnosis); nodes.json if hosts can join
-                        and leave, and join.json while they can join; launch.txt: see log_attempt_dir
-    submit-1/           files of each start on other machines, see launch/plan.py
-"""
+"""The run folder: all files of a run, created once and never overwritten. docs/run-folder.md describes its files."""
 
 import os
 import re
@@ -42,18 +27,7 @@ LOCK_SECONDS = 10.0  # the workers of a launcher that was just killed need a mom
 
 
 def open_run_dir(asked: Path | None, task: str, *, resume: bool = False, trust: bool = False) -> Path:
-    """The absolute path of the folder of a new run, or with `resume`, of a run that has ended.
-
-    Args:
-        asked: the folder. None: a new one under runs/.
-        task: for the name of a new one.
-        resume: accept a folder with a run.
-        trust: accept a folder that other users own or could have written.
-
-    Raises:
-        UsageError: the folder has files that would be overwritten, or links, or no run to resume; other users could
-            have written it; or we have no write permission.
-    """
+    """The folder of a new run (None: runs/<task>-<time>), or with `resume`, of one that has ended."""
     if not resume and asked is None:
         run_dir = new_run_dir(task)
     elif asked is None:
@@ -71,7 +45,6 @@ def open_run_dir(asked: Path | None, task: str, *, resume: bool = False, trust: 
 
 
 def _check_private(run_dir: Path, *, trust: bool) -> None:
-    """Check that no other user could have written a folder, and that it has no links."""
     if not trust:
         check_owned_by_us(run_dir)
     for folder in (run_dir, run_dir / CHECKPOINTS):
@@ -82,11 +55,7 @@ def _check_private(run_dir: Path, *, trust: bool) -> None:
 
 
 def check_usable_as_run_dir(run_dir: Path, *, trust: bool = False) -> None:
-    """Check that a folder has a run, or is new or empty.
-
-    Raises:
-        UsageError: it has other files, or a different user could have written it.
-    """
+    """Check that a folder has a run, or is new or empty."""
     if is_folder(run_dir):
         _check_private(run_dir, trust=trust)
     if is_folder(run_dir) and entry_names(run_dir) and not is_file(run_dir / CONFIG) and not _has_no_steps(run_dir):
@@ -103,21 +72,13 @@ def archive_checkpoints(run_dir: Path) -> None:
 
 
 def check_not_finished(run_dir: Path) -> None:
-    """Check that a start at step 0 would not overwrite the weights of a finished run.
-
-    Raises:
-        UsageError: it would.
-    """
+    """Check that a start at step 0 would not overwrite the weights of a finished run."""
     if any(os.path.lexists(run_dir / name) for name in (WEIGHTS, ADAPTER)):
         raise UsageError(code="run-has-ended", run_dir=run_dir)
 
 
 def lock_run_dir(run_dir: Path, *, wait_seconds: float = LOCK_SECONDS) -> int:
-    """Lock the folder for this run, until all processes have closed the returned descriptor.
-
-    Raises:
-        UsageError: another run has locked it. The error has the process of that run.
-    """
+    """Lock the folder for this run, until all processes have closed the returned descriptor."""
     try:
         descriptor = writing.open_or_create(run_dir / LOCK)
     except OSError as error:
@@ -194,14 +155,12 @@ def _fenced_attempt(run_dir: Path) -> int:
 
 
 def move_summary_to_attempt(run_dir: Path, attempt: int) -> None:
-    """Move the summary of the previous start into its folder."""
     last = run_dir / f"attempt-{attempt - 1}"
     if last.is_dir() and (run_dir / SUMMARY).exists():
         writing.rename(run_dir / SUMMARY, last / SUMMARY)
 
 
 def write_settings(folder: Path, text: str) -> None:
-    """Write `folder`/config.toml atomically, because other ranks and restarted workers read it."""
     try:
         writing.replace_file(folder / CONFIG, text.encode())
     except OSError as error:
@@ -215,7 +174,6 @@ def attempt_number(folder: Path, kind: str = "attempt") -> int:
 
 
 def failure_files(attempt: Path) -> list[str]:
-    """The files with the recorded failures of a start's workers, not sorted by time."""
     return sorted(name for name in entry_names(attempt) if FAILURE_FILE.fullmatch(name))
 
 
@@ -234,9 +192,6 @@ def compile_cache() -> Path:
 
     torch compiles C++ for the processor of this machine, but its keys do not contain the processor. Several
     machines may have one home folder, so each kind of processor has a folder.
-
-    Raises:
-        UsageError: it cannot be created, or other users can write to it.
     """
     folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "paceline", "inductor")
     try:

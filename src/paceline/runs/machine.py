@@ -66,16 +66,11 @@ _decode = msgspec.json.Decoder(MachineRecord).decode
 
 
 def file_name(node: int) -> str:
-    """The name of a node's file."""
     return f"machine-{node}.jsonl"
 
 
 def machine_files(run_dir: Path) -> dict[int, Path]:
-    """The files in a run folder, by node.
-
-    Raises:
-        OSError: the folder cannot be read.
-    """
+    """The files in a run folder, by node."""
     return numbered_files(run_dir, _FILE)
 
 

@@ -64,15 +64,10 @@ class OpenFile:
 def open_file(path: Path, *, folder: bool = False, must_be_ours: bool = False) -> Generator[OpenFile]:
     """Open a plain file or a folder without following symbolic links.
 
-    Args:
-        path: a path without links (see `reading.real_path`).
-        folder: whether to open a folder.
-        must_be_ours: raise an error if a different user could have changed it.
-
     Raises:
         FileNotFoundError: it does not exist.
-        NotOwnedError: a different user could have changed it.
-        Unreadable: it has a different type, or we have no permission to read it.
+        NotOwnedError: a different user could have changed it, with `must_be_ours`.
+        UnreadableFileError: it has a different type, or we have no permission to read it.
     """
     descriptor, strangers = open_without_links(path.absolute(), folder=folder)
     try:
@@ -91,21 +86,13 @@ def open_file(path: Path, *, folder: bool = False, must_be_ours: bool = False) -
 
 
 def other_writers(folder: Path) -> str:
-    """A message with the other users who can change the files in `folder`; empty if there are none.
-
-    Raises:
-        OSError: the folder does not exist.
-    """
+    """A message with the other users who can change the files in `folder`; empty if there are none."""
     with open_file(folder, folder=True) as opened:
         return opened.other_writers_message
 
 
 def check_owned_by_us(folder: Path) -> None:
-    """Check that no other user owns or could have written the files in a folder.
-
-    Raises:
-        UsageError: with the user and the fix.
-    """
+    """Check that no other user owns or could have written the files in a folder."""
     if strangers := _other_writers_message(folder):
         raise UsageError(code="run-of-others", whose=strangers)
 
@@ -136,7 +123,6 @@ def _other_writers_message(folder: Path) -> str:
 
 
 def user_name(uid: int) -> str:
-    """The name of a user, or the number if the user has no name."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:

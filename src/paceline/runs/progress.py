@@ -57,7 +57,6 @@ class ProgressDisplay:
             self._bar.stop()
 
     def say(self, text: str) -> None:
-        """Print one line."""
         self._console.print(text, markup=False)
 
     def show_step(
@@ -75,24 +74,30 @@ class ProgressDisplay:
 
 
 class Throughput:
-    """Samples per second of the global batch over a window of steps, without a warm-up and without pauses."""
+    """Samples per second of the global batch over a window of steps, without a warm-up and without pauses.
+
+    It also has the fraction of the step time spent waiting for data. There warm-up steps count only in a short run.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock, self._steps, self._samples, self._paused = clock, 0, 0, 0.0
         self._marks: deque[tuple[float, int]] = deque(maxlen=WINDOW_STEPS + 1)  # (time, samples so far)
         self._first: tuple[float, int] | None = None
+        self._warm_up = [0.0, 0.0]  # [seconds of waiting for data, seconds in total]
+        self._later = [0.0, 0.0]
 
-    def count_step(self, samples: int) -> None:
-        """Count a step that has just ended, on `samples` samples over all ranks."""
+    def count_step(self, samples: int, data_seconds: float = 0.0, seconds: float = 0.0) -> None:
         self._steps += 1
         self._samples += samples
+        sums = self._warm_up if self._steps <= WARMUP_STEPS else self._later
+        sums[0] += data_seconds
+        sums[1] += seconds
         if self._steps >= WARMUP_STEPS:
             mark = (self._clock() - self._paused, self._samples)
             self._first = self._first or mark
             self._marks.append(mark)
 
     def exclude_pause(self, seconds: float) -> None:
-        """Exclude `seconds` since the last step, for example of an evaluation."""
         self._paused += seconds
 
     def recent_rate(self) -> float | None:
@@ -102,6 +107,12 @@ class Throughput:
     def overall_rate(self) -> float | None:
         """Samples per second since the warm-up; None if the run was shorter."""
         return self._rate_since(self._first) if self._first else None
+
+    def data_fraction(self) -> float | None:
+        """The fraction of the time spent waiting for data, in [0, 1]; None before the first step."""
+        counted = [self._later] if self._steps > 2 * WARMUP_STEPS else [self._warm_up, self._later]
+        data_seconds, seconds = (sum(column) for column in zip(*counted, strict=True))
+        return data_seconds / seconds if seconds else None
 
     def _rate_since(self, start: tuple[float, int]) -> float | None:
         (now, samples), (before, samples_before) = self._marks[-1], start
@@ -135,8 +146,6 @@ def format_rate(rate: float | None, samples_left: int | None) -> str:
 
 
 class ProgressWriter:
-    """Writes the progress to a file, a few times a second and at the end of each epoch."""
-
     of_process: ClassVar[ProgressWriter | None] = None  # of this process; None if no caller shows the progress
 
     def __init__(self, path: Path) -> None:
@@ -160,7 +169,6 @@ class ProgressLine:
         self._is_line_start, self._is_shown, self._due_seconds = True, True, -math.inf
 
     def show(self, text: str) -> None:
-        """Print output of the ranks above the line."""
         if not text:
             return
         self._stream.write(f"{self._erase_sequence()}{text}")
@@ -168,7 +176,6 @@ class ProgressLine:
         self._draw()
 
     def refresh(self) -> None:
-        """Show the progress if it has changed."""
         with suppress(OSError):  # the file does not exist yet
             line = str(decode(self._path, ProgressRecord))
             self._line, self._is_shown = line, self._is_shown and line == self._line
@@ -176,7 +183,6 @@ class ProgressLine:
             self._draw()
 
     def end(self) -> None:
-        """Print the last state."""
         self.refresh()
         if self._drawn:
             self._stream.write("\n")

@@ -30,11 +30,7 @@ T = TypeVar("T")
 
 
 def read(path: Path, *, limit_bytes: int = MAX_RECORD_BYTES, ours: bool = False) -> bytes:
-    """The contents of a small file.
-
-    Raises:
-        OSError: it does not exist. Unreadable: it is not a plain file, is too large, or is not `ours`.
-    """
+    """The contents of a small file. UnreadableFileError: it is not plain, too large, or not `ours`."""
     with open_file(path, must_be_ours=ours) as file:
         if file.status.st_size > limit_bytes:
             raise UnreadableFileError(path, f"has {file.status.st_size:,} bytes, above the limit of {limit_bytes:,}")
@@ -49,11 +45,7 @@ def read(path: Path, *, limit_bytes: int = MAX_RECORD_BYTES, ours: bool = False)
 
 
 def decode(path: Path, kind: type[T], *, limit_bytes: int = MAX_RECORD_BYTES, ours: bool = False) -> T:
-    """The record of this type in a JSON file.
-
-    Raises:
-        OSError: see `read`. Unreadable also if the content is not such a record.
-    """
+    """The record of this type in a JSON file."""
     data = read(path, limit_bytes=limit_bytes, ours=ours)
     try:
         return msgspec.json.decode(data, type=kind)
@@ -62,18 +54,13 @@ def decode(path: Path, kind: type[T], *, limit_bytes: int = MAX_RECORD_BYTES, ou
 
 
 def decode_if_readable(path: Path, kind: type[T], *, limit_bytes: int = MAX_RECORD_BYTES) -> T | None:
-    """The record in a JSON file; None if it does not exist or cannot be read."""
     with suppress(OSError):
         return decode(path, kind, limit_bytes=limit_bytes)
     return None
 
 
 def decode_toml(path: Path, *, ours: bool = False) -> dict[str, Any]:
-    """The table in a TOML file.
-
-    Raises:
-        OSError: see `read`. Unreadable also if it is not TOML, or nested too deeply.
-    """
+    """The table in a TOML file."""
     data = read(path, limit_bytes=MAX_TOML_BYTES, ours=ours)
     if any(line.count(b".") > MAX_TOML_DOTS for line in data.splitlines()):
         raise UnreadableFileError(path, f"has a line with more than the limit of {MAX_TOML_DOTS} dots")
@@ -84,11 +71,7 @@ def decode_toml(path: Path, *, ours: bool = False) -> dict[str, Any]:
 
 
 def read_lines(path: Path, *, from_end_bytes: int | None = None) -> Iterator[bytes]:
-    """The lines of a file of any size, each of bounded length. `from_end_bytes`: read only the end of the file.
-
-    Raises:
-        OSError: see `read`. Unreadable also if a line is too long, or the file consists mostly of holes.
-    """
+    """The lines of a file of any size, each of bounded length. `from_end_bytes`: read only the end of the file."""
     with open_file(path) as file:
         if file.status.st_size > LARGE_BYTES and file.status.st_blocks * 512 < file.status.st_size // MAX_COMPRESSION:
             reason = f"has {file.status.st_size:,} bytes that are mostly holes, unlike files of a run"
@@ -118,20 +101,12 @@ def real_path(path: Path) -> Path:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether it is a folder, or a link to one.
-
-    Raises:
-        Unreadable: no permission to find out.
-    """
+    """Whether it is a folder, or a link to one."""
     return stat.S_ISDIR(_mode(path))
 
 
 def is_file(path: Path) -> bool:
-    """Whether it is a plain file, or a link to one.
-
-    Raises:
-        Unreadable: no permission to find out.
-    """
+    """Whether it is a plain file, or a link to one."""
     return stat.S_ISREG(_mode(path))
 
 
@@ -145,11 +120,7 @@ def _mode(path: Path) -> int:
 
 
 def entry_names(folder: Path) -> list[str]:
-    """The names in a folder, sorted; none if it does not exist.
-
-    Raises:
-        Unreadable: it is not a folder, or has too many entries.
-    """
+    """The names in a folder, sorted; none if it does not exist."""
     return _listed(folder, lambda _: True)
 
 
@@ -160,12 +131,10 @@ def numbered_files(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
 
 
 def symlinks(folder: Path) -> list[str]:
-    """The symbolic links in a folder; see `entry_names`."""
     return _listed(folder, os.DirEntry.is_symlink)
 
 
 def folders(folder: Path) -> list[str]:
-    """The subfolders of a folder, without links to folders; see `entry_names`."""
     return _listed(folder, lambda entry: entry.is_dir(follow_symlinks=False))
 
 

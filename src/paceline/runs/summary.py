@@ -28,8 +28,7 @@ class Summary(msgspec.Struct, frozen=True, omit_defaults=True):
     test_loss: float | None = None
     test_metrics: Mapping[str, float | None] | None = None  # JSON has no NaN and no infinity: null
     validation_metrics: Mapping[str, float | None] | None = None
-    best: dict[str, Any] | None = None
-    """The step and scores of the best evaluation (with --keep-best or --patience)."""
+    best: dict[str, Any] | None = None  # the step and scores of the best evaluation (with --keep-best or --patience)
     ended_early: str | None = None  # the reason for fewer steps than planned, without a failure
     samples_per_second: float | None = None
     tokens_per_second: float | None = None
@@ -85,12 +84,10 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """The name of its folder."""
         return Path(self.run_dir).name
 
 
 def write_summary(run_dir: Path, summary: Summary) -> None:
-    """Write `run_dir`/summary.json atomically."""
     encoded = msgspec.json.format(msgspec.json.encode(msgspec.to_builtins(summary)), indent=2) + b"\n"
     writing.replace_file(run_dir / "summary.json", encoded)
 

@@ -1,7 +1,6 @@
 """Reports a run to trackers, in addition to its records: tensorboard, wandb, mlflow (no torch here).
 
-Trackers run in a separate thread. Their errors (no network, a full disk, a server that does not answer) are printed
-once and never stop training.
+Trackers run in a thread. Their errors (no network, a full disk) are printed once and never stop training.
 """
 
 import os
@@ -76,7 +75,6 @@ TRACKERS: dict[str, tuple[str, Callable[[Path, Mapping[str, Any]], Tracker]]] = 
 
 
 def tracker_names(report_to: str | None) -> list[str]:
-    """The trackers in `report_to`, separated by commas."""
     names = [name.strip() for name in (report_to or "").split(",") if name.strip()]
     for name in names:
         if name not in TRACKERS:
@@ -87,8 +85,6 @@ def tracker_names(report_to: str | None) -> list[str]:
 
 
 class TrackerQueue:
-    """All trackers of a run (rank 0 only)."""
-
     def __init__(self, names: list[str], folder: Path, settings: Mapping[str, Any], say: Callable[[str], None]) -> None:
         self._say = say
         self._queue: Queue[tuple[int, dict[str, float]] | None] = Queue(MAX_QUEUED)

@@ -33,11 +33,7 @@ class LineFile:
         self._descriptor, self._size_bytes = -1, 0
 
     def write(self, record: msgspec.Struct) -> None:
-        """Append `record`.
-
-        Raises:
-            OSError: for example, the disk is full.
-        """
+        """Append `record`."""
         if self._descriptor < 0:
             self._open()
         line = self._encode(record) + b"\n"
@@ -66,8 +62,6 @@ class LineFile:
 
 
 class EventWriter(LineFile):
-    """Appends the events of one rank to its file, without a buffer."""
-
     def __init__(self, path: Path, *, limit_bytes: int = LIMIT_BYTES) -> None:
         super().__init__(path, limit_bytes, merge_steps, sync=True)
         self._open()
@@ -81,11 +75,7 @@ class EventWriter(LineFile):
             self._limit_bytes = max(self._limit_bytes, self._size_bytes + self._limit_bytes // 8)
 
     def flush(self) -> None:
-        """Sync the file, because a checkpoint must not be newer than the events on disk.
-
-        Raises:
-            OSError: the sync failed.
-        """
+        """Sync the file, because a checkpoint must not be newer than the events on disk."""
         os.fsync(self._descriptor)
 
     def __enter__(self) -> Self:
@@ -111,7 +101,6 @@ class BoundedWriter(LineFile):
         """Whether an error has ended the writing."""
 
     def write(self, record: msgspec.Struct) -> None:
-        """Append `record`, unless an earlier write has failed."""
         with self._lock:
             if self.failed:
                 return

@@ -32,11 +32,7 @@ def _open_parent(path: Path) -> Generator[tuple[int, str]]:
 
 
 def make_folder(folder: Path, *, exist_ok: bool = False) -> None:
-    """Create a folder and its missing parents.
-
-    Raises:
-        OSError: it cannot be created. FileExistsError: it exists (unless `exist_ok`), or is not a folder.
-    """
+    """Create a folder and its missing parents. FileExistsError: it exists (unless `exist_ok`), or is not a folder."""
     for path in reversed(folder.absolute().parents):
         if not path.exists():
             _mkdir(path, exist_ok=True)
@@ -55,22 +51,14 @@ def _mkdir(folder: Path, *, exist_ok: bool) -> None:
 
 
 def rename(source: Path, target: Path) -> Path:
-    """Rename a file or folder; return the new path.
-
-    Raises:
-        OSError: it failed.
-    """
+    """Rename a file or folder; return the new path."""
     with _open_parent(source) as (parent, name), _open_parent(target) as (target_parent, target_name):
         os.rename(name, target_name, src_dir_fd=parent, dst_dir_fd=target_parent)
     return target
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a folder with its contents.
-
-    Raises:
-        OSError: it failed.
-    """
+    """Remove a file, or a folder with its contents."""
     with _open_parent(path) as (parent, name):
         if stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
             shutil.rmtree(name, dir_fd=parent)
@@ -79,23 +67,15 @@ def remove(path: Path) -> None:
 
 
 def create_file(path: Path) -> int:
-    """A descriptor of a new file.
-
-    Raises:
-        OSError: it exists, or cannot be created.
-    """
+    """A descriptor of a new file."""
     with _open_parent(path) as (parent, name):
         return _make_private(os.open(name, NEW_FILE_FLAGS, FILE, dir_fd=parent), path)
 
 
 def write_new(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """Write a new file. When this returns, the complete file survives a power failure.
+    """Write a new file that survives a power failure. Returns its size, and the sha256 of the chunks.
 
-    Returns:
-        Its size in bytes, and the sha256 of the chunks (not of the stored bytes).
-
-    Raises:
-        OSError: for example, the disk is full, or the file exists. A part of the file may remain.
+    After an OSError (a full disk) a part of the file may remain.
     """
     digest = hashlib.sha256()
     size_bytes = 0
@@ -135,11 +115,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def open_or_create(path: Path, *, append: bool = False, make: bool = True) -> int:
-    """A descriptor of a file, for reading and writing. Creates the file if it does not exist and `make` is set.
-
-    Raises:
-        OSError: it is a link or not a plain file, or cannot be opened.
-    """
+    """A descriptor of a file, for reading and writing. Creates the file if it does not exist and `make` is set."""
     flags = os.O_RDWR | os.O_NONBLOCK | (os.O_CREAT if make else 0) | (os.O_APPEND if append else 0) | FLAGS
     with _open_parent(path) as (parent, name):
         return _make_private(os.open(name, flags, FILE, dir_fd=parent), path)
@@ -175,13 +151,7 @@ def _make_private(descriptor: int, path: Path) -> int:
 
 
 def replace_file(path: Path, data: bytes, *, sync: bool = False) -> None:
-    """Write a file atomically; see `replace_atomically`.
-
-    Args:
-        path: the file. An existing one is replaced.
-        data: its contents.
-        sync: wait until it is on disk, because other machines read it.
-    """
+    """Write a file atomically. `sync`: wait until it is on disk, because other machines read it."""
     with replace_atomically(path) as (folder, partial):
         descriptor = _make_private(os.open(partial, NEW_FILE_FLAGS, FILE, dir_fd=folder), path)
         with os.fdopen(descriptor, "wb") as file:
@@ -196,9 +166,7 @@ def replace_atomically(path: Path) -> Generator[tuple[int, str]]:
     """Replace `path` atomically: readers see the old file or the new one.
 
     Yields the descriptor of its folder, and the name in it of a temporary file, which the caller must create.
-
-    Raises:
-        OSError: for example, the disk is full. The old file remains.
+    After an OSError (a full disk) the old file remains.
     """
     with _open_parent(path) as (folder, name):
         partial = f".{name}.{secrets.token_hex(4)}.partial"

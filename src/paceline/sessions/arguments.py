@@ -20,6 +20,7 @@ from paceline.runs.trackers import tracker_names
 
 MIN_ARGUMENT_VALUES = {
     "virtual_ranks": 1, "threads": 1, "checkpoint_every": 1, "keep_checkpoints": 2, "check_replicas_every": 0,
+    "audit_every": 1,
     "timeout": 1, "batch_size": 1, "num_workers": 0,
 }  # fmt: skip
 COMMAND_OPTIONS = ("balance", "nproc", "nodes", "port", "hang_timeout", "max_restarts", "check", "without")
@@ -75,8 +76,6 @@ def _is_allowed(value: object, hint: Any) -> bool:
 
 @dataclass(frozen=True)
 class SessionConfig:
-    """The arguments of `session()`, which documents them."""
-
     run_dir: str | os.PathLike[str] | None
     resume: bool
     strategy: str
@@ -88,6 +87,8 @@ class SessionConfig:
     keep_checkpoints: int
     check_replicas_every: int
     not_finite: Literal["stop", "skip"]
+    audit_every: int | None
+    on_audit: Literal["stop", "exclude"]
     device: str
     backend: str
     timeout: float
@@ -102,7 +103,6 @@ class SessionConfig:
     outer_momentum: float | None
 
     def __post_init__(self) -> None:
-        """Raise UsageError for arguments that cannot be combined."""
         owners, strategy = unsupported_settings(self.strategy), self.strategy
         for name, value in self.strategy_arguments.items():
             if name in owners:
@@ -111,6 +111,8 @@ class SessionConfig:
                 )
         if self.resume and self.run_dir is None:
             raise UsageError(code="session-resume-without-folder")
+        if self.on_audit == "exclude" and not self.resume:
+            raise UsageError(code="audit-needs-resume", value=self.on_audit)
         if self.peak_tflops is not None and not 0 <= self.peak_tflops < math.inf:
             raise UsageError(code="negative", setting="peak_tflops", value=self.peak_tflops)
         if tracker_names(self.report_to) and self.run_dir is None:
@@ -124,18 +126,15 @@ class SessionConfig:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the result has the same bits at every world size."""
         return self.strategy in EXACT_STRATEGIES
 
     @property
     def strategy_arguments(self) -> dict[str, Any]:
-        """The arguments for a single strategy that the script has passed."""
         options = {option for info in STRATEGY_INFO.values() for option in info.factory_kwargs}
         return {name: value for name, value in vars(self).items() if name in options and value is not None}
 
     @property
     def strategy_options(self) -> dict[str, Any]:
-        """The keywords for the factory of the strategy."""
         info = STRATEGY_INFO[self.strategy]
         return {
             **info.session_factory_kwargs,
@@ -148,13 +147,13 @@ class SessionConfig:
         return {
             "checkpoint_every": self.checkpoint_every, "keep_checkpoints": self.keep_checkpoints,
             "not_finite": self.not_finite, "check_replicas_every": self.check_replicas_every,
+            "audit_every": self.audit_every, "on_audit": self.on_audit,
             "threads_per_rank": self.threads, "device": self.device, "backend": self.backend, "timeout": self.timeout,
             "report_to": self.report_to, "peak_tflops": self.peak_tflops, "precision": self.precision,
         }  # fmt: skip
 
 
 def format_argument(option: str, value: Any = None) -> str:
-    """An option as an argument of session() or s.loader()."""
     if option in COMMAND_OPTIONS:
         return format_option(option, value)
     return ARGUMENT_SPELLINGS.get(option) or (option if value is None else f"{option}={value}")
@@ -163,8 +162,5 @@ def format_argument(option: str, value: Any = None) -> str:
 def use_argument_names(error: BaseException | None) -> None:
     """Let a PacelineError name arguments instead of flags, and begin with the line of the user's code."""
     if isinstance(error, PacelineError) and error.front_end != "session":
-        error.front_end, error.render_option, error.prefix = (
-            "session",
-            format_argument,
-            user_line_of_error(error) + error.prefix,
-        )
+        error.front_end, error.render_option = "session", format_argument
+        error.prefix = user_line_of_error(error) + error.prefix

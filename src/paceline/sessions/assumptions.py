@@ -11,8 +11,6 @@ from paceline.errors import UsageError
 
 @dataclass(frozen=True)
 class Assumption:
-    """An assumption, as text for the documentation."""
-
     statement: str
     """the assumption, as a sentence"""
     check_description: str
@@ -23,7 +21,6 @@ class Assumption:
     """code of the error"""
 
     def make_error(self, what: str, **fields: Any) -> UsageError:
-        """The error. `what` describes the violation."""
         return UsageError(code=self.error_code, what=what, **fields)
 
 

@@ -43,8 +43,6 @@ WEIGHT_RATIO_TOLERANCE = 1e-6  # counts are sums in float32
 
 
 class LoopChecks:
-    """The checks of one session, and the state that they compare over steps."""
-
     def __init__(
         self, world: World, state: SessionState, step: SessionStep, position: LoopPosition, order: CollectiveOrderCheck
     ) -> None:
@@ -63,7 +61,6 @@ class LoopChecks:
         ]
 
     def close(self) -> None:
-        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
@@ -97,7 +94,8 @@ class LoopChecks:
         """Compare values that must be equal on all ranks in this step. `_compared_names` has their names."""
         position = self._position
         data = self._fingerprints[id(loader.dataset)][2] or 0
-        numbers = (position.epoch, position.loop_in_run, position.batch, data, loader.order_hash(position.batch))
+        order = loader.order.hash_at(position.batch) if loader.order else loader.plan.num_samples
+        numbers = (position.epoch, position.loop_in_run, position.batch, data, order)
         for part in self._state.models:
             numbers += part.values_to_compare()
         self._order.compared = numbers
@@ -165,10 +163,9 @@ class LoopChecks:
         finally:
             hook.remove()
 
-    def check_periodically(self, step: int) -> None:
-        """In steps 1, 2, 4, 8, ... and the step after each: check foreign tensors and the weights of losses."""
-        begins, follows = step & (step - 1) == 0, (step - 1) & (step - 2) == 0
-        if not (begins or follows) or (self._world.size == 1 and self._step.phases.alone):
+    def check_losses(self, *, begins: bool, follows: bool) -> None:
+        """In steps 1, 2, 4, 8, ... (`begins`) and the step after each: check foreign tensors and weights of losses."""
+        if self._world.size == 1 and self._step.phases.alone:
             return
         leaves = self._step.foreign_leaves()
         try:
@@ -180,7 +177,6 @@ class LoopChecks:
         self._foreign_tensors.keep(leaves if begins else ())
 
     def _check_loss_weights(self) -> None:
-        """Raise UsageError if losses are means over targets, and their weights are not proportional to the targets."""
         targets = [None if count is None else (float(count), float(weight)) for count, weight in self._step.targets]
         by_rank: list[list[Any]] = all_gather_object(targets, self._world)
         if any(target is None for rank_targets in by_rank for target in rank_targets):
@@ -202,7 +198,6 @@ class ForeignTensors:
         self._others: dict[int, Any] = {}  # all other leaves that require a gradient, at the end of the previous step
 
     def check_unchanged(self, leaves: Sequence[Tensor]) -> None:
-        """Raise UsageError for a leaf that was changed or replaced since `keep`."""
         for leaf in leaves:
             record, other_ref = self._seen.get(id(leaf)), self._others.get(id(leaf))
             is_changed = record is not None and record[0]() is leaf and record[1] != leaf._version  # pyright: ignore[reportPrivateUsage]
@@ -214,7 +209,6 @@ class ForeignTensors:
         self._seen, self._others = {}, {}
 
     def keep(self, leaves: Sequence[Tensor]) -> None:
-        """Record the tensors at the end of a step."""
         self._seen = {id(leaf): (weakref.ref(leaf), leaf._version) for leaf in leaves}  # pyright: ignore[reportPrivateUsage]
         tensors = instances(Tensor) if leaves else []
         others = (t for t in tensors if t.requires_grad and t.is_leaf and id(t) not in self._seen)
@@ -222,6 +216,5 @@ class ForeignTensors:
 
 
 def check_no_scaler(code: str) -> None:
-    """Raise UsageError with this code if the script has an enabled GradScaler."""
     if any(scaler.is_enabled() for scaler in instances(torch.amp.GradScaler)):
         raise UsageError(code=code)

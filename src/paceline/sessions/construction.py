@@ -49,11 +49,6 @@ def make_loader(
     shuffle: bool | None,
     last_batch: LastBatch,
 ) -> Loader:
-    """See `Session.loader`.
-
-    Raises:
-        UsageError: if the data cannot be distributed over ranks.
-    """
     existing: DataLoader[Any] | None = None
     dataset: Any = data
     virtual_ranks, seed = run.virtual_ranks, run.definition["seed"]
@@ -65,9 +60,6 @@ def make_loader(
             raise UsageError(code="said-twice", option=duplicates[0])
         existing, dataset = data, data.dataset
         loading = adopt_worker_settings(data, loading)
-        if data.persistent_workers:
-            note = "persistent_workers=True has no effect: a session starts the worker processes in each epoch"
-            run.print(f"NOTE: {note}")
         steps = 0 if is_stream(dataset) else dataloader_length(data)
         batch = data.batch_size or max(len(dataset) // max(1, steps), 1)
         global_batch = batch * virtual_ranks * accumulation if per_rank else batch
@@ -75,16 +67,18 @@ def make_loader(
             if data.batch_size is None or not covers_each_sample_once(data):
                 raise UsageError(code="loader-with-own-order")
             existing, shuffle = None, not is_sequential(data)
-        last_batch = (
-            "drop" if data.drop_last or not (is_stream(dataset) or covers_each_sample_once(data)) else last_batch
-        )
+        if data.drop_last or not (is_stream(dataset) or covers_each_sample_once(data)):
+            last_batch = "drop"
     if (global_batch is None) == (batch_size is None):
         raise UsageError(code="no-batch-size")
     batch = global_batch or (batch_size or 0) * virtual_ranks * accumulation
     if is_stream(dataset):
-        _check_stream(dataset, shuffle, last_batch, loading.num_workers)
-        parts = virtual_ranks if split else 1
-        plan = StreamPlan(ENDLESS_NUM_SAMPLES, batch, virtual_ranks, accumulation, seed, False, last_batch, parts)
+        split = split and virtual_ranks > 1
+        _check_stream(dataset, shuffle, last_batch, loading.num_workers if split else 1)
+        plan = StreamPlan(
+            ENDLESS_NUM_SAMPLES, batch, virtual_ranks, accumulation, seed, False, last_batch, is_split=split,
+            parts_of_stream=virtual_ranks if split else max(1, loading.num_workers), sets_epoch=data is dataset,
+        )  # fmt: skip
         return StreamLoader(iterate, dataset, plan, loading, run.world, run.print)
     if split:
         raise UsageError(code="samples-split")
@@ -116,7 +110,6 @@ def prepare_model(
     gate: SessionStep,
     precision: str | None = None,
 ) -> PreparedModel:
-    """This rank's replica of the model, with optimizer and scheduler; see `Session.prepare` (a collective)."""
     with raise_on_all_ranks(world):
         if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise UsageError(code="not-a-module-to-train", kind=type(model).__name__)
@@ -140,7 +133,6 @@ def prepare_model(
 
 
 def prepare_optimizer(part: PreparedModel, optimizer: Any, scheduler: Any, world: World) -> Optimizer:
-    """Add an optimizer, or several, to a model that is already prepared (a collective)."""
     with raise_on_all_ranks(world):
         optimizer = optimizer_factory(optimizer)(part.replica.model.parameters())
         optimizers = each_optimizer(optimizer)
@@ -150,11 +142,6 @@ def prepare_optimizer(part: PreparedModel, optimizer: Any, scheduler: Any, world
 
 
 def schedulers_of(optimizers: Sequence[Optimizer], scheduler: Any) -> list[Any]:
-    """The scheduler of each optimizer. `scheduler`: one for each, in their order; a function makes one.
-
-    Raises:
-        UsageError: if there are more or fewer than optimizers.
-    """
     is_function = callable(scheduler) and not hasattr(scheduler, "state_dict")
     given = scheduler if isinstance(scheduler, (list, tuple)) else [scheduler]
     if scheduler is None or is_function:
@@ -166,11 +153,6 @@ def schedulers_of(optimizers: Sequence[Optimizer], scheduler: Any) -> list[Any]:
 
 
 def optimizer_factory(optimizer: Any) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
-    """A function that creates the optimizer. `optimizer`: the user's function, or an existing optimizer, or several.
-
-    Raises:
-        UsageError: if it is neither, or an optimizer has already taken steps or needs closures.
-    """
     if isinstance(optimizer, (Optimizer, list, tuple)):
         existing = check_optimizer_type(optimizer)
         states = [state for one in each_optimizer(existing) for state in one.state.values()]

@@ -18,15 +18,12 @@ class TensorContainer:
     """A dict or list of tensors, numbers and strings, also in nested dicts, lists and tuples."""
 
     def __init__(self, thing: dict[Any, Any] | list[Any], name: str, device: torch.device, models: set[int]) -> None:
-        """`device`: for tensors that a resume adds. `models`: the storages of the models' tensors."""
         self.thing, self._name, self._device, self._models = thing, name, device, models
 
     def state_dict(self) -> dict[str, Any]:
-        """The container as a dict without aliases."""
         return self._described(self.thing)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load into the same container, and into its existing tensors."""
         self._restored(self.thing, state)
 
     @property
@@ -50,7 +47,6 @@ class TensorContainer:
         return {"value": value}
 
     def _restored(self, current: Any, saved: Mapping[str, Any]) -> Any:
-        """The inverse of `_described`. Existing objects are reused if they fit."""
         if "tensor" in saved:
             tensor: Tensor = saved["tensor"]
             fits = isinstance(current, Tensor) and current.shape == tensor.shape and current.dtype == tensor.dtype
@@ -79,22 +75,17 @@ class TensorContainer:
 
 
 class GeneratorStateAdapter:
-    """The state of a random generator."""
-
     def __init__(self, thing: Any) -> None:
         self.thing = thing
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as JSON."""
         return {"generator": generator_state(self.thing)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state_dict`."""
         set_generator_state(self.thing, state["generator"])
 
 
 def elements_of(container: Any) -> Iterable[Any]:
-    """The values of a dict, or the elements of a list or tuple; empty for any other object."""
     if issubclass(type(container), dict):
         return [*dict.values(container)]
     return [*container] if issubclass(type(container), (list, tuple)) else []
@@ -106,7 +97,6 @@ def storage_address(tensor: Tensor) -> int:
 
 
 def owns_storage(value: Any) -> bool:
-    """Whether it is a tensor with its own storage, as an average has."""
     cls = type(value)
     if not issubclass(cls, Tensor) or not (cls in (Tensor, torch.nn.Parameter) or is_dtensor(value)):
         return False
@@ -114,12 +104,10 @@ def owns_storage(value: Any) -> bool:
 
 
 def storage_addresses(tensors: Iterable[Tensor | None]) -> set[int]:
-    """The storages of the plain tensors."""
     return {storage_address(tensor) for tensor in tensors if owns_storage(tensor) and tensor is not None}
 
 
 def tensors_of(models: Iterable[torch.nn.Module]) -> Iterator[Tensor]:
-    """All parameters and buffers of the models."""
     for model in models:
         yield from model.parameters()
         yield from model.buffers()

@@ -15,7 +15,7 @@ from paceline.collectives.control import check_equal, raise_on_all_ranks, report
 from paceline.compute.flops import Utilization
 from paceline.config.choices import steps_or_seconds, untested_torch_notice
 from paceline.config.definition import check_same
-from paceline.config.strategies import check_can_balance
+from paceline.config.strategies import check_can_audit, check_can_balance
 from paceline.data.workers import name_lost_workers
 from paceline.errors import PacelineError, UsageError
 from paceline.protocol.balance import AUTO
@@ -39,7 +39,6 @@ class SessionRun:
     """The run of a session on this rank: the process group, the run folder, the resumed checkpoint, and the records."""
 
     def __init__(self, config: SessionConfig) -> None:
-        """Join the ranks and the run folder (a collective)."""
         self.observer = current_observer()
         attach()
         self.pid = os.getpid()
@@ -87,6 +86,10 @@ class SessionRun:
         if (spec := WorkerSpec.from_environment()) is not None and spec.balance:
             with raise_on_all_ranks(world):
                 check_balance(spec.balance, config, virtual_ranks, world)
+        if self.observer is None and not restart_count():  # later one rank may be left
+            with raise_on_all_ranks(world):
+                every, has_agent = config.audit_every, spec is not None
+                check_can_audit(every, config.on_audit, config.strategy, world.size, has_agent=has_agent)
         self.share = world.share(virtual_ranks)
         """The virtual ranks that this rank computes."""
         own = {"virtual_ranks": virtual_ranks, "seed": config.seed or 0, "strategy": config.strategy}
@@ -114,12 +117,10 @@ class SessionRun:
             print(*words, flush=True)
 
     def close(self, error: BaseException | None) -> None:
-        """Close the records, and leave the run folder and the process group."""
         self._stack.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
 
 def check_balance(balance: str, config: SessionConfig, virtual_ranks: int, world: World) -> None:
-    """Raise UsageError if `--balance` has no effect in this session, or would change its result."""
     if not restart_count():  # later, so many nodes may have joined that each rank has one virtual rank
         check_can_balance(balance, config.strategy, virtual_ranks, world.size)
     for setting in ("local_steps", "compress"):
@@ -135,7 +136,6 @@ open_sessions: list[Any] = []  # of class Session, which imports this module
 
 
 def close_all(error: BaseException | None = None) -> None:
-    """Close all sessions of this process."""
     while open_sessions:
         open_sessions.pop().close(error)
 

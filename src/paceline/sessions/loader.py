@@ -15,7 +15,14 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from paceline.collectives.control import all_gather_object, check_equal, report_on_one_rank
 from paceline.data.fingerprint import data_fingerprint, hash_of_probes
-from paceline.data.loader import Loading, MicroBatch, index_of_largest, load_dummy_batch, load_planned_batches
+from paceline.data.loader import (
+    Loading,
+    MicroBatch,
+    index_of_largest,
+    load_again,
+    load_dummy_batch,
+    load_planned_batches,
+)
 from paceline.data.plan import BatchPlan, MicroBatchPlan, plan_rank_micro_batches
 from paceline.data.streams import StreamPlan
 from paceline.errors import UsageError
@@ -64,7 +71,7 @@ class Loader:
     ) -> None:
         self._run, self.plan, self.loading, self.existing = run, plan, loading, existing
         self.dataset = dataset
-        self._order: SampleOrder | None = None
+        self.order: SampleOrder | None = None
         self.dealt: BatchPlan | None = None
         """the plan of the current training epoch; None for a stream"""
         self._streams: dict[str, Any] = {}  # random streams and state of the sampler at the start of the epoch
@@ -172,13 +179,13 @@ class Loader:
         else:
             self._sampler.restore(saved_position.get("sampler", {}))
         restore_global_random_states(saved_position)
-        order = SampleOrder(self.existing, short)
+        order = SampleOrder(self.existing, short, draws_seed=self._sampler.begin_epoch())
         if "at_checkpoint" in saved_position:  # an evaluation in the epoch may have drawn from them
             order.has(saved_position["drawn"] - 1)
             restore_global_random_states(saved_position["at_checkpoint"])
         if is_training:
             self._streams = {name: value for name, value in saved_position.items() if name not in CHECKPOINT_KEYS}
-            self._order = order
+            self.order = order
         if "order" in saved_position and order.hash_at(start - 1) != saved_position["order"]:
             raise report_on_one_rank(RESUMED_ORDER.make_error(type(self.existing.sampler).__name__, batch=start), world)
         if "at_checkpoint" in saved_position:  # changes by the loop during the epoch
@@ -193,23 +200,23 @@ class Loader:
 
     def training_batches(self, plan: BatchPlan, share: range, epoch: int, start: int) -> Generator[MicroBatches]:
         """For each step of an epoch from `start` on: the micro-batches of this rank."""
-        steps = takewhile(self._order.has, count(start)) if self._order else iter(range(start, len(self)))
+        steps = takewhile(self.order.has, count(start)) if self.order else iter(range(start, len(self)))
         work = map(partial(plan_rank_micro_batches, plan, epoch, share=share), steps)
         is_counted = self.loading.collate is not None
         with closing(load_planned_batches(self.dataset, work, plan.seed, self._counting())) as loaded:
             for step in loaded:
-                if self._order:
-                    self._order.needed = step[0].work.step - 1
+                if self.order:
+                    self.order.needed = step[0].work.step - 1
                 yield [_with_count(batch) for batch in step] if is_counted else step
+
+    def load_again(self, plan: BatchPlan, epoch: int, step: int, virtual_rank: int) -> MicroBatch | None:
+        batch = load_again(self.dataset, self._counting(), plan, epoch, step, virtual_rank)
+        return batch if batch is None or self.loading.collate is None else _with_count(batch)
 
     def _counting(self) -> Loading:
         """Its loading. A collate function of the user also counts the samples of its batches."""
         loading, collate = self.loading, self.loading.collate
         return loading if collate is None else replace(loading, collate=CountingCollate(collate, self.dataset))
-
-    def order_hash(self, batch: int) -> int:
-        """A hash of the samples of the epoch up to this batch, equal on all ranks. The plan may determine them all."""
-        return self._order.hash_at(batch) if self._order else self.plan.num_samples
 
     @property
     def sampler_state(self) -> dict[str, Any] | None:
@@ -233,25 +240,21 @@ class Loader:
 
     # a stream overrides these
 
-    def global_batch_samples(self, work: MicroBatchPlan) -> int:
-        """Number of samples of the global batch to which `work` belongs."""
-        return work.global_samples
-
     def is_last_batch(self, batch: int, next_batch_samples: float) -> bool:
         """Whether the epoch is known to end with `batch` (a collective for a stream).
 
         `next_batch_samples`: the sum of the votes. A custom sampler is not asked early, so its end is not known.
         """
-        if self._order is None:
+        if self.order is None:
             return batch + 1 == len(self)
-        return self._is_torchs and not self._order.has(batch + 1)
+        return self._is_torchs and not self.order.has(batch + 1)
 
     def checkpoint_position(self, where: Mapping[str, int], world: World | None) -> Any:
         """The state of the order for a checkpoint, without the number of the batch (a collective with a `world`)."""
-        if self._order is None:
+        if self.order is None:
             return None
         assert self._sampler is not None
-        order_hash, num_drawn = self._order.hash_at(where["batch"] - 1), self._order.num_drawn
+        order_hash, num_drawn = self.order.hash_at(where["batch"] - 1), self.order.num_drawn
         current_state = {**global_random_states(), "sampler": self._sampler.capture()}
         return {**self._streams, "order": order_hash, "drawn": num_drawn, "at_checkpoint": current_state}
 
@@ -328,8 +331,7 @@ def check_dataloader(loader: DataLoader[Any]) -> None:
     """
     settings = {
         "batch_size=None: its dataset gives whole batches": loader.batch_sampler is None,
-        "worker_init_fn (randomness is seeded by a sample's number; what a process needs, a file that is open say, "
-        "the dataset can make when it is first asked for a sample)": loader.worker_init_fn is not None,
+        f"the __iter__ of a {type(loader).__name__}": type(loader).__iter__ is not DataLoader.__iter__,
         "in_order=False": not getattr(loader, "in_order", True),
     }
     if unsupported := [setting for setting, is_set in settings.items() if is_set]:
@@ -344,6 +346,8 @@ def adopt_worker_settings(loader: DataLoader[Any], loading: Loading) -> Loading:
         num_workers=loader.num_workers,
         collate=None if loader.collate_fn is default_collate else loader.collate_fn,
         workers={name: getattr(loader, name) for name in ("timeout", "prefetch_factor", "multiprocessing_context")},
+        worker_init_fn=loader.worker_init_fn,
+        kept_loaders={} if loader.persistent_workers else None,
     )
 
 

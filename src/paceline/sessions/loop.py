@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from paceline.collectives.control import all_gather_object, check_equal, raise_on_all_ranks
+from paceline.collectives.control import all_gather_object, check_equal, raise_on_all_ranks, report_on_one_rank
 from paceline.compute.flops import can_count
 from paceline.compute.memory import is_out_of_memory
 from paceline.compute.phase_events import phase_events
 from paceline.config.choices import current_name
 from paceline.config.definition import EXACT_ONLY_SETTINGS, check_same
-from paceline.config.settings import dump_set_values
+from paceline.data.fingerprint import UNSTABLE_DATASET_TEXT
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan, plan_rank_micro_batches
 from paceline.errors import ExitCode, PacelineError, UsageError, plural
@@ -34,12 +34,13 @@ from paceline.sessions.loader import Loader, StreamLoader
 from paceline.sessions.order import global_random_states, restore_global_random_states
 from paceline.sessions.session_step import POSITION_KEYS, LoopPosition, SessionStep
 from paceline.sessions.state import SessionState, json_copy
+from paceline.stepping.audit import Audits
 from paceline.stepping.totals import ControlFlags
 from paceline.stepping.trained_model import make_loss_scale
 from paceline.train.determinism import hardware_facts
-from paceline.train.fit import PhaseClock, StepRecord
 from paceline.train.memory import MicroBatchSearch, explain_out_of_memory
-from paceline.train.wording import batch_line, report_hint
+from paceline.train.step_record import PhaseClock, StepRecord
+from paceline.train.wording import audit_line, batch_line, report_hint
 
 TRACK_EVERY = 50  # steps between two reports of the loss
 CHANGED_DATA_ADVICE = (
@@ -67,6 +68,9 @@ class TrainingLoop:
         )  # fmt: skip
         self.step.notes, self.step.saves, self.step.observer = state.notes, state.saves, run.observer
         self.step.loss_scale = make_loss_scale(run.precision)
+        if config.audit_every is not None and run.observer is None and run.world.size > 1:
+            save = partial(progress.save_before_stop, partial(self._checkpoint_values, run.world))
+            self.step.audits = Audits(config.audit_every, run.world, run.virtual_ranks, config.on_audit, save)
         self.position = LoopPosition(*(saved.get("where", {}).get(name, 0) for name in POSITION_KEYS))
         self._resumed = replace(self.position) if progress.origin else None  # until the loop reaches this position
         self._resumed_streams: dict[str, Any] | None = saved.get("streams")
@@ -118,7 +122,7 @@ class TrainingLoop:
             return
         plan, work = loader.dealt, micro_step.work
         shares = self._run.world.shares(self._run.virtual_ranks)
-        if (
+        if self.step.audits is not None or (
             plan is not None
             and len({len(plan_rank_micro_batches(plan, work.epoch, work.step, share)) for share in shares}) > 1
         ):
@@ -247,6 +251,11 @@ class TrainingLoop:
         plan = loader.draw_epoch_plan(self._run.world, streams, start, is_training=True)
         with preserve_generator_states():
             self._open(loader, plan)
+        if self.step.audits is not None:
+            if isinstance(loader, StreamLoader) or len(self._state.models) > 1:
+                code = "audit-of-stream" if isinstance(loader, StreamLoader) else "audit-of-several-models"
+                raise report_on_one_rank(UsageError(code=code), self._run.world)
+            self.step.audits.use(loader.load_again, plan)
         self._resumed, self.position.batch, self._loader, self._at_end = None, start, loader, False
         self._run.progress.stream = loader if isinstance(loader, StreamLoader) else None
         return plan
@@ -284,7 +293,13 @@ class TrainingLoop:
         if not state.models:
             raise UsageError(code="loop-without-model")
         batch = {"global_batch": plan.global_batch, "last_batch": plan.last_batch, "accumulation": plan.accumulation}
-        self._data = {**batch, "data": {"training data": self.checks.fingerprint_data(loader)}}
+        fingerprint = self.checks.fingerprint_data(loader)
+        if UNSTABLE_DATASET_TEXT in fingerprint.values():
+            error = UsageError(code="samples-change", kind=type(loader.dataset).__name__)
+            if config.is_exact:
+                raise error
+            state.notes.once(str(error))
+        self._data = {**batch, "data": {"training data": fingerprint}}
         if self.is_open:
             return
         self.is_open = True
@@ -292,6 +307,8 @@ class TrainingLoop:
         processes = f"{plural(run.world.size, 'process', 'processes')} on {device_name(run.world.device)}"
         words = f"strategy {config.strategy}; {plan.size_text}; {batch_line(plan, run.world.size)}"
         run.print(f"{config.program_name}: {processes}, {words}")
+        if config.audit_every is not None and run.observer is None:
+            run.print(audit_line(config.audit_every, plan, run.world))
         models = [model for part in state.models for model in (part.replica.model, part.replica.module)]
         if run.observer is None and progress.use.given and not config.is_exact and can_count(models):
             self.step.flop_counter = progress.use.count
@@ -306,6 +323,8 @@ class TrainingLoop:
             if place.attempt_dir is not None:
                 settings = {"task": config.program_name, **run.definition, **batch, "epochs": self._epochs or 1}
                 run_folder.move_summary_to_attempt(place.folder, place.attempt)
+                from paceline.config.settings import dump_set_values  # most sessions have no folder
+
                 run_folder.write_settings(place.folder, dump_set_values(settings | config.settings_outside_definition))
         progress.open_run(
             state.models, plan, run.share, self._facts,
@@ -359,10 +378,14 @@ class TrainingLoop:
         self, loader: Loader, micro_batches: Sequence[MicroBatch], plan: BatchPlan, *, was_left: bool = False
     ) -> None:
         state, position, progress = self._state, self.position, self._run.progress
-        self.checks.check_periodically(progress.step + 1)
+        number = progress.step + 1
+        begins, follows = number & (number - 1) == 0, (number - 1) & (number - 2) == 0
+        if begins or follows:
+            self.checks.check_losses(begins=begins, follows=follows)
         done = self.step.end()
         batch = position.batch
-        samples = loader.global_batch_samples(micro_batches[0].work)
+        stream = progress.stream
+        samples = micro_batches[0].work.global_samples if stream is None else stream.global_batch_samples()
         position.batch += 1
         lr = float(state.models[0].replica.optimizer.param_groups[0]["lr"])
         record = StepRecord(progress.step + 1, done, lr, micro_batches, self._clock.take(), self._clock.starts)
@@ -377,17 +400,19 @@ class TrainingLoop:
             )
         self._stopped = done.votes.stop > 0
         self._at_end = is_end = loader.is_last_batch(batch, done.votes.next_batch_samples) and not was_left
-        for part in state.models:
-            part.finish_step()
+        if progress.step == progress.start + 1:
+            for part in state.models:
+                part.check_state_after_first_step()
         if state.saves:
             if state.unsaved.after_step():
                 self._restore_random_streams()
                 state.search_unsaved_state(only_known_containers=True)
             if state.values:
                 json_copy(state.values, strict=True)
-        progress.after_step(
-            done.votes, partial(self._checkpoint_values, self._run.world), save=self._stopped or is_end, wait=is_end
-        )
+        if progress.is_open:
+            progress.after_step(
+                done.votes, partial(self._checkpoint_values, self._run.world), save=self._stopped or is_end, wait=is_end
+            )
 
     def _report(self, plan: BatchPlan, loss: float) -> ProgressRecord:
         step, steps = self.position.batch, plan.known_steps_per_epoch

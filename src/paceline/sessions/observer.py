@@ -14,7 +14,7 @@ from paceline.sessions.loader import Loader
 from paceline.stepping.micro_step import MicroStep, Reduction
 from paceline.stepping.trained_model import ModelInTraining
 from paceline.strategies.base import Strategy
-from paceline.train.fit import StepRecord
+from paceline.train.step_record import StepRecord
 
 ApplyStrategy = Callable[..., Strategy]  # a strategy whose options are known
 
@@ -81,7 +81,6 @@ _observers: list[Observer] = []
 
 @contextmanager
 def use_observer(observer: Observer) -> Generator[None]:
-    """Sessions that begin inside have this observer."""
     _observers.append(observer)
     try:
         yield
@@ -90,5 +89,4 @@ def use_observer(observer: Observer) -> Generator[None]:
 
 
 def current_observer() -> Observer | None:
-    """The observer of a session that begins now."""
     return _observers[-1] if _observers else None

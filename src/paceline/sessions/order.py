@@ -9,9 +9,9 @@ compares the hash.
 import base64
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from operator import methodcaller
 from typing import Any
 
@@ -28,19 +28,24 @@ MAX_STATE_ITEMS = 10_000  # of a list in a sampler's state
 HASH_BITS = 48  # so that a float64 represents it exactly
 MAX_SAMPLER_DEPTH = 4  # of nested objects in a sampler
 RANDOM_GENERATOR_TYPES = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+GLOBAL_STREAMS = {"torch": torch.default_generator, "python": random, "numpy": np.random}
 _to_list = methodcaller("tolist")  # an array of a generator's state, for JSON
 
 
 class SampleOrder:
     """The batches of one epoch, drawn on demand."""
 
-    def __init__(self, loader: DataLoader[Any], short: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], short: tuple[int, int] | None = None, *, draws_seed: bool = True
+    ) -> None:
         """Begin an epoch in the same way as DataLoader, from the current random streams.
 
         `short`: (batches, samples of the next batch) after which the epoch ends.
+        `draws_seed`: whether DataLoader draws the seed of its workers.
         """
-        self._batches = _batches(loader)
-        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # as the seed of DataLoader's workers
+        self._batches = chain.from_iterable(_batches(loader))
+        if draws_seed:
+            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         self._drawn: dict[int, tuple[Tensor, int]] = {}
         self._next = self._hash = 0
         self._is_over, self.needed = False, 0
@@ -70,7 +75,6 @@ class SampleOrder:
         return self._next + self._is_over
 
     def batch_indices(self, batch: int) -> Tensor:
-        """(n,) int64: the samples of a batch."""
         if batch >= self._next and not self.has(batch):
             raise IndexError(f"batch {batch} of an epoch of {self._next} batches")
         return self._drawn[batch][0]
@@ -84,28 +88,28 @@ class SampleOrder:
         return self._drawn[batch][1]
 
 
-def _batches(loader: DataLoader[Any]) -> Iterator[Tensor]:
-    """The sample indices of each batch, (n,) int64. Nothing is drawn before the first batch."""
+def _batches(loader: DataLoader[Any]) -> Iterator[Iterable[Tensor]]:
+    """The sample indices of each batch, (n,) int64, in few groups. Nothing is drawn before the first batch."""
     batches: Any = loader.batch_sampler
     if not covers_each_sample_once(loader):
-        yield from map(_indices, batches)
+        yield map(_indices, batches)
         return
     # torch draws the whole order for the first batch. Slices of one tensor are faster than a list for each batch.
     sampler: Any = loader.sampler
     samples, count, size = iter(sampler), len(sampler), batches.batch_size
     order = torch.arange(count) if is_sequential(loader) else torch.tensor([*islice(samples, count)], dtype=torch.int64)
-    for start in range(0, count - count % size, size):
-        yield order[start : start + size]
+    whole = count - count % size
+    yield map(order.__getitem__, map(slice, range(0, whole, size), range(size, whole + 1, size)))
     next(samples, None)  # at its end RandomSampler draws once more from its generator
-    if count % size and not batches.drop_last:
-        yield order[count - count % size :]
+    if whole < count and not batches.drop_last:
+        yield [order[whole:]]
 
 
 def _indices(batch: Any) -> Tensor:
     try:
         indices = torch.as_tensor(batch)
         if indices.ndim == 1 and not indices.is_floating_point() and not indices.is_complex():
-            return indices.to(torch.int64)
+            return indices.to(torch.int64, copy=True)  # a sampler may write the next batch into the same memory
     except (TypeError, ValueError, RuntimeError):
         pass
     raise UsageError(code="sampler-gives-keys", value=str(batch)[:80])
@@ -113,15 +117,12 @@ def _indices(batch: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class DataLoaderPlan(BatchPlan):
-    """The batches of one epoch in the order of the user's DataLoader, distributed over virtual ranks."""
-
     own_order = True
     order: SampleOrder | None = None
     steps: int = 1
 
     @property
     def steps_per_epoch(self) -> int:
-        """The length of the DataLoader; 1 if it has none."""
         return self.steps
 
     def global_indices(self, epoch: int, step: int) -> Tensor:
@@ -132,7 +133,6 @@ class DataLoaderPlan(BatchPlan):
 
 
 def dataloader_length(loader: DataLoader[Any]) -> int:
-    """The length of a DataLoader; 0 if it has none."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
@@ -146,7 +146,6 @@ def has_torch_sampler(loader: DataLoader[Any]) -> bool:
 
 
 def is_sequential(loader: DataLoader[Any]) -> bool:
-    """Whether the samples are in the order of the dataset."""
     return type(loader.sampler) is SequentialSampler and has_torch_sampler(loader)
 
 
@@ -158,7 +157,6 @@ def covers_each_sample_once(loader: DataLoader[Any]) -> bool:
 
 
 def check_not_sharded(loader: DataLoader[Any]) -> None:
-    """Raise UsageError for a sampler that gives each rank a part of the samples."""
     for sampler in (loader.sampler, loader.batch_sampler):
         replicas = getattr(sampler, "num_replicas", None)
         if isinstance(replicas, int) and replicas > 1 and hasattr(sampler, "rank"):
@@ -166,30 +164,32 @@ def check_not_sharded(loader: DataLoader[Any]) -> None:
 
 
 class SamplerState:
-    """The state of a DataLoader's samplers: random generators, and attributes that change."""
-
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
         self._first = self._attributes()
+        self._has_workers = False  # whether persistent workers exist
 
     def capture(self) -> dict[str, Any]:
-        """The state as JSON: of the samplers' generators, and of changed attributes."""
         sources: dict[str, Any] = {name: generator_state(source) for name, source in self._sources().items()}
         changed = {name: value for name, value in self._attributes().items() if value != self._first.get(name)}
         owners = {name: owner for name, owner in self._owners() if _has_state_dict(owner)}
         states = {name: _encode_tensors(owner.state_dict()) for name, owner in owners.items()}
-        return {"sources": sources, "attributes": {**changed, **states}}
+        return {"sources": sources, "attributes": {**changed, **states}, "has_workers": self._has_workers}
+
+    def begin_epoch(self) -> bool:
+        """Whether DataLoader draws a seed of its workers now: in each epoch, or once for persistent workers."""
+        draws_seed, self._has_workers = not self._has_workers, self._loader.persistent_workers
+        return draws_seed
 
     def restore_generators(self, state: Mapping[str, Any]) -> None:
-        """Restore the generators from the result of `capture` on rank 0."""
         sources = self._sources()
         for name, value in state.get("sources", {}).items():
             if name in sources:
                 set_generator_state(sources[name], value)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `capture` after a resume."""
         self.restore_generators(state)
+        self._has_workers = state.get("has_workers", False)
         owners = dict(self._owners())
         for name, owner in owners.items():
             saved = state.get("attributes", {}).get(name)
@@ -281,16 +281,6 @@ def _has_state_dict(owner: Any) -> bool:
     return callable(getattr(owner, "state_dict", None)) and callable(getattr(owner, "load_state_dict", None))
 
 
-def generator_state(source: Any) -> Any:
-    """The state of a random generator as JSON."""
-    if isinstance(source, torch.Generator):
-        return base64.b85encode(source.get_state().numpy().tobytes()).decode()
-    if isinstance(source, random.Random):
-        return json.dumps(source.getstate())
-    state = source.bit_generator.state if isinstance(source, np.random.Generator) else source.get_state(legacy=False)
-    return json.dumps(state, default=_to_list)
-
-
 def _encode_tensors(value: Any) -> Any:
     if isinstance(value, Tensor):
         return {"tensor": str(value.dtype).removeprefix("torch."), "values": value.detach().tolist()}
@@ -309,33 +299,35 @@ def _decode_tensors(saved: Any) -> Any:
     return [_decode_tensors(part) for part in saved["list"]] if "list" in saved else from_json(saved["value"])
 
 
+def generator_state(source: Any) -> Any:
+    if isinstance(source, torch.Generator):
+        return base64.b85encode(source.get_state().numpy().tobytes()).decode()
+    if hasattr(source, "getstate"):
+        return json.dumps(source.getstate())
+    state = source.bit_generator.state if isinstance(source, np.random.Generator) else source.get_state(legacy=False)
+    return json.dumps(state, default=_to_list)
+
+
 def set_generator_state(source: Any, value: Any) -> None:
-    """Restore the result of `generator_state`."""
     if isinstance(source, torch.Generator):
         source.set_state(torch.frombuffer(bytearray(base64.b85decode(value)), dtype=torch.uint8))
-    elif isinstance(source, random.Random):
+    elif hasattr(source, "setstate"):
         version, internal_state, gauss = json.loads(value)
         source.setstate((version, tuple(internal_state), gauss))
     elif isinstance(source, np.random.Generator):
         source.bit_generator.state = json.loads(value)
-    elif isinstance(source, np.random.RandomState):
+    else:
         source.set_state(json.loads(value))
 
 
 def global_random_states() -> dict[str, str]:
-    """The states of the global random streams of the process, as JSON."""
-    numpy_state = json.dumps(np.random.get_state(legacy=False), default=_to_list)
-    torch_state = generator_state(torch.default_generator)
-    return {"torch": torch_state, "python": json.dumps(random.getstate()), "numpy": numpy_state}
+    return {name: generator_state(source) for name, source in GLOBAL_STREAMS.items()}
 
 
 def restore_global_random_states(states: Mapping[str, str]) -> None:
-    """Restore the result of `global_random_states`."""
-    set_generator_state(torch.default_generator, states["torch"])
-    if "python" in states:
-        version, internal_state, gauss = json.loads(states["python"])
-        random.setstate((version, tuple(internal_state), gauss))
-        np.random.set_state(json.loads(states["numpy"]))
+    for name, source in GLOBAL_STREAMS.items():
+        if name in states:  # old checkpoints have only that of torch
+            set_generator_state(source, states[name])
 
 
 def merge_small_batches(batches: Iterator[Tensor], least: int) -> Iterator[Tensor]:

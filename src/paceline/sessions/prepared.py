@@ -12,9 +12,10 @@ isinstance, param_groups, state_dict and earlier schedulers keep working.
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from operator import attrgetter, is_
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import msgspec
@@ -27,7 +28,6 @@ from paceline.errors import UsageError
 from paceline.sessions.assumptions import GRADIENT_CHANGES, GRADIENTS_FROM_BACKWARD, PREPARED_PARAMETERS
 from paceline.sessions.session_step import SessionStep, is_mode_dependent
 from paceline.sessions.sharded_tensors import ShardedGradientPlaceholder, distribute_like, is_dtensor, local_shard
-from paceline.stepping.hooks import HiddenHooks, LastGradParameter
 from paceline.stepping.trained_model import ModelInTraining
 from paceline.strategies.base import Strategy
 from paceline.strategies.optimizer_state import load_states, optimizer_shards, saved_state
@@ -50,6 +50,7 @@ NO_OTHER_BACKWARD = (
 )
 Grads = list[Tensor | None]
 _grad, _tensor_version, _requires_grad = attrgetter("grad"), attrgetter("_version"), attrgetter("requires_grad")
+_groups, _learning_rate = attrgetter("optimizer.param_groups"), itemgetter("lr")
 """for `map`, which is faster than a loop: they run in each step over all parameters"""
 COMPARED_VALUE_NAMES = ("hooks", "trained", "gradients", "learning rates")
 
@@ -180,13 +181,15 @@ class PreparedModel(ModelInTraining):
         """whether a gradient was added to .grad since the last update"""
         self._before: list[tuple[Tensor | None, int]] | None = None  # gradients and versions before a watched backward
         self._waiting_state: dict[str, dict[str, Any]] = {}  # of the checkpoint, for parameters without an optimizer
-        self._last_grad = LastGradParameter()
-        self._summed: Grads | None = None  # until the step ends: gradients after the sum over ranks
-        self._versions: list[int] = []  # of these gradients
-        self._left: list[Any] = [None] * len(self._parameters)  # weak references to gradients of the session
-        self._was_looked_at, self._untrained, self._trained = False, list[nn.Parameter](), list[list[int]]()
+        self._summed: Grads | None = None  # gradients after the sum over ranks; None before it
+        # gradients of the session: weak references and versions
+        self._left: list[Any] = [None] * len(self._parameters)
+        self._versions: list[int] = []
+        self._untrained, self._trained = list[nn.Parameter](), list[list[int]]()
         self._updates, self._changed, self._digests, self._digest = 0, list[int](), dict[int, int](), 0
-        self._hooks_seen = -1
+        self._hooks_seen, self._is_single_rank_step = -1, False
+        """hooks on leaves at the last backward; whether gradients equal those of a plain loop, also if torch makes them
+        """
         self.optimizers: list[PreparedOptimizer] = []
         self._num_saved_optimizers = 0
         if len(replica.optimizers) > 1 and replica.local_step_node is not None:
@@ -195,7 +198,7 @@ class PreparedModel(ModelInTraining):
             self._prepare_optimizer(optimizer, scheduler)
         if not replica.in_lockstep:
             for parameter in self._parameters:
-                parameter.register_post_accumulate_grad_hook(self._last_grad.append)
+                parameter.register_post_accumulate_grad_hook(self.last_gradient.append)
         self.must_check = False
         """whether a module or parameter was added since the last check"""
         self._modules = {id(module) for module in replica.model.modules()}
@@ -252,14 +255,10 @@ class PreparedModel(ModelInTraining):
         return any(opt.number in numbers for opt in self.optimizers)
 
     def learning_rates(self) -> list[float]:
-        return [group["lr"] for opt in self.optimizers for group in opt.optimizer.param_groups]
+        return [*map(_learning_rate, chain.from_iterable(map(_groups, self.optimizers)))]
 
-    def finish_step(self) -> None:
-        """End a step. After the first one, check that the state can be saved."""
-        self._summed = None
-        if self._was_looked_at:
-            return
-        self._was_looked_at = True
+    def check_state_after_first_step(self) -> None:
+        """Check that the state can be saved, and that all groups of the checkpoint exist."""
         if self.gate.saves:
             self.state()
         if self._waiting_state or any(opt.groups for opt in self.optimizers):
@@ -267,14 +266,21 @@ class PreparedModel(ModelInTraining):
 
     def begin_step(self) -> None:
         """Begin a step."""
-        self._at_begin = self.current_gradients() if self._waiting else None
+        self._is_single_rank_step = self.replica.world.size == 1 and self.gate.phases.alone
+        self._at_begin, self._summed = self.current_gradients() if self._waiting else None, None
         self.replica.keep_buffers()
 
     def before_backward(self, wanted: bool, watched: bool) -> None:
         """Before a backward: its gradients are added to those that are put aside, or dropped if not `wanted`."""
         grads: Grads = [*map(_grad, self._parameters)]
         first = next(filter(is_present, grads), None)
-        if self._last_grad:
+        hooks = self.gate.tensor_hooks
+        assert hooks is not None
+        self.may_have_hooks, self._hooks_seen = (
+            self._own_hooks < 0 or self._hooks_seen != hooks.on_leaves,
+            hooks.on_leaves,
+        )
+        if self.last_gradient:
             raise self._foreign_backward_error()
         if first is not None:
             self._check_assigned(grads)
@@ -340,21 +346,7 @@ class PreparedModel(ModelInTraining):
             grads: Grads = [*map(_grad, self._parameters)]
             self._note_left(grads)
             if self.replica.world.size > 1 and not (self.replica.sharded or self.replica.local_step_node is not None):
-                self._summed, self._versions = grads, _versions(grads)
-
-    def hide_hooks(self, *, alone: bool, counted: bool = True) -> HiddenHooks:
-        """See ModelInTraining. If there were none, it only looks for them after one was registered."""
-        hooks = self.gate.tensor_hooks
-        assert hooks is not None
-        if self._own_hooks < 0 or self._hooks_seen != hooks.on_leaves:
-            self._hooks_seen = hooks.on_leaves
-            return super().hide_hooks(alone=alone, counted=counted)
-        return []
-
-    def restore_hooks(self, hidden: HiddenHooks) -> None:
-        if hidden:
-            super().restore_hooks(hidden)
-        self._last_grad.clear()
+                self._summed = grads
 
     def remember_skipped_gradients(self, shown: Grads | None = None) -> None:
         if not self._is_single_rank_step:
@@ -437,10 +429,10 @@ class PreparedModel(ModelInTraining):
     def before_update(self) -> Grads:
         """Before an update: check that `s.backward` made the gradients, and that ranks agree. Returns the gradients."""
         gradients: Grads = [*map(_grad, self._parameters)]
-        if self._last_grad:
+        if self.last_gradient:
             raise self._foreign_backward_error()
         self._updates += 1
-        if self._summed is None:
+        if self._summed is None or self.gate.micro_step is None:
             return gradients
         changed: list[int] = []
         if not all(map(is_, gradients, self._summed)) or _versions(gradients) != self._versions:
@@ -499,10 +491,14 @@ class PreparedModel(ModelInTraining):
         is_first = self._updates <= len(self.optimizers)
         may_add = self._adds_to_used or is_first or any(map(is_present, map(_grad, self._untrained)))
         self._waiting = may_add and not self.replica.sharded
-        several = len(self.optimizers) > 1 and not self.replica.sharded
-        of_each = [[gradients[i] for i in own] for own in self._trained] if several else [gradients]
-        firsts = [next(filter(is_present, own), None) for own in of_each]
-        self._used = [(weakref.ref(first), _version(first)) for first in firsts if first is not None] or self._used
+        of_each: Iterable[Iterable[Tensor | None]] = (gradients,)
+        if len(self.optimizers) > 1 and not self.replica.sharded:
+            of_each = (map(gradients.__getitem__, own) for own in self._trained)
+        used: list[tuple[weakref.ref[Tensor], int]] = []
+        for own in of_each:
+            if (first := next(filter(is_present, own), None)) is not None:
+                used.append((weakref.ref(first), _version(first)))
+        self._used = used or self._used
 
     def after_zero_grad(self, optimizer: Any, *, set_to_none: bool) -> None:
         """After an optimizer has cleared the gradients of its parameters, as torch does."""
@@ -558,14 +554,14 @@ class PreparedModel(ModelInTraining):
                     )
 
     def _foreign_backward_error(self) -> UsageError:
-        parameter = self._last_grad.pop()
+        parameter = self.last_gradient.pop()
         named = self.replica.model.named_parameters()
         name = next((name for name, p in named if p is parameter), "of a model")
         what = f"loss.backward() or torch.autograd.backward() has reached parameter {name}"
         return GRADIENTS_FROM_BACKWARD.make_error(what)
 
     def check_between_micro_batches(self) -> None:
-        if self._last_grad:
+        if self.last_gradient:
             raise self._foreign_backward_error()
         self._check_assigned(self.current_gradients())
 
@@ -587,16 +583,12 @@ class PreparedModel(ModelInTraining):
         if grads is not None and not self._is_single_rank_step:
             self._note_left(grads)
 
-    @property
-    def _is_single_rank_step(self) -> bool:
-        """Whether gradients equal those of a plain loop, also if the loop computes them with torch."""
-        return self.replica.world.size == 1 and self.gate.phases.alone
-
     def _note_left(self, grads: Grads) -> None:
         try:
-            self._left = [*map(weakref.ref, grads)]
+            self._left, self._versions = [*map(weakref.ref, grads)], [*map(_tensor_version, grads)]
         except TypeError:  # None
             self._left = [None if grad is None else weakref.ref(grad) for grad in grads]
+            self._versions = _versions(grads)
 
     def _on_gradient(self, _: Tensor) -> None:
         if not self.gate.in_backward:

@@ -64,17 +64,14 @@ class Session:
     """The training of this process among all ranks, for a custom loop. `paceline.session()` returns it."""
 
     def __init__(self, config: SessionConfig) -> None:
-        """Join the ranks (a collective)."""
         self._config, self._run = config, SessionRun(config)
         self.world, self._progress, self._observer = self._run.world, self._run.progress, self._run.observer
         self._state = SessionState(self._run)
         self._loop = TrainingLoop(config, self._run, self._state)
         self._steps = self._loop.step
         self._evaluation = EvaluationLoop(self._run, self._state, self._steps, self._loop.checks)
-        self.explained, self.note_exit = (
-            self._loop.explained,
-            self._loop.note_exit,
-        )  # for the hooks of `install_exit_hooks`
+        # for the hooks of `install_exit_hooks`
+        self.explained, self.note_exit = self._loop.explained, self._loop.note_exit
         open_sessions.append(self)
 
     @property
@@ -109,9 +106,9 @@ class Session:
 
     @property
     def samples(self) -> int:
-        """Number of counted samples of the current batch; 0 for the dummy batch of a rank without samples."""
+        """Number of counted samples of the current batch; 0 for a dummy batch and for one that an audit repeats."""
         micro_step = self._steps.micro_step
-        return 0 if micro_step is None else micro_step.samples
+        return 0 if micro_step is None or micro_step.work.is_repeated else micro_step.samples
 
     @property
     def saved(self) -> dict[str, Any]:
@@ -272,7 +269,6 @@ class Session:
         return loader
 
     def _batches(self, loader: Loader) -> Iterator[Any]:
-        """The batches of a loader: of the training, or of an evaluation."""
         self._loop.check_usable()
         is_training = torch.is_grad_enabled() and any(part.replica.model.training for part in self._state.models)
         return self._loop.batches(loader) if is_training else self._evaluation.batches(loader)
@@ -449,7 +445,6 @@ class Session:
         return sort_rows(parts, virtual_rank_order(self._evaluation.samples, self.size))
 
     def _check_collective_position(self) -> tuple[int, ...]:
-        """The position of the loop. Raises UsageError in the body of a loop that some ranks do not run."""
         samples = self._evaluation.samples
         if 0 < samples < self.size:
             raise UsageError(code="collective-in-evaluation", samples=samples, ranks=self.size)
@@ -521,6 +516,8 @@ def session(
     keep_checkpoints: int = 3,
     check_replicas_every: int = 100,
     not_finite: Literal["stop", "skip"] = "stop",
+    audit_every: int | None = None,
+    on_audit: Literal["stop", "exclude"] = "stop",
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto",
     backend: Literal["auto", "nccl", "xccl", "gloo", "mpi"] = "auto",
     timeout: float = 600.0,
@@ -548,6 +545,8 @@ def session(
         keep_checkpoints: number of checkpoints to keep, at least 2.
         check_replicas_every: steps between bit-by-bit comparisons of all replicas.
         not_finite: what to do if a loss or gradient is NaN or Inf: "stop" the run or "skip" the step.
+        audit_every: exact and zero only: steps between two audits. A second rank then repeats one micro-batch.
+        on_audit: what to do if an audit finds wrong numbers: "stop" the run, or "exclude" the rank and restart.
         device: auto, cpu, cuda or xpu. auto: one GPU per rank if the node has GPUs, otherwise the CPU.
         backend: backend of torch.distributed. auto: nccl on NVIDIA and AMD GPUs, xccl on xpu, gloo on CPUs.
         timeout: seconds after which a collective fails.

@@ -19,27 +19,21 @@ CLIP_GRAD_FILE = "torch/nn/utils/clip_grad.py"  # its error for a None gradient 
 
 
 class NotePrinter:
-    """Prints each note once."""
-
     def __init__(self, say: Callable[[str], None] = print) -> None:
         self._say, self._printed = say, set[str]()
 
     def once(self, text: str) -> None:
-        """Print a note, unless it was printed before."""
         if text not in self._printed:
             self._printed.add(text)
             self._say(f"NOTE: {text}")
 
 
 def is_mode_dependent(model: nn.Module) -> bool:
-    """Whether the model has modules that differ between training and eval mode."""
     return any(isinstance(module, (_BatchNorm, _DropoutNd)) for module in model.modules())
 
 
 @dataclass
 class LoopPosition:
-    """The position of a custom loop in its data. All numbers count from 0."""
-
     epochs_call: int = 0  # the call of s.epochs
     epoch: int = 0  # in this call
     loop_in_epoch: int = 0  # the loop over data, in this epoch
@@ -47,11 +41,9 @@ class LoopPosition:
     batch: int = 0  # the global batch, in this loop
 
     def state_dict(self) -> dict[str, int]:
-        """The position in a checkpoint."""
         return dict(zip(POSITION_KEYS, astuple(self), strict=True))
 
     def __str__(self) -> str:
-        """The position, for messages."""
         return f"epoch {self.epoch + 1}, batch {self.batch + 1}"
 
 
@@ -71,7 +63,8 @@ class SessionStep(Step):
 
     @property
     def is_final_micro_batch(self) -> bool:
-        """Whether this is the last micro-batch of the last pass."""
+        if self.audits is not None and self.audits.is_disputed:  # the step will be repeated
+            return False
         return self.micro_step is None or self.phases.is_final(self.micro_step)
 
     @property
@@ -88,7 +81,6 @@ class SessionStep(Step):
         return bool(micro_step.weights) and usual in (None, micro_step.completed_calls)
 
     def may_update(self, part: ModelInTraining, optimizer: int) -> bool:
-        """Whether `step()` of the optimizer with this number updates the model now."""
         micro_step = self.micro_step
         if micro_step is None:
             return True
@@ -106,27 +98,22 @@ class SessionStep(Step):
         return True
 
     def check_no_nested_loop(self) -> None:
-        """Raise UsageError if a training loop begins in the body of a training loop."""
         if self.micro_step is not None:
             raise UsageError(code="two-loops-at-once")
 
     def check_merged_buffers(self) -> None:
-        """Raise UsageError if a model is evaluated with the buffers of one virtual rank."""
         if not self.merged and self.micro_step is None:
             raise UsageError(code="evaluated-with-buffers-of-one")
 
     def check_forward_allowed(self) -> None:
-        """Raise UsageError if not all ranks may call a model whose forward is a collective."""
         if not self.merged and self.micro_step is None:
             raise UsageError(code="sharded-model-outside-loop")
 
     def check_enough_evaluation_samples(self, samples: int, ranks: int) -> None:
-        """Raise UsageError if a rank without samples would not call a model whose forward is a collective."""
         if samples < ranks and any(part.replica.in_lockstep for part in self.parts):
             raise UsageError(code="too-few-samples-to-evaluate", samples=samples, ranks=ranks)
 
     def explain_gradient_error(self, error: BaseException | None) -> UsageError | None:
-        """An explanation of an error that comes from sharded gradients, or from .grad before the last micro-batch."""
         micro_step = self.micro_step
         if not isinstance(error, NO_GRADIENT_ERRORS) or isinstance(error, PacelineError):
             return None

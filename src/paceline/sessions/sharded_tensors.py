@@ -13,16 +13,8 @@ from torch import Tensor, nn
 from paceline.errors import UsageError
 
 WHOLE_TENSOR_METHODS = (
-    "item",
-    "tolist",
-    "numpy",
-    "__array__",
-    "__float__",
-    "__int__",
-    "__bool__",
-    "__index__",
-    "__reduce_ex__",
-)
+    "item", "tolist", "numpy", "__array__", "__float__", "__int__", "__bool__", "__index__", "__reduce_ex__",
+)  # fmt: skip
 
 
 class ShardedGradientPlaceholder(torch.Tensor):
@@ -35,7 +27,6 @@ class ShardedGradientPlaceholder(torch.Tensor):
 
     @classmethod
     def of(cls, tensor: Tensor) -> Tensor:
-        """A placeholder with the shape, type and device of `tensor`."""
         return torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
             cls, tensor.shape, dtype=tensor.dtype, device=tensor.device, strides=tensor.stride()
         )
@@ -75,7 +66,6 @@ def invalidate_replaced_parameters(before: Iterable[nn.Parameter], model: nn.Mod
 
 
 def raise_on_copy(_: object) -> NoReturn:
-    """Replaces `__deepcopy__` of a sharded model."""
     raise UsageError(code="sharded-model-copied")
 
 
@@ -104,7 +94,6 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor, in the same memory; any other tensor unchanged."""
     return tensor.to_local() if is_dtensor(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 

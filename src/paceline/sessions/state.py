@@ -60,11 +60,9 @@ class SessionState:
         """Whether the state must not be saved, because an update was wrong or a part of the state is missing."""
 
     def find_model(self, module: nn.Module | None) -> PreparedModel | None:
-        """The prepared model of a module, or None."""
         return next((part for part in self.models if module in (part.replica.model, part.replica.module)), None)
 
     def add_model(self, part: PreparedModel) -> None:
-        """Add a model (a collective)."""
         if self._origin is not None:
             with raise_on_all_ranks(self._world):
                 if part.number >= len(self.saved_models):
@@ -76,7 +74,6 @@ class SessionState:
         self.models.append(part)
 
     def add_optimizers(self, part: PreparedModel, count: int) -> None:
-        """Restore the last optimizers of a model that was added before (a collective)."""
         if self._origin is not None:
             with raise_on_all_ranks(self._world):
                 for number, prepared in [*enumerate(part.optimizers)][-count:]:
@@ -84,7 +81,6 @@ class SessionState:
                     part.load_json_state(self.saved_models[part.number], number)
 
     def register(self, name: str, thing: Any, *, saved: bool) -> None:
-        """See `Session.register` (a collective if `saved`)."""
         if not saved:
             if name in self._registered:
                 raise UsageError(code="register-name-taken", name=name)
@@ -99,7 +95,6 @@ class SessionState:
                 registered.load_state_dict(_joined(from_json(self._saved_objects[name]), self._origin.source))
 
     def _with_state(self, name: str, thing: Any) -> Any:
-        """An object, with an adapter if it has no `state_dict`."""
         if name in self._registered:
             raise UsageError(code="register-name-taken", name=name)
         if isinstance(thing, LRScheduler):
@@ -117,7 +112,6 @@ class SessionState:
         return thing
 
     def add_loader(self, loader: Loader) -> None:
-        """Add a loader, in the same order in each start of the script."""
         if (state := self._saved_loaders.get(str(len(self._loaders)))) is not None:
             loader.restore_sampler(state)
         if loader.is_unsplit and (found := self._saved_accumulation.get(str(len(self._loaders)))) is not None:
@@ -125,11 +119,6 @@ class SessionState:
         self._loaders.append(loader)
 
     def check_saveable(self) -> None:
-        """Check at the first step that a checkpoint can store the state.
-
-        Raises:
-            UsageError: an object is missing, its state cannot be saved, or the loop has state that would be lost.
-        """
         if lost := [name for name in self._saved_objects if name not in self._registered]:
             raise UsageError(code="register-lost", names=", ".join(lost), first=lost[0])
         for part in self.models:
@@ -142,7 +131,6 @@ class SessionState:
                 make_shard_layout(part.state())
 
     def _check_schedulers(self) -> None:
-        """Raise UsageError for a learning rate scheduler that no checkpoint has."""
         optimizers, known_ids = [optimizer for part in self.models for optimizer in part.optimizers], set[int]()
         queue = [*(part.scheduler for part in optimizers), *self._registered.values(), *self._not_saved]
         while queue:
@@ -159,11 +147,7 @@ class SessionState:
             raise UsageError(code="scheduler-not-prepared")
 
     def search_unsaved_state(self, *, only_known_containers: bool = False) -> None:
-        """Search for state that would be lost. `only_known_containers`: only in the containers of the last search.
-
-        Raises:
-            UsageError: there is such state, or the loop has replaced a registered object. The state is damaged then.
-        """
+        """Search for state that would be lost. `only_known_containers`: only in the containers of the last search."""
         models = [part.replica.model for part in self.models]
         optimizers = [prepared.optimizer for part in self.models for prepared in part.optimizers]
         try:
@@ -180,22 +164,17 @@ class SessionState:
         return self._not_saved + [obj.thing if isinstance(obj, adapters) else obj for obj in self._registered.values()]
 
     def compare_replicas(self, step: int) -> None:
-        """Compare the models of all ranks bit by bit (a collective). `step`: the number of steps so far."""
         if self._world.size > 1 and self.models and step and self.models[0].replica.local_step_node is None:
             shards = [shard for part in self.models for shard in part.state()]
             check_replicas(shards, self._world, step, [part.replica.optimizer for part in self.models])
 
     def registered_tensors(self) -> list[TensorShard]:
-        """The tensors of the registered objects."""
         return [shard for name, obj in self._registered.items() for shard in _split(obj.state_dict(), name)[1]]
 
     def json_state(self, current: Loader | None, world: World | None) -> dict[str, Any]:
         """The state without tensors, as JSON. `current`: the loader of the current loop, whose position is not in it.
 
         With a `world` it is a collective. Without, values that cannot be saved are omitted.
-
-        Raises:
-            UsageError: a value cannot be saved, or registered objects differ between ranks.
         """
         parts, saved = [part.json_state() for part in self.models], json_copy(self.values, strict=world is not None)
         states = {name: _split(obj.state_dict(), name)[0] for name, obj in self._registered.items()}
@@ -252,11 +231,6 @@ def _joined(value: Any, source: Source) -> Any:
 
 
 def json_copy(saved: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
-    """A copy of the entries that JSON represents exactly.
-
-    Raises:
-        UsageError: if `strict`, for any other entry. Otherwise such entries are skipped.
-    """
     wrong = [name for name, value in saved.items() if not _is_json({name: value})]
     if wrong and strict:
         raise UsageError(code="saved-not-plain", name=wrong[0], kind=type(saved[wrong[0]]).__name__)

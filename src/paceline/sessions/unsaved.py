@@ -47,10 +47,7 @@ class _SeenContainer:
 
 
 class UnsavedStateSearch:
-    """The search for state of the training that no checkpoint contains, such as averages of a model."""
-
     def __init__(self, say: Callable[[str], None]) -> None:
-        """`say` prints a note."""
         self._say = say
         self._modules: dict[int, tuple[Any, Any]] = {}  # by id: a weak reference and the fingerprint
         self._containers: dict[int, _SeenContainer] = {}  # that the last search has found
@@ -69,12 +66,8 @@ class UnsavedStateSearch:
     ) -> bool:
         """Search at the first step and at checkpoints, in at most 1 % of the time, or check containers `again`.
 
-        Returns:
-            Whether it has searched. If not, a search would take too much time now, or it has only checked containers.
-
-        Raises:
-            UsageError: a module or a container of tensors has changed since the last search, and is neither in one of
-                the `models` nor in a `known` object.
+        Returns whether it has searched. If not, a search would take too much time now, or it has only checked
+        containers.
         """
         began = time.perf_counter()
         if not only_known_containers:
@@ -152,7 +145,6 @@ class UnsavedStateSearch:
 
 
 def _names(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
-    """The variables of the user's running functions, and the globals of their modules."""
     while frame is not None:
         if code_owner(frame.f_code.co_filename) is USER:
             variables: Any = frame.f_locals

@@ -199,4 +199,5 @@ def _is_user_module(module: str) -> bool:
     if path is None or module.partition(".")[0] == "paceline":
         return module == "__main__"
     paths = sysconfig.get_paths()
-    return not str(Path(path).resolve()).startswith(tuple(paths[name] for name in ("stdlib", "purelib", "platlib")))
+    installed = tuple(str(Path(paths[name]).resolve()) for name in ("stdlib", "purelib", "platlib"))
+    return not str(Path(path).resolve()).startswith(installed)

@@ -51,7 +51,8 @@ class MicroStep(Struct):
             samples = None
         if samples is not None and samples < 0:
             raise UsageError(code="samples-not-counted", samples=len(self.work.indices))
-        return (self.work.indices.numel() if samples is None else samples) * self.work.is_counted
+        has_samples = self.work.is_counted or self.work.is_repeated
+        return (self.work.indices.numel() if samples is None else samples) * has_samples
 
     @property
     def completed_calls(self) -> tuple[int, tuple[int, ...]]:
@@ -98,12 +99,6 @@ class WeightedLoss(Struct, frozen=True):
     has_unit_sample_weights: bool = False
     """whether the form of the loss implies that each sample of the batch weighs 1"""
 
-    def sum(self) -> float:
-        """The weighted sum, with the same bits as `add_to`. On a GPU the host waits for it."""
-        if isinstance(self.factor, Tensor):
-            return float(self.value.detach() * self.factor)
-        return self.value.item() * self.factor
-
     def add_to(self, total: float | Tensor) -> Tensor:
         """`total` plus the weighted sum, () float64 on the device."""
         value = self.value.detach()
@@ -112,12 +107,6 @@ class WeightedLoss(Struct, frozen=True):
         if isinstance(self.factor, Tensor):
             return total + value * self.factor
         return torch.add(total, value, alpha=self.factor)
-
-    @property
-    def is_weightless(self) -> bool:
-        """Whether the weight is known to be 0. A weight on a GPU is not read, because the host would wait."""
-        on_host = not isinstance(self.factor, Tensor) or self.factor.device.type == "cpu"
-        return on_host and float(self.factor) == 0
 
 
 def make_weighted_loss(
@@ -128,7 +117,7 @@ def make_weighted_loss(
         raise UsageError(code="loss-not-a-tensor", kind=type(loss).__name__)
     if reduction not in ("mean", "sum"):
         raise UsageError(code="reduction-unknown", value=reduction)
-    counted = micro_step.work.is_counted
+    counted = micro_step.work.is_counted or micro_step.work.is_repeated
     if loss.dtype in HALF_PRECISION:
         loss = loss.float()
     if loss.numel() == 1 and (loss.ndim == 1 or micro_step.work.indices.numel() > 1):

@@ -78,6 +78,5 @@ class PipelineStep(Step):
         micro_step = MicroStep(batch, batch.work, is_last, [])
         self._sums.in_round = 0
         weighed = make_weighted_loss(losses, weights, "mean", micro_step)
-        is_weightless = weighed.is_weightless
-        self._sums.add_loss(losses, weighed, "mean", micro_step, plain=False, is_weightless=is_weightless)
+        self._sums.add_loss(losses, weighed, "mean", micro_step, plain=False)
         return weighed.value / self._sums.guess_loss_divisor()

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from paceline.collectives.control import (
     Deferred,
-    Totals,
     is_async,
     make_node_gather,
     make_world_gather,
@@ -40,12 +39,14 @@ from paceline.rank.guard import HangGuard
 from paceline.rank.world import World
 from paceline.seeding import SeededStream
 from paceline.stepping import nonfinite
+from paceline.stepping.audit import Audits
 from paceline.stepping.hooks import (
     HiddenHooks,
     TensorHookTracker,
     describe_user_autograd_function,
     describe_user_module_hook,
     leaves_of,
+    restore_hooks,
 )
 from paceline.stepping.micro_step import (
     MicroStep,
@@ -56,7 +57,7 @@ from paceline.stepping.micro_step import (
     zero_gradient_loss,
 )
 from paceline.stepping.order import CollectiveOrderCheck
-from paceline.stepping.totals import AwaitTotals, ControlFlags, StepResult, StepTotals
+from paceline.stepping.totals import AwaitTotals, ControlFlags, DeferredTotals, StepResult, StepTotals, Totals
 from paceline.stepping.trained_model import ModelInTraining, check_summed_once, models_reached_on_any_rank
 
 
@@ -80,6 +81,7 @@ class Step:
         exact: bool = False,
         max_norm: float | None = None,
         forward: nonfinite.LossSumFunction | None = None,
+        audits: Audits | None = None,
     ) -> None:
         """The caller adds the models to `parts`. `votes` to `may_skip` are for tasks.
 
@@ -110,8 +112,9 @@ class Step:
         self._world, self._is_single = world, world.size == virtual_ranks == 1
         self._enter, self._exact, self._way_out, self._may_skip = enter, exact, way_out, may_skip
         self._max_norm, self._forward, self.ahead = max_norm, forward, ahead or PrefetchTrigger()
+        self.audits = audits
         self._on_device = is_async(world.device)  # whether the host would have to wait for numbers
-        self._guard, self._no_grad = HangGuard.of_process(), torch.no_grad()
+        self._guard = HangGuard.of_process()
 
     def run_bodies(
         self, place: object, micro_batches: Sequence[MicroBatch], *, one_each: bool = False
@@ -135,6 +138,25 @@ class Step:
                 yield batch
                 self.end_body()
             again = not self.phases.alone and self.phases.needs_another_pass()
+        if self.audits is not None and self.audits.is_disputed:
+            yield from self._judge(self.audits)
+
+    def _judge(self, audits: Audits) -> Generator[MicroBatch]:
+        """Compute a disputed micro-batch on all ranks, save the state before the step, and raise an error."""
+        for part in self.parts:
+            part.give_up()
+        self.phases.begin()
+        batch = audits.repeated()
+        assert batch is not None
+        self._enter_batch(batch, False)
+        self.micro_step = MicroStep(batch, batch.work, False, self._rates())
+        yield batch
+        self.end_body()
+        error = audits.judge(str(self._where))
+        for part in self.parts:
+            part.give_up()
+        audits.save()
+        raise error
 
     def run_trial(self, batch: MicroBatch) -> Generator[MicroBatch]:
         """Yield a dummy batch for a trial forward and backward. Nothing is summed over ranks, and no state changes."""
@@ -157,13 +179,16 @@ class Step:
     ) -> Sequence[MicroBatch]:
         in_lockstep, first = False, self.parts[0]
         for part in self.parts:
-            part.begin_step()
             in_lockstep = in_lockstep or part.replica.in_lockstep
+        if self.audits is not None:
+            micro_batches = self.audits.begin(first.replica, micro_batches)
         if in_lockstep:
             micro_batches = pad_micro_batches(micro_batches, self._world)
         self.phases.alone = len(micro_batches) == 1
         if not self.phases.alone:
             self.phases.begin()
+        for part in self.parts:
+            part.begin_step()
         alone = self._is_single and self.phases.alone
         self._where, self._result = place, self._sums.begin(place, one_each=one_each, alone=alone)
         # this host, if hosts step separately and a non-finite value ends the run: no other host is asked
@@ -228,6 +253,8 @@ class Step:
 
     def end(self) -> StepResult:
         """End the step, after all micro-batches."""
+        if self.audits is not None and self.audits.is_disputed:  # the loop was left in its last body
+            raise self.audits.judge(str(self._where), is_repeated=False)
         if self._host is not None:
             self._sums.await_totals(self._enter, self._way_out)
         if self._first is not None:
@@ -270,13 +297,13 @@ class Step:
             micro_step.weights.append(weighed.weight)
             micro_step.has_failed = False
             return
-        last, self._value, is_weightless = micro_step.is_last and not more, loss, weighed.is_weightless
+        last, self._value = micro_step.is_last and not more, loss
         if not self._sums.is_alone:
             count = averaged_target_count(loss) if reduction == "mean" and not micro_step.weights else None
             self.targets.append((count, weighed.weight))
         # a mean; or the (B,) of a task, which was checked to have one value per sample
         plain = weight is None and reduction == "mean" and loss.ndim <= int(self._forward is not None)
-        self._sums.add_loss(loss, weighed, reduction, micro_step, plain=plain, is_weightless=is_weightless)
+        is_weightless = self._sums.add_loss(loss, weighed, reduction, micro_step, plain=plain)
         # a host that steps separately does not wait for weights of other hosts
         scale = self._sums.choose_loss_divisor(weighed, waits=last and self._host is None)
         finish = self._sums.start() if last else None  # travels during backward
@@ -295,17 +322,21 @@ class Step:
             part.before_backward(part in wanted, is_watched)
         self._enter(Phase.BACKWARD)
         self.in_backward = True
-        hidden_hooks: list[HiddenHooks] = []
+        hidden_hooks: HiddenHooks = []
         begun_parts: list[ModelInTraining] = []
         try:
             for part in self.parts:
-                hidden_hooks.append(part.hide_hooks(alone=self._sums.is_alone, counted=micro_step.work.is_counted))
-            if more and any(hidden_hooks):
+                if part.may_have_hooks:
+                    counted = micro_step.work.is_counted
+                    hidden_hooks += part.hide_hooks(alone=self._sums.is_alone, counted=counted)
+            if more and hidden_hooks:
                 raise UsageError(code="more-with-hook")
             for part in wanted:
                 # with several models it is not known which of them this backward reaches: no early exchange
                 part.replica.begin_backward(micro_step.work, last and len(self.parts) == 1)
                 begun_parts.append(part)
+            if self.audits is not None:
+                self.audits.begin_backward(micro_step.work, weighed.value, weighed.factor)
             if weighed.value.requires_grad and not is_weightless:
                 self.parts[0].backward(weighed.value, factor=weighed.factor / scale, retain_graph=retain_graph)
             else:
@@ -319,8 +350,12 @@ class Step:
                 part.replica.end_backward()
         finally:
             self.in_backward = False
-            for part, hooks in zip(self.parts, hidden_hooks, strict=False):  # fewer if one of them has raised
-                part.restore_hooks(hooks)
+            if self.audits is not None:
+                self.audits.end_backward()
+            for part in self.parts:
+                part.last_gradient.clear()
+            if hidden_hooks:
+                restore_hooks(hidden_hooks)
         if self.flop_counter is not None and self.flop_counter.is_active:
             self.flop_counter.mark_backward_end()
         for part in self.parts:
@@ -392,21 +427,27 @@ class Step:
         if host is not None and self._sums.samples_if_weight:  # does not wait for other hosts
             rest = self._sums.defer_wait(finish)
         else:
-            summed = finish()
-            totals = summed.totals
+            totals = finish()
             if isinstance(totals, Totals):
                 loss, rest = self._sums.read_totals(totals), self._sums.rest
             else:
-                rest = self._sums.remaining_divisor(summed)
+                rest = self._sums.remaining_divisor(totals)
         reached = models_reached_on_any_rank(wanted, self._world) if len(self.parts) > 1 else wanted  # one always is
         if self._exact or not self.phases.alone:
             check_summed_once(self._summed_up, reached)
         self._summed_up += reached
         to_judge: list[ModelInTraining] = []
-        with self._no_grad:
+        records_gradients = torch.is_grad_enabled()
+        torch.set_grad_enabled(False)  # cheaper than a context
+        try:
             for part in reached:
                 if part.synchronise(rest, agreed=host is None) is not True or self._max_norm is not None:
                     to_judge.append(part)
+            if self.audits is not None and self.audits.is_running and not self.audits.compare(str(self._where)):
+                self._result.skip_cause = nonfinite.NonFiniteCause("an audit has found different numbers")
+                for part in reached:
+                    part.remember_skipped_gradients()
+                return
             if self._sums.without_gradient and not any(part.has_gradients for part in self.parts):
                 raise UsageError(code="batch-without-gradient", place=str(self._where))
             if self._on_device:
@@ -418,6 +459,8 @@ class Step:
                     self._result.grad_norm = part.norm
             for part in reached if finite else ():
                 part.run_hooks(after_accumulation=True)
+        finally:
+            torch.set_grad_enabled(records_gradients)
         if not finite:
             self._guard.check_unblocked()
             in_loss, self._result.grad_norm = not math.isfinite(loss), None
@@ -426,14 +469,14 @@ class Step:
                 part.remember_skipped_gradients()
 
     def _read_from_device(
-        self, to_judge: Sequence[ModelInTraining], loss: float, totals: Totals | Deferred[Totals] | None
+        self, to_judge: Sequence[ModelInTraining], loss: float, totals: Totals | DeferredTotals | None
     ) -> tuple[float, bool]:
         """The loss, and whether it and the gradients of `to_judge` are finite (a collective if they are sharded)."""
         checks = [part.clip_and_check_finite(self._max_norm) for part in to_judge]
         pending = [value for value in (totals, *checks) if isinstance(value, Deferred)]
         self.ahead.start_batches()  # the device has work now
         numbers_by_id = {id(value): numbers for value, numbers in zip(pending, read_all(pending), strict=True)}
-        if isinstance(totals, Deferred):
+        if isinstance(totals, DeferredTotals):
             loss = self._sums.read_totals(totals.compute(numbers_by_id[id(totals)]))
         finite = math.isfinite(loss)
         for part, check in zip(to_judge, checks, strict=True):

@@ -1,7 +1,12 @@
 """Totals of a step over micro-batches and ranks: losses, weights and votes. They give the divisor of the losses."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial, reduce
+from itertools import chain
+from operator import add
+from typing import Any, TypeVar
 
 import torch
 from msgspec import Struct
@@ -9,7 +14,8 @@ from msgspec.structs import astuple
 from torch import Tensor
 
 from paceline.collectives.communicator import Communicator, communicator
-from paceline.collectives.control import SummedTotals, Totals, is_async, report_on_one_rank, resolve, start_totals
+from paceline.collectives.control import Deferred, NumbersToDevice, is_async, report_on_one_rank, resolve
+from paceline.collectives.tree import tree_sum
 from paceline.errors import ExitCode, ReportedByPeer, TrainingError, UsageError
 from paceline.protocol.evidence import Phase
 from paceline.rank.world import World
@@ -39,8 +45,38 @@ class ControlFlags(Struct, frozen=True):
 
 NO_VOTES = ControlFlags()
 NUM_VOTES = len(astuple(NO_VOTES))
-AwaitTotals = Callable[[], SummedTotals]
-"""waits for the totals of all ranks; on a GPU the host has not read them yet"""
+TOTALS_NAME = "totals of the step"
+
+
+class Totals(Struct, frozen=True):
+    """The sums of losses and of weights over virtual ranks, and of votes over ranks."""
+
+    sums: list[float]
+    votes: list[float]
+
+    @property
+    def total_weight(self) -> float:
+        """The sum of weights."""
+        return self.sums[1]
+
+
+@dataclass(frozen=True)
+class DeferredTotals(Deferred[Totals]):
+    """Totals that the host has not read from the device."""
+
+    weights: float | Tensor
+    """by virtual rank, (V,); a number if the host knows their sum"""
+
+    @property
+    def total_weight(self) -> float | Tensor:
+        """The sum of weights."""
+        return _tree_sum(self.weights.unbind()) if isinstance(self.weights, Tensor) else self.weights
+
+
+AwaitTotals = Callable[[], Totals | DeferredTotals]
+"""waits for the other ranks, but not for the device; to be called once"""
+_N = TypeVar("_N", float, Tensor, float | Tensor)
+_sum: Any = partial(reduce, add)  # from left to right: the builtin rounds differently
 
 
 class StepResult(Struct):
@@ -80,6 +116,7 @@ class StepTotals:
         self._order = order if world.size > 1 else None
         self._exchange: Communicator | None = None  # until the first exchange
         self._on_device, self.result = is_async(world.device), StepResult()
+        self._to_device = NumbersToDevice(world.device)
         self._guess = 0.0  # the weight of the previous step; 0 if there is none
 
     def begin(self, where: object, *, one_each: bool = False, alone: bool = False) -> StepResult:
@@ -116,14 +153,17 @@ class StepTotals:
         return self.result
 
     def add_loss(
-        self, loss: Tensor, weighed: WeightedLoss, reduction: Reduction, micro_step: MicroStep, *,
-        plain: bool, is_weightless: bool,
-    ) -> None:  # fmt: skip
+        self, loss: Tensor, weighed: WeightedLoss, reduction: Reduction, micro_step: MicroStep, *, plain: bool
+    ) -> bool:
         """Add a loss and its weight to the totals. Backwards with a common divisor must have the same weight.
 
         `plain`: each sample weighs 1, according to the form of the loss, which is the same on all ranks.
-        `is_weightless`: of `weighed`.
+
+        Returns whether the loss is known to have no gradient: its factor is 0. A GPU is not asked, because the host
+        would wait.
         """
+        factor = weighed.factor
+        is_weightless = (not isinstance(factor, Tensor) or factor.device.type == "cpu") and float(factor) == 0
         is_shared = bool(micro_step.weights) and (self.in_round > 0 or not self._one_each)
         if reduction != (self._reduction or reduction) and (is_shared or not self._one_each):
             raise UsageError(code="reductions-differ")
@@ -141,8 +181,12 @@ class StepTotals:
             if virtual_rank >= self._virtual_ranks:
                 raise UsageError(code="wrong-virtual-ranks", virtual_rank=virtual_rank, rows=self._virtual_ranks)
             if not is_weightless:  # a mean over nothing is NaN
-                before = self._losses[virtual_rank]
-                self._losses[virtual_rank] = weighed.add_to(before) if self._on_device else before + weighed.sum()
+                if self._on_device:
+                    self._losses[virtual_rank] = weighed.add_to(self._losses[virtual_rank])
+                elif isinstance(factor, Tensor):
+                    self._losses[virtual_rank] += float(weighed.value.detach() * factor)
+                else:  # the same bits
+                    self._losses[virtual_rank] += weighed.value.item() * factor
                 self.seen.append((micro_step.batch, loss.detach()))
             if not self.in_round:  # only once for several backwards
                 self._weights[virtual_rank] += (
@@ -150,6 +194,7 @@ class StepTotals:
                 )
         self.in_round += 1
         micro_step.weights.append(weighed.weight)
+        return is_weightless
 
     def choose_loss_divisor(self, weighed: WeightedLoss, *, waits: bool) -> float | Tensor | None:
         """The divisor of the loss before backward, which makes gradients inside backward those of the mean.
@@ -184,19 +229,11 @@ class StepTotals:
         self.scale = scale = self.loss_sum_divisor(torch.as_tensor(weight, dtype=torch.float64))
         return scale
 
-    def remaining_divisor(self, summed: SummedTotals) -> float | Tensor:
+    def remaining_divisor(self, totals: DeferredTotals) -> float | Tensor:
         """The remaining divisor of the summed gradients, before `read_totals`: the weight is still on the device."""
-        if isinstance(summed.weights, Tensor) and self.is_weight_known:
+        if isinstance(totals.weights, Tensor) and self._is_weight_known:
             return 1.0  # `read_totals` compares
-        return self.loss_sum_divisor(summed.total_weight) / (1.0 if self.scale is None else self.scale)
-
-    @property
-    def is_weight_known(self) -> bool:
-        """Whether all losses were divided by the number of samples, which is the weight of the global batch.
-
-        The answer is the same on all ranks. It is no if a collate function may have dropped samples.
-        """
-        return self._counts_all and not isinstance(self.scale, Tensor) and self.scale == self._samples
+        return self.loss_sum_divisor(totals.total_weight) / (1.0 if self.scale is None else self.scale)
 
     @property
     def samples_if_weight(self) -> int:
@@ -205,13 +242,46 @@ class StepTotals:
 
     def start(self) -> AwaitTotals:
         """Start the sum over ranks. The first one in a step includes the votes."""
+        # Were all losses divided by the number of samples, which is the weight of the global batch? The answer is the
+        # same on all ranks. It is no if a collate function may have dropped samples.
+        self._is_weight_known = self._counts_all and not isinstance(self.scale, Tensor) and self.scale == self._samples
         hashes = self._order.hashes() if self._order is not None and self.divisor is None else ()
         votes = [*astuple(self._votes()), *hashes] if self.divisor is None else []
-        if self._world.size > 1:
-            self._said_scale = float(self.scale or 0)
-            votes.append(self._said_scale)
-            self._exchange = self._exchange or communicator()
-        return start_totals(self._losses, self._weights, votes, self._world, self._exchange)
+        losses, weights = self._losses, self._weights
+        if self._world.size == 1:
+            loss, weight = (losses[0], weights[0]) if len(losses) == 1 else (_tree_sum(losses), _tree_sum(weights))
+            if isinstance(loss, Tensor) or isinstance(weight, Tensor):
+                return lambda: _deferred_totals(loss, weight, votes)
+            return partial(Totals, [loss, weight], votes)
+        self._said_scale = float(self.scale or 0)
+        # One slot for each virtual rank: all others add zeros, so each rank gets the numbers unchanged. They are added
+        # in the order of the tree: the bits do not depend on the world size.
+        numbers: list[Any] = [*chain.from_iterable(zip(losses, weights, strict=True)), *votes, self._said_scale]
+        self._exchange = self._exchange or communicator()
+        if self._on_device:
+            return self._start_on_device(self._exchange, numbers)
+        return partial(self._totals, self._exchange.start_float_sum(numbers, TOTALS_NAME))
+
+    def _start_on_device(self, exchange: Communicator, numbers: Sequence[float | Tensor]) -> AwaitTotals:
+        on_host = [0.0 if isinstance(number, Tensor) else number for number in numbers]
+        slots = self._to_device.send(on_host)
+        for index, number in enumerate(numbers):
+            if isinstance(number, Tensor):
+                slots[index] = number
+        finish = exchange.start_sum(slots, TOTALS_NAME)
+
+        def totals() -> DeferredTotals:
+            slots = finish()
+            weights = slots[1 : 2 * self._virtual_ranks : 2]
+            return DeferredTotals(slots, lambda numbers: self._totals(lambda: numbers), weights)
+
+        return totals
+
+    def _totals(self, read: Callable[[], list[float]]) -> Totals:
+        numbers, ranks = read(), self._virtual_ranks
+        pairs, votes = numbers[: 2 * ranks], numbers[2 * ranks :]
+        total: Callable[[list[float]], float] = _sum if ranks <= 2 else _tree_sum  # the same order
+        return Totals([total(pairs[::2]), total(pairs[1::2])], votes)
 
     def defer_wait(self, finish: AwaitTotals) -> float:
         """Leave the wait to `await_totals`. Returns the remaining divisor: 1, as each of the `samples` weighs 1."""
@@ -230,7 +300,7 @@ class StepTotals:
         wait, self._awaited, samples = self._awaited, None, self.samples_if_weight
         is_finite_here = all(math.isfinite(float(loss)) for loss in self._losses)
         try:
-            if not math.isfinite(self.read_totals(resolve(wait().totals), late=True)):
+            if not math.isfinite(self.read_totals(resolve(wait()), late=True)):
                 if is_finite_here:
                     raise ReportedByPeer("another rank tells whose loss is not finite", ExitCode.NOT_FINITE)
                 # other hosts may have left already: each rank reports for itself
@@ -262,7 +332,7 @@ class StepTotals:
             weight_total = self._counted_before
         if weight_total == 0:
             raise report_on_one_rank(UsageError(code="loss-weights-zero", place=str(self._where)), self._world)
-        if self.is_weight_known and weight_total != self._samples:
+        if self._is_weight_known and weight_total != self._samples:
             place = str(self._where)
             raise TrainingError(code="loss-weight-wrong", place=place, weight=weight_total, samples=self._samples)
         is_sum, scale = self._reduction == "sum", self.scale
@@ -286,3 +356,19 @@ class StepTotals:
 def nearest_power_of_two(number: float) -> float:
     """In logarithmic distance to a positive number; 1 for 0."""
     return 2.0 ** round(math.log2(number)) if number > 0 else 1.0
+
+
+def _deferred_totals(loss: float | Tensor, weight: float | Tensor, votes: list[float]) -> DeferredTotals:
+    """The totals of a single rank on a device: the host reads only the numbers that it does not know."""
+    on_device = [number for number in (loss, weight) if isinstance(number, Tensor)]
+
+    def totals(numbers: list[float]) -> Totals:
+        rest = iter(numbers)
+        return Totals([next(rest) if isinstance(number, Tensor) else number for number in (loss, weight)], votes)
+
+    numbers = on_device[0].view(1) if len(on_device) == 1 else torch.stack(on_device)
+    return DeferredTotals(numbers, totals, weight.view(1) if isinstance(weight, Tensor) else weight)
+
+
+def _tree_sum(numbers: Sequence[_N]) -> _N:
+    return tree_sum({(v, v + 1): number for v, number in enumerate(numbers)}, lambda a, b: a + b, len(numbers))

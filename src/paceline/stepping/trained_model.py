@@ -13,7 +13,14 @@ from paceline.collectives.buckets import trainable
 from paceline.collectives.control import Deferred, resolve, sum_over_ranks, to_device_async
 from paceline.errors import UsageError
 from paceline.rank.world import World
-from paceline.stepping.hooks import HiddenHooks, count_hooks, has_multi_grad_hook, hide_hooks, restore_hooks
+from paceline.stepping.hooks import (
+    HiddenHooks,
+    LastGradParameter,
+    count_hooks,
+    has_multi_grad_hook,
+    hide_hooks,
+    restore_hooks,
+)
 from paceline.stepping.nonfinite import NonFiniteCause, gradients_are_finite
 from paceline.strategies.base import Strategy
 
@@ -70,6 +77,8 @@ class ModelInTraining:
     """sums over the previous micro-batches of this step; they wait for the last one"""
     has_received_gradients = True
     """after a watched backward: whether any parameter got a gradient"""
+    may_have_hooks = True
+    """whether hooks may have been registered since `hide_hooks`"""
     adapters: Any = None
     """of peft, in a session: see `train.adapters`"""
 
@@ -80,6 +89,8 @@ class ModelInTraining:
         self._parameters = trainable(replica.model)
         self._found: bool | Deferred[bool] | None = None
         self._hooked = False
+        self.last_gradient = LastGradParameter()
+        """of a session: a parameter that received a gradient in a backward of the loop"""
         self.norm: float | None = None
         """of the step's gradients before clipping"""
         self.hooks, self._own_hooks = 0, -1
@@ -133,11 +144,6 @@ class ModelInTraining:
             raise UsageError(code="gradient-hook")
         self._hooked = bool(hidden)
         return hidden
-
-    def restore_hooks(self, hidden: HiddenHooks) -> None:
-        """Restore them after backward."""
-        if hidden:
-            restore_hooks(hidden)
 
     def remember_skipped_gradients(self) -> None:
         """After a skipped step: remember that the loop did not write these gradients."""

@@ -4,6 +4,8 @@ A strategy turns a single-device model into this rank's part of a training. A su
 reduced and which state is sharded. The training step itself does not depend on the strategy.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,8 +19,6 @@ from paceline.collectives.buckets import trainable
 from paceline.collectives.communicator import print_notice
 from paceline.collectives.control import Deferred, scale_gradients
 from paceline.collectives.norm import scale_to_norm, total_norm
-from paceline.data.loader import MicroBatch
-from paceline.data.plan import MicroBatchPlan
 from paceline.errors import UsageError
 from paceline.rank.world import World
 from paceline.seeding import seeded_random_stream
@@ -30,26 +30,13 @@ from paceline.strategies.validation import check_no_max_norm, check_optimizer_pa
 if TYPE_CHECKING:
     from paceline.collectives.hosts import NodeTopology
     from paceline.collectives.reducer import Reducer
+    from paceline.data.loader import MicroBatch
+    from paceline.data.plan import MicroBatchPlan
     from paceline.parallel.pipeline import Pipeline
+    from paceline.strategies.average import WeightAverage
     from paceline.strategies.model_parallel import ModelParallelAdapter
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
-
-
-class WeightAverage(Protocol):
-    """An average of the weights. It is saved with the model, and evaluated in place of the weights."""
-
-    def state(self) -> list[TensorShard]:
-        """Its tensors, under separate names."""
-        ...
-
-    def load(self, source: Source) -> None:
-        """Restore the result of `state`; start from the weights if `source` has no average."""
-        ...
-
-    def use_as_weights(self) -> AbstractContextManager[None]:
-        """Inside, the model has the average as its weights."""
-        ...
 
 
 class Strategy:
@@ -64,9 +51,9 @@ class Strategy:
     """whether each rank holds only a shard of the gradients"""
     in_lockstep = False
     """whether a forward is a collective. Then all ranks run the same number of forwards, some on dummy batches"""
-    local_step_node: "NodeTopology | None" = None
+    local_step_node: NodeTopology | None = None
     """this node, if nodes take local steps. Then only the ranks of this node hold these gradients"""
-    pipeline: "Pipeline | None" = None
+    pipeline: Pipeline | None = None
     """the pipeline, if this rank holds one stage of the model. Every forward runs through it"""
 
     def __init__(
@@ -77,7 +64,7 @@ class Strategy:
         *,
         virtual_ranks: int | None = None,
         module: nn.Module | None = None,
-        reducer: "Reducer | None" = None,
+        reducer: Reducer | None = None,
         trained: Sequence[Sequence[nn.Parameter]] | None = None,
     ) -> None:
         """Prepare the parts that all strategies have.
@@ -110,7 +97,7 @@ class Strategy:
             check_no_max_norm(model)
         self.buffers = VirtualRankBuffers(model, world, self.virtual_ranks)
 
-    def join(self, parts: "ModelParallelAdapter", world: World) -> None:
+    def join(self, parts: ModelParallelAdapter, world: World) -> None:
         """Train a part of a model whose other parts are on other ranks of `world`."""
         self.parts, self.world, self.sharded = parts, world, True
 
@@ -122,12 +109,13 @@ class Strategy:
         `is_last`: it is this rank's last one of the step. `around`: a context of a strategy, until `leave`.
         """
         work = batch.work
-        if around is not None or not work.is_counted:
+        is_dummy = not (work.is_counted or work.is_repeated)
+        if around is not None or is_dummy:
             with ExitStack() as stack:
                 stack.enter_context(self.buffers.micro_batch_context(work))
                 if around is not None:
                     stack.enter_context(around)
-                if not work.is_counted:
+                if is_dummy:
                     stack.enter_context(ignore_batch(self.model, self.parameters))
                 self._inside = stack.pop_all()
         elif not self.buffers.is_idle:
@@ -218,7 +206,6 @@ class Strategy:
         return gradients if self.parts is None else self.parts.as_shards_of_whole(gradients)
 
     def _gradients(self) -> list[TensorShard]:
-        """The gradients of this rank's part of the model, under the names of that part."""
         return [TensorShard(name, p.grad) for name, p in self._named if p.grad is not None]
 
     def clip_grad_norm(self, max_norm: float) -> Deferred[float]:
@@ -317,16 +304,5 @@ class MakeStrategy(Protocol):
     def __call__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
     ) -> Strategy:
-        """Prepare `model` for training on the ranks of `world` (a collective).
-
-        Args:
-            model: on the world's device.
-            make_optimizer: creates the optimizer from the parameters.
-            world: the ranks.
-            virtual_ranks: number of virtual ranks of the batch plan. Default: the world size.
-
-        Raises:
-            ValueError: if the ranks' models differ in names, shapes or types.
-            UsageError: if the strategy does not support the model or the optimizer.
-        """
+        """Prepare `model`, which is on the world's device, for training on the ranks of `world` (a collective)."""
         ...

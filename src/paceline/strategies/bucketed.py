@@ -7,14 +7,13 @@ from torch import Tensor, nn
 from paceline.checkpoint.state import Source
 from paceline.collectives.buckets import grad_of
 from paceline.collectives.communicator import print_notice
-from paceline.collectives.control import Deferred
+from paceline.collectives.control import Deferred, scale_gradients
 from paceline.collectives.reducer import check_gradients, make_rank_reducer
 from paceline.collectives.replicate import broadcast_module
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.buffers import partition_of
-from paceline.strategies.inter_node import describe_division, inter_node_strategy
-from paceline.strategies.outer_optimizer import InterNodeOptions
+from paceline.strategies.inter_node import InterNodeOptions, describe_division, inter_node_strategy
 from paceline.strategies.validation import check_no_lazy_parameters, check_no_sparse_gradients
 
 
@@ -32,9 +31,6 @@ def bucketed(
     Hooks start each bucket during the backward of the last micro-batch. Ranks that all share memory use no buckets:
     they sum all gradients after backward, which is faster in memory. `options`: compression or local steps between
     nodes on a slow network. For the other arguments see MakeStrategy.
-
-    Raises:
-        ValueError: if the ranks' models differ in names, shapes or types, or the ranks do not support `options`.
     """
     check_no_lazy_parameters(model)
     check_no_sparse_gradients(model, "bucketed")
@@ -58,9 +54,10 @@ class Bucketed(Strategy):
         self._numels = [p.numel() for p in self.parameters]
 
     def _reduce(self, divisor: float | Tensor) -> bool | Deferred[bool] | None:
-        if self.reducer is None:
-            check_gradients(self.parameters, [*map(grad_of, self.parameters)], self._numels, self._names)
-        return super()._reduce(divisor)
+        if self.reducer is not None:
+            return self.reducer.finish(divisor) or None
+        check_gradients(self.parameters, [*map(grad_of, self.parameters)], self._numels, self._names)
+        return scale_gradients(self.parameters, 1 / divisor, self.world.device)
 
     def _load(self, source: Source) -> None:
         super()._load(source)

@@ -9,15 +9,16 @@ buffers in `buffer_reductions`. The buffers of normalization layers are averaged
 `paceline.checkpoint.buffer_reductions`.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 
@@ -38,14 +39,17 @@ from paceline.checkpoint.buffer_reductions import (
 )
 from paceline.checkpoint.state import Source, TensorShard, read_matching_tensor
 from paceline.collectives.batchnorm import SyncBatchNorm
+from paceline.collectives.communicator import communicator
 from paceline.collectives.control import all_gather_object, report_on_one_rank
 from paceline.collectives.replicate import broadcast
-from paceline.collectives.torch_collectives import TreeAllReduce, name_collective
+from paceline.collectives.torch_collectives import TreeAllReduce
 from paceline.collectives.tree import LeafPartition, add_optional
 from paceline.compute.forward import disable_graph_recording
-from paceline.data.plan import MicroBatchPlan
 from paceline.errors import TrainingError, UsageError
 from paceline.rank.world import World
+
+if TYPE_CHECKING:
+    from paceline.data.plan import MicroBatchPlan
 
 _Buffers = dict[str, Tensor]
 ALWAYS_COPIED_BYTES = 1 << 20
@@ -55,12 +59,6 @@ _SAVED_OF_RANK = re.compile(r"buffers/([0-9]{1,9})/(.+)")
 
 
 class VirtualRankBuffers:
-    """The buffers of this rank's virtual ranks, by virtual rank.
-
-    Raises:
-        UsageError: if a module declares a reduction for a buffer that does not exist, or an unknown reduction.
-    """
-
     def __init__(self, model: nn.Module, world: World, virtual_ranks: int) -> None:
         self._world, self._virtual_ranks, self._model = world, virtual_ranks, model
         self._slots = _slots(model)
@@ -88,6 +86,7 @@ class VirtualRankBuffers:
         """`_last_read` when the gradients of the current micro-batch were summed"""
         self._by_loop: set[str] = set()  # buffers that the loop body changed after that
         self._differed: set[str] = set()  # integer buffers whose values have differed between virtual ranks
+        self._lent: dict[int, _Buffers] = {}  # of a virtual rank that another rank computes, for an audit
         self._inside: tuple[MicroBatchPlan, _Buffers, dict[str, tuple[Tensor, int]]] | None = None
         """the current micro-batch, the buffers before it, and `_last_read` before it"""
         self._kept: dict[int, _Buffers] = {}
@@ -97,7 +96,6 @@ class VirtualRankBuffers:
 
     @torch.no_grad()
     def save_copies(self) -> None:
-        """Save copies of all buffers, for `restore_copies`."""
         self._apply_assigned_values()
         self._counted.clear()
         self._kept_seen = {virtual_rank: dict(histories) for virtual_rank, histories in self._seen.items()}
@@ -142,7 +140,6 @@ class VirtualRankBuffers:
 
     @contextmanager
     def micro_batch_context(self, work: MicroBatchPlan) -> Generator[None]:
-        """`enter` and `leave`, as a context manager."""
         self.enter(work)
         try:
             yield
@@ -161,12 +158,21 @@ class VirtualRankBuffers:
             return
         self._apply_assigned_values()
         self._forwarded = True
-        buffers = self._of.get(work.virtual_rank) or {name: buffer.clone() for name, buffer in self._initial.items()}
+        lent = self._lent.get(work.virtual_rank) if work.is_repeated else None
+        buffers = self._of.get(work.virtual_rank) or lent or {n: b.clone() for n, b in self._initial.items()}
         if work.is_counted:
             self._put(buffers)
         else:
             self._put({n: b if n in self._synchronised else b.clone() for n, b in buffers.items()})
         self._inside = work, buffers, dict(self._last_read) if self._integers else {}
+
+    def lend(self, virtual_rank: int, owner: int) -> None:
+        """Let all ranks repeat a micro-batch of a virtual rank with the buffers of its owner (a collective if any)."""
+        self._apply_assigned_values()
+        buffers = self._of.get(virtual_rank) or self._initial
+        self._lent = {virtual_rank: {name: buffer.clone() for name, buffer in buffers.items()}}
+        if buffers:
+            broadcast([*self._lent[virtual_rank].values()], owner, "buffers of an audit", self._world.group)
 
     def leave(self, *, failed: bool = False) -> None:
         """End the micro-batch that `enter` has begun. If it has `failed`, its buffers are not read."""
@@ -200,11 +206,7 @@ class VirtualRankBuffers:
             self._of[work.virtual_rank] = kept
 
     def check_mergeable(self) -> None:
-        """Before an update: check that buffers can be merged (a collective in two steps, if a reduction is open).
-
-        Raises:
-            UsageError: as `merged`.
-        """
+        """Before an update: check that buffers can be merged (a collective in two steps, if a reduction is open)."""
         if self._inside is not None and self._open and self._virtual_ranks > 1:
             self._note_read(self._open)
             self._synchronised_with = {name: self._last_read[name] for name in self._open}
@@ -222,9 +224,6 @@ class VirtualRankBuffers:
         """Inside, the module's buffers are merged over all virtual ranks, on every rank (a collective).
 
         Only virtual ranks with at least one sample count.
-
-        Raises:
-            UsageError: if the reduction of a buffer cannot be inferred. Its module must declare it.
         """
         self._apply_assigned_values()
         before = self._in_module()
@@ -330,26 +329,24 @@ class VirtualRankBuffers:
         if self._virtual_ranks == 1:
             return {name: buffer.clone() for name, buffer in first.items()}
         self._infer()
-        by: dict[str, list[str]] = {}
-        for name, reduction in self._decided.items():
-            is_integer = reduction != "first" and not _is_real(initial[name])
-            by.setdefault(f"integer {reduction}" if is_integer else reduction, []).append(name)
-        summed = [*by.get("mean", ()), *by.get("sum", ())]
-        root = self._sum_and_count(summed, relative_to_initial={*by.get("sum", ())})
+        decided = self._decided
+        summed = [
+            name for name, reduction in decided.items() if reduction in ("mean", "sum") and _is_real(initial[name])
+        ]
+        root = self._sum_and_count(summed, relative_to_initial={name for name in summed if decided[name] == "sum"})
         count = float(root[-1])
         merged = {name: initial[name].clone() for name in initial}
         pieces = root[:-1].split([as_float64(initial[name]).numel() for name in summed]) if summed else []
         for name, piece in zip(summed if count else (), pieces, strict=bool(count)):
-            total = piece / count if self._decided[name] == "mean" else piece + as_float64(initial[name])
+            total = piece / count if decided[name] == "mean" else piece + as_float64(initial[name])
             merged[name] = from_float64(total, initial[name])
         if count:
-            merged |= self._largest(by.get("max", []), by.get("min", []), torch.float64)
-            merged |= self._largest(by.get("integer max", []), by.get("integer min", []), torch.int64)
-            merged |= self._integer_sums(by.get("integer sum", []))
-        of_first = {name: first[name].clone() for name in by.get("first", ())}
+            others = {n: r for n, r in decided.items() if r in ("sum", "max", "min") and n not in summed}
+            merged |= self._reduced_over_ranks(others)
+        of_first = {name: first[name].clone() for name, reduction in decided.items() if reduction == "first"}
         if self._world.size > 1:  # from rank 0: its virtual rank 0 has samples in every global batch
             broadcast([*of_first.values()], group=self._world.group)
-        return {name: (merged | of_first)[name] for name in initial}
+        return merged | of_first
 
     def _sum_and_count(self, names: Sequence[str], relative_to_initial: set[str]) -> Tensor:
         """(n + 1,) float64: the sum of these buffers over virtual ranks, and the number of virtual ranks.
@@ -373,55 +370,31 @@ class VirtualRankBuffers:
         exchange.start_gather()
         return exchange.wait()[:size]
 
-    def _largest(self, largest: Sequence[str], smallest: Sequence[str], dtype: torch.dtype) -> _Buffers:
-        """The maxima and minima over virtual ranks, compared as `dtype` (a collective, if there are any)."""
-        names = [*largest, *smallest]
-        if not names:
+    def _reduced_over_ranks(self, reductions: Mapping[str, str]) -> _Buffers:
+        """Integer sums, maxima and minima: over this rank's virtual ranks, then over ranks (a collective, if any)."""
+        if not reductions:
             return {}
-        sizes = [self._initial[name].numel() for name in names]
-        lowest = -torch.inf if dtype.is_floating_point else torch.iinfo(dtype).min
-        top = torch.full((sum(sizes),), lowest, dtype=dtype, device=self._world.device)
-        for buffers in self._of.values():
-            # a minimum is the maximum of negated values; ~x orders integers as -x does, without overflow
-            values = [buffers[name].flatten().to(dtype) for name in names]
-            signed = [value if i < len(largest) else _negated(value) for i, value in enumerate(values)]
-            top = torch.maximum(top, torch.cat(signed))
-        unknown = top.isnan().to(dtype)
-        packed = torch.cat([top.nan_to_num(nan=lowest, posinf=torch.inf, neginf=-torch.inf), unknown])
-        if self._world.size > 1:
-            dist.all_reduce(name_collective(packed, "largest buffers"), dist.ReduceOp.MAX, group=self._world.group)
-        top, unknown = packed.split(len(top))
-        if dtype.is_floating_point:
-            top = torch.where(unknown > 0, torch.nan, top)
-        extrema: _Buffers = {}
-        for i, (name, piece) in enumerate(zip(names, top.split(sizes), strict=True)):
-            value = piece if i < len(largest) else _negated(piece)
-            value = value + 0.0 if dtype.is_floating_point else value  # no -0: see `reduce_buffer`
-            extrema[name] = value.reshape(self._initial[name].shape).to(self._initial[name].dtype)
-        return extrema
-
-    def _integer_sums(self, names: Sequence[str]) -> _Buffers:
-        if not names:
-            return {}
-        initial = [self._initial[name].flatten().long() for name in names]
-        total = torch.zeros_like(torch.cat(initial))
-        for buffers in self._of.values():
-            total += torch.cat([buffers[n].flatten().long() - i for n, i in zip(names, initial, strict=True)])
-        if self._world.size > 1:
-            dist.all_reduce(name_collective(total, "sums of integer buffers"), group=self._world.group)
-        pieces = (total + torch.cat(initial)).split([len(values) for values in initial])
-        likes = [self._initial[name] for name in names]
-        return {n: p.reshape(i.shape).to(i.dtype) for n, p, i in zip(names, pieces, likes, strict=True)}
+        initial, virtual_ranks = self._initial, self._virtual_ranks
+        own = {
+            name: reduce_buffer({v: of[name] for v, of in self._of.items()}, how, initial[name], virtual_ranks)
+            if self._of
+            else initial[name]
+            for name, how in reductions.items()
+        }
+        has_samples = torch.tensor([bool(self._of)], dtype=torch.uint8, device=self._world.device)
+        flat = torch.cat([has_samples, *(value.flatten().view(torch.uint8) for value in own.values())])
+        rows = (
+            communicator(self._world.group).start_gather(flat, "reduced buffers")() if self._world.size > 1 else [flat]
+        )
+        of_ranks = [row[1:].split([value.nbytes for value in own.values()]) for row in rows if row[0]]
+        reduced: _Buffers = {}
+        for i, (name, how) in enumerate(reductions.items()):  # cloned, because a view must be aligned
+            values = [pieces[i].clone().view(initial[name].dtype).view(initial[name].shape) for pieces in of_ranks]
+            reduced[name] = reduce_buffer(dict(enumerate(values)), how, initial[name], virtual_ranks)
+        return reduced
 
     def _infer(self, *, early: bool = False) -> bool:
-        """Infer the reductions of open buffers (a collective, if there are any).
-
-        Returns:
-            Whether a virtual rank has had a sample.
-
-        Raises:
-            UsageError: on rank 0, for a buffer whose reduction cannot be inferred. ReportedByPeer on the others.
-        """
+        """Infer the reductions of open buffers (a collective, if there are any). False: no rank had a sample."""
         self._decided = dict(self._reductions)
         assigned = {name: digest_of(self._initial[name]) for name in sorted(self._assigned)}
         if not self._open and not any(self._decided[n] == "sum" for n in self._custom):
@@ -491,10 +464,6 @@ class VirtualRankBuffers:
 
         This covers all buffers before the first forward, and later all except those of normalization layers, whose
         kernels do not increase the version of a tensor.
-
-        Raises:
-            UsageError: if the new value may depend on the old one, which differs between virtual ranks, or if its shape
-                or type is wrong.
         """
         for name in self._custom if self._forwarded else self._slots:
             new = _buffer(*self._slots[name][0])
@@ -568,12 +537,10 @@ class VirtualRankBuffers:
 
 
 def partition_of(world: World, virtual_ranks: int) -> LeafPartition:
-    """Which leaves of the tree over all virtual ranks belong to which rank."""
     return LeafPartition([(share.start, share.stop) for share in world.shares(virtual_ranks)], world.rank)
 
 
 def _put_into(values: Tensor, before: Tensor, current: Tensor | None) -> Tensor:
-    """A copy of `values`, in the memory of `before` if that is still the buffer."""
     is_current = current is before and before.shape == values.shape and before.dtype == values.dtype
     return before.copy_(values) if is_current else values.clone()
 
@@ -590,11 +557,7 @@ def _slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
 
 
 def _reductions(model: nn.Module, slots: Mapping[str, Sequence[tuple[nn.Module, str]]]) -> dict[str, str]:
-    """By buffer, the declared reduction, or the built-in one of its class; else `UNDECLARED`.
-
-    Raises:
-        UsageError: if a declaration is wrong.
-    """
+    """By buffer, the declared reduction, or the built-in one of its class; else `UNDECLARED`."""
     for owner in model.modules():
         _check_declaration(model, owner)
     reductions: dict[str, str] = {}
@@ -629,7 +592,6 @@ def _check_declaration(model: nn.Module, owner: nn.Module) -> None:
 
 
 def _builtin_reduction(owner: nn.Module, leaf: str) -> str:
-    """The reduction of a buffer of a torch module; `UNDECLARED` for any other."""
     if _is_in_normalization(owner, leaf):
         return _IN_NORMALIZATION[leaf]
     bases = [base.__name__ for base in type(owner).__mro__]
@@ -665,10 +627,6 @@ def _described(model: nn.Module, owner: nn.Module) -> str:
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version  # pyright: ignore[reportPrivateUsage]
-
-
-def _negated(values: Tensor) -> Tensor:
-    return -values if values.is_floating_point() else ~values
 
 
 @contextmanager

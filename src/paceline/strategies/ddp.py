@@ -19,12 +19,6 @@ from paceline.strategies.validation import check_no_lazy_parameters
 
 
 class DDP(Strategy):
-    """Wrap the model in DDP.
-
-    Raises:
-        ValueError: if the ranks' models differ in names, shapes or types.
-    """
-
     module: DistributedDataParallel
 
     def __init__(
@@ -69,7 +63,6 @@ class DDP(Strategy):
         super().enter(batch, is_last, None if is_last else self.module.no_sync())
 
     def end_backward(self, error: BaseException | None = None) -> None:
-        """See Strategy. DDP knows only from `sparse=True` of the modules which gradients are sparse."""
         if isinstance(error, NotImplementedError) and "SparseTensorImpl" in str(error):
             raise UsageError(code="ddp-sparse-gradient") from error
 

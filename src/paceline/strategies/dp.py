@@ -12,9 +12,6 @@ class DataParallel(Strategy):
 
     On a CPU or a single GPU, nn.DataParallel only calls the module, so the result is that of `single`. On several GPUs
     batch norm normalises the piece of each GPU separately, and only the statistics of the first GPU are kept.
-
-    Raises:
-        UsageError: in a world of more than one rank.
     """
 
     def __init__(

@@ -18,10 +18,6 @@ class Exact(Strategy):
 
     This also requires deterministic kernels, and the same number of threads and the same processor model on all ranks.
     `train.determinism` configures and records these.
-
-    Raises:
-        ValueError: if the ranks' models differ in names, shapes or types.
-        UsageError: for synchronised batch norm, because it sums statistics over ranks.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.checkpoint.shards import full_state
+from paceline.checkpoint.export import saved_names
 from paceline.checkpoint.state import Source, TensorShard, unsharded_parameter_shards
 from paceline.collectives.buckets import divide_each, sparse_gradient_error
 from paceline.collectives.communicator import communicator
@@ -37,9 +37,10 @@ from paceline.errors import UsageError
 from paceline.protocol.evidence import BLOCK_PREFIX
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
-from paceline.strategies.model_parallel import global_norm
+from paceline.strategies.model_parallel import full_weights, global_norm
+from paceline.strategies.optimizer_scope import scope_of
 from paceline.strategies.optimizer_state import load_piece_optimizer, piece_optimizer_shards
-from paceline.strategies.optimizers import each_optimizer, scope_of
+from paceline.strategies.optimizers import each_optimizer
 from paceline.strategies.validation import (
     check_no_gradient_hooks,
     check_no_lazy_parameters,
@@ -50,9 +51,8 @@ from paceline.strategies.validation import (
 if TYPE_CHECKING:  # imported where it is used: it would cost every other strategy a second of start-up
     from torch.distributed.fsdp import FSDPModule
 
-MAX_COLLECTIVE_NAME_CHARS = (
-    33  # characters of a block's name, from its end, in the names of its collectives: the page keeps 40
-)
+# characters of a block's name, from its end, in the names of its collectives: the page keeps 40
+MAX_COLLECTIVE_NAME_CHARS = 33
 
 
 class FSDP(Strategy):
@@ -65,11 +65,6 @@ class FSDP(Strategy):
     each use (torch's MixedPrecisionPolicy). This sends half the bytes and gives the same numbers as autocast. Their
     gradients are summed in float32, over micro-batches and ranks, because bf16 has 8 significant bits. The shards of a
     rank and checkpoints stay float32.
-
-    Raises:
-        ValueError: if the ranks' models differ in names, shapes or types.
-        UsageError: if `wrap` matches nothing or separates tied parameters, or the optimizer cannot be divided (see
-            `scope_of`).
     """
 
     sharded = True
@@ -217,8 +212,7 @@ class _LocalShards:
     ) -> dict[str, LocalShard]:
         """Make an `optimizer` of parameters with these names update this rank's pieces, or `whole` ones as an owner.
 
-        Returns:
-            What this rank updates, by the names of the parameters; without the unsharded ones.
+        Returns what this rank updates, by the names of the parameters; without the unsharded ones.
         """
         trained = {name: self._parameters[name] for names in groups for name in names}
         updated = {name: self.pieces[name] for name in trained if name in self.pieces}
@@ -280,12 +274,10 @@ class _LocalShards:
     def weights(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
         """See Strategy. The weights are on the CPU, because they may not fit on the device."""
         state: dict[str, Tensor] = self._model.state_dict()
-        first = {id(p): name for name, p in self._model.named_parameters()}
-        tied = {name: first[id(p)] for name, p in self._model.named_parameters(remove_duplicate=False)}
-        wanted = {f"model/{tied[name]}" for name in (state if names is None else names) if name in tied}
+        saved = saved_names(self._model)
+        wanted = {f"model/{saved[name]}" for name in (state if names is None else names)}
         shards = [shard for shard in self.parameters() if shard.name in wanted]
-        full = {name.removeprefix("model/"): t.cpu() for name, t in full_state(shards, self._world).items()}
-        return state | {name: full[saved_name] for name, saved_name in tied.items() if saved_name in full}
+        return state | {name: t.cpu() for name, t in full_weights(self._model, shards, self._world).items()}
 
 
 def _redirect_data_writes(name: str, parameter: Any) -> None:

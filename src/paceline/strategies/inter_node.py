@@ -1,16 +1,31 @@
-"""Training of several nodes on a slow network: compressed gradients, or local steps (see `outer_optimizer`)."""
+"""Training of several nodes on a slow network: compressed gradients, or local steps.
 
-from contextlib import AbstractContextManager
-from typing import Any
+With local steps each node trains separately, and the nodes synchronise their parameters after every H steps. The
+synchronisation is an *outer* step of SGD with Nesterov momentum on the last common parameters. Its gradient is the mean
+over nodes of (common parameters - parameters of the node). With the defaults, learning rate 1 and momentum 0, the
+result is the mean of the nodes' parameters (local SGD, Stich 2018). With 0.7 and 0.9 it is DiLoCo (Douillard et al.
+2023).
+"""
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from paceline.checkpoint.state import PrefixedSource, Source, TensorShard, read_matching_tensor
+from paceline.checkpoint.state import (
+    PrefixedSource,
+    Source,
+    TensorShard,
+    load_into,
+    read_matching_tensor,
+    unsharded_parameter_shards,
+)
 from paceline.collectives.buckets import trainable
 from paceline.collectives.communicator import can_use_shared_memory, make_communicator, print_notice
-from paceline.collectives.control import report_on_one_rank
+from paceline.collectives.control import report_on_one_rank, sum_over_ranks
 from paceline.collectives.hosts import NodeTopology
 from paceline.collectives.inter_node import InterNodeSum
 from paceline.collectives.memory_sum import MAX_TENSORS
@@ -19,17 +34,24 @@ from paceline.config.strategies import SLOW_NETWORK_SETTINGS, network_error
 from paceline.errors import UsageError, format_option
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
-from paceline.strategies.outer_optimizer import InterNodeOptions, OuterOptimizer
+from paceline.strategies.optimizer_state import load_node_mean, load_optimizer, node_mean_message, optimizer_shards
+
+
+class InterNodeOptions(TypedDict, total=False):
+    """Options for the communication between nodes. None is the same as an absent option."""
+
+    compress: str | None
+    """bf16, int8 or powersgd: the compression of gradients, see `collectives.across`"""
+    powersgd_rank: int | None
+    local_steps: int | None
+    """H: the number of steps between two synchronisations"""
+    outer_lr: float | None
+    outer_momentum: float | None
 
 
 def inter_node_strategy(
     model: nn.Module, make_optimizer: MakeOptimizer, world: World, virtual_ranks: int | None, options: InterNodeOptions
 ) -> "InterNodeStrategy | None":
-    """The strategy for these `options` between nodes; None if no option applies (a collective).
-
-    Raises:
-        ValueError: if the ranks do not support the options.
-    """
     hosts = _node_topology(options, model, world)
     if hosts is None:
         return None
@@ -73,20 +95,13 @@ class InterNodeStrategy(Strategy):
         virtual_ranks: int | None,
         options: InterNodeOptions,
     ) -> None:
-        """`hosts`: the nodes of `world`."""
         optimizer = make_optimizer(model.parameters())
         self._hosts = hosts
         self._across = InterNodeSum(trainable(model), hosts, options.get("compress"), options.get("powersgd_rank"))
         self._division = torch.tensor([hosts.node_count, hosts.memory.size])
         self._prefix = f"feedback/{hosts.rank}/"
-        reducer = make_host_reducer(model, hosts, self._make_inter_node_sum(model, optimizer, options))
+        reducer = make_host_reducer(model, hosts, None if options.get("local_steps") else self._across)
         super().__init__(model, optimizer, world, virtual_ranks=virtual_ranks, reducer=reducer)
-
-    def _make_inter_node_sum(
-        self, model: nn.Module, optimizer: Optimizer, options: InterNodeOptions
-    ) -> InterNodeSum | None:
-        """The sum of gradients over nodes; None if nodes do not sum gradients in each step."""
-        return self._across
 
     def keep_buffers(self) -> None:
         super().keep_buffers()
@@ -117,14 +132,31 @@ class InterNodeStrategy(Strategy):
 
 
 class LocalSteps(InterNodeStrategy):
-    """Each node trains separately between outer steps; see `outer_optimizer`."""
+    """Each node trains separately between outer steps. A hook of the optimizer counts the local steps.
 
-    def _make_inter_node_sum(
-        self, model: nn.Module, optimizer: Optimizer, options: InterNodeOptions
-    ) -> InterNodeSum | None:
-        self._outer = OuterOptimizer(model, optimizer, self._hosts, options, self._across)
-        self.local_step_node = self._hosts
-        return None
+    In a checkpoint `model/` has the last common parameters and `optimizer/` the state of node 0, so that every strategy
+    can resume from it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make_optimizer: MakeOptimizer,
+        world: World,
+        hosts: NodeTopology,
+        virtual_ranks: int | None,
+        options: InterNodeOptions,
+    ) -> None:
+        super().__init__(model, make_optimizer, world, hosts, virtual_ranks, options)
+        self.local_step_node = hosts
+        self._every, self._lr = options.get("local_steps"), options.get("outer_lr") or 1.0
+        self._momentum = options.get("outer_momentum") or 0.0
+        self._whole = InterNodeSum(self.parameters, hosts)
+        self._names = {id(p): name for name, p in self._named}
+        self._common = [p.detach().clone() for p in self.parameters]
+        self._velocity = [torch.zeros_like(values) for values in self._common] if self._momentum else []
+        self._steps = torch.zeros(1, dtype=torch.int64)  # local steps since the last outer step
+        self.optimizer.register_step_post_hook(self._after_local_step)
 
     def _reduce(self, divisor: float | Tensor) -> bool | None:
         assert self.reducer is not None
@@ -132,22 +164,95 @@ class LocalSteps(InterNodeStrategy):
         return self.reducer.finish(divisor / self._hosts.node_count) or None
 
     def all_finite(self) -> bool:
-        return self._outer.all_finite()
+        grads = [p.grad for p in self.parameters]
+        not_finite = [0.0 if grad is None else float(not bool(grad.isfinite().all())) for grad in grads]
+        counts: list[float] = sum_over_ranks(
+            torch.tensor(not_finite, dtype=torch.float64), "gradients not finite"
+        ).tolist()
+        for parameter, ranks in zip(self.parameters, counts, strict=True):
+            if ranks:  # all ranks must come to the same decision, and name this parameter
+                parameter.grad = torch.full_like(parameter, torch.nan)
+        return not any(counts)
 
-    def merged_buffers(self) -> AbstractContextManager[None]:
-        return self._outer.use_averaged_parameters(super().merged_buffers)
+    @torch.no_grad()
+    def _after_local_step(self, *_: object) -> None:
+        self._steps += 1
+        if int(self._steps) != self._every:
+            return
+        changes = self._across.sum([old - new for old, new in zip(self._common, self.parameters, strict=True)])
+        for i, (common, change) in enumerate(zip(self._common, changes, strict=True)):
+            assert change is not None
+            mean = change.div_(self._hosts.node_count)
+            if self._velocity:
+                mean = mean.add_(self._velocity[i].mul_(self._momentum).add_(mean), alpha=self._momentum)
+            common.sub_(mean, alpha=self._lr)
+        self._set_parameters(self._common)
+        self._steps.zero_()
+
+    def _set_parameters(self, values: Sequence[Tensor]) -> None:
+        for parameter, value in zip(self.parameters, values, strict=True):
+            parameter.detach().copy_(value)
+
+    @contextmanager
+    def merged_buffers(self) -> Generator[None]:
+        """Inside, all nodes have the mean of their parameters, and merged buffers (a collective)."""
+        local = [p.detach().clone() for p in self.parameters]
+        if int(self._steps):
+            self._set_parameters(
+                [total / self._hosts.node_count for total in self._whole.sum([*local]) if total is not None]
+            )
+        try:
+            with super().merged_buffers():
+                yield
+        finally:
+            self._set_parameters(local)
 
     def _parameter_shards(self) -> list[TensorShard]:
-        return self._outer.common_parameter_shards()
+        common = dict(zip(map(id, self.parameters), self._common, strict=True))
+        return unsharded_parameter_shards((name, common.get(id(p), p)) for name, p in self._named)
 
     def _optimizer_shards(self) -> list[TensorShard]:
-        return self._outer.state_shards()
+        """The state of this node, distributed over its ranks, and the state of the outer optimizer."""
+        hosts, names = self._hosts, [self._names[id(p)] for p in self.parameters]
+        local = unsharded_parameter_shards(zip(names, self.parameters, strict=True))
+        prefix = f"hosts/{hosts.node_index}/"
+        shards = [replace(shard, name=prefix + shard.name) for shard in local] if int(self._steps) else []
+        of_optimizer = optimizer_shards(self.model, self.optimizer)
+        shards += (
+            [replace(shard, name=prefix + shard.name) for shard in of_optimizer] if hosts.node_index else of_optimizer
+        )
+        own_shards = [replace(shard, replicated=False) for shard in shards[hosts.memory.rank :: hosts.memory.size]]
+        velocity = zip(names, self._velocity, strict=bool(self._velocity))
+        momentum = [TensorShard(f"outer/momentum/{name}", tensor) for name, tensor in velocity]
+        counts = TensorShard("outer/steps", self._steps), TensorShard("outer/hosts", torch.tensor([hosts.node_count]))
+        return [*own_shards, *counts, *momentum]
 
     def _load_optimizer(self, source: Source) -> None:
-        self._outer.load(source)
+        """Load `_optimizer_shards`, or the state of a different strategy or number of nodes. Load `model/` first."""
+        self._steps.zero_()
+        for velocity in self._velocity:
+            velocity.zero_()
+        for shard in self._optimizer_shards():
+            if shard.name.startswith("outer/momentum/") and [*source.names(shard.name)]:
+                load_into(source, shard)
+        saved, prefix = source.tensor("outer/hosts"), f"hosts/{self._hosts.node_index}/"
+        has_state = any(True for _ in source.names(prefix + "optimizer/"))
+        load_optimizer(self.model, self.optimizer, PrefixedSource(source, prefix) if has_state else source)
+        if saved is None or int(saved) != self._hosts.node_count:
+            load_node_mean(source, self._parameter_shards())
+            if saved is not None:
+                mean = node_mean_message(int(saved), f"now there are {self._hosts.node_count}")
+                print_notice(f"{mean}. A new node starts with the optimizer state of node 0")
+            self._set_parameters(self._common)
+            return
+        self._set_parameters(self._common)
+        steps = source.tensor("outer/steps")
+        assert steps is not None
+        self._steps.copy_(steps)
+        for parameter in self.parameters if int(steps) else ():
+            load_into(source, TensorShard(f"{prefix}model/{self._names[id(parameter)]}", parameter.detach()))
 
 
 def describe_division(division: Tensor) -> str:
-    """Describe a division (nodes, ranks of each node) for a message."""
     count, size = division.tolist()
     return f"{count} nodes of {size} rank{'s' if size > 1 else ''}"

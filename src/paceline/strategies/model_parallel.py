@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from paceline.checkpoint.export import saved_names
 from paceline.checkpoint.shards import ShardedParameter, ShardedSource, find_sharded_parameter, full_state
 from paceline.checkpoint.state import Source, TensorShard
 from paceline.collectives.control import Deferred, sum_over_ranks
@@ -28,16 +29,13 @@ class ModelParallelAdapter:
         shards: Mapping[str, ShardedParameter],
         is_elsewhere: Callable[[str], bool] = lambda _: False,
     ) -> None:
-        """`shards`: the sharded parameters by name. `is_elsewhere`: whether a different stage saves this tensor."""
         assert world.mesh is not None
         self._model, self._world, self._shards, self._is_elsewhere = model, world, shards, is_elsewhere
-        self._copy = (
-            world.along("tensor").rank + world.along("context").rank
-        )  # of unsharded tensors; 0 is the first copy
+        # the number of this rank's copy of the unsharded tensors
+        self._copy = world.along("tensor").rank + world.along("context").rank
         self._in_stages = world.mesh.size_of("pipeline") > 1
 
     def as_shards_of_whole(self, held: Sequence[TensorShard]) -> list[TensorShard]:
-        """The tensors of this rank's part, as shards of the whole model's tensors."""
         shards: list[TensorShard] = []
         for tensor in held:
             sharded = find_sharded_parameter(tensor.name, self._shards)
@@ -59,7 +57,6 @@ class ModelParallelAdapter:
         return shards
 
     def gradient_norm(self, gradients: Iterable[TensorShard]) -> Deferred[float]:
-        """The norm of the whole model's gradients (a collective)."""
         return global_norm(gradients, self._world)
 
     def after_reduction(self, finite: bool | Deferred[bool] | None) -> bool | Deferred[bool] | None:
@@ -69,21 +66,19 @@ class ModelParallelAdapter:
     def weights(
         self, weights: Callable[[], Mapping[str, Tensor]], state: Callable[[], list[TensorShard]]
     ) -> Mapping[str, Tensor]:
-        """The weights of the whole model, from the `weights` and the `state` of this part (a collective)."""
-        all_weights = dict(weights())
         shards = [
             shard for shard in self.as_shards_of_whole(state()) if shard.name.removeprefix("model/") in self._shards
         ]
-        full_tensors = {name.removeprefix("model/"): tensor for name, tensor in full_state(shards, self._world).items()}
-        first = {id(p): name for name, p in self._model.named_parameters()}
-        for name, parameter in self._model.named_parameters(remove_duplicate=False):  # tied ones have several names
-            if first[id(parameter)] in full_tensors:
-                all_weights[name] = full_tensors[first[id(parameter)]]
-        return all_weights
+        return {**weights(), **full_weights(self._model, shards, self._world)}
 
     def part_source(self, source: Source) -> Source:
-        """A view of a saved state of the whole model as the state of this part."""
         return ShardedSource(source, self._shards)
+
+
+def full_weights(model: nn.Module, shards: Sequence[TensorShard], world: World) -> dict[str, Tensor]:
+    """The full tensors of some `model/` shards, by all their names in the state_dict (a collective)."""
+    full = full_state(shards, world)
+    return {name: full[key] for name, saved in saved_names(model).items() if (key := f"model/{saved}") in full}
 
 
 def global_norm(gradients: Iterable[TensorShard], world: World) -> Deferred[float]:

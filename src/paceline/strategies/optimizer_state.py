@@ -1,16 +1,20 @@
 """The state of an optimizer as named tensors: saved and loaded by the parameters' names in the model."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.checkpoint.state import PrefixedSource, Source, TensorShard, load_into
-from paceline.collectives.owners import LocalShard
 from paceline.errors import UsageError
 from paceline.strategies.optimizers import each_optimizer
+
+if TYPE_CHECKING:
+    from paceline.collectives.owners import LocalShard
 
 NUMBER_SUFFIX = ".item"  # suffix of the name of a plain number
 
@@ -27,44 +31,26 @@ def optimizer_shards(model: nn.Module, optimizer: Optimizer) -> list[TensorShard
 
 
 def optimizer_state_tensors(name: str, state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The optimizer state of parameter `name` as tensors; plain numbers become tensors of one element.
-
-    Raises:
-        UsageError: for any other value. Only pickle could save it, and loading a pickle executes code.
-    """
+    """The optimizer state of parameter `name` as tensors; plain numbers become tensors of one element."""
     for key, value in state.items():
         full = f"optimizer/{name}/{key}"
         if isinstance(value, Tensor):
             yield full, value.detach()
         elif isinstance(value, (bool, int, float)):
             yield full + NUMBER_SUFFIX, torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
-        elif value is not None:
+        elif value is not None:  # only pickle could save it, and loading a pickle executes code
             raise UsageError(code="optimizer-keeps-object", kind=type(value).__name__, key=key, name=name)
 
 
 def load_optimizer(model: nn.Module, optimizer: Optimizer, source: Source) -> None:
     """Load the whole state of `optimizer`. A parameter without state has not been trained yet."""
-    for one in each_optimizer(optimizer):
-        one.state.clear()
-        trained = {id(parameter) for group in one.param_groups for parameter in group["params"]}
-        named = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in trained}
-        load_states(named, one, {name: saved_state(source, name) for name in named})
+    load_piece_optimizer({}, optimizer, source, dict(model.named_parameters()))
 
 
 def load_states(named: Mapping[str, nn.Parameter], optimizer: Optimizer, states: Mapping[str, dict[str, Any]]) -> None:
-    """Set the optimizer's `states` for some of its parameters. An empty state is skipped."""
     for name, parameter in named.items():
         if state := states[name]:
             optimizer.state[parameter] = _on_device(optimizer, parameter, state)
-
-
-def saved_keys(source: Source, name: str) -> Iterator[tuple[str, str]]:
-    """(key, full name) of each saved tensor of parameter `name`."""
-    prefix = f"optimizer/{name}/"
-    for full in source.names(prefix):
-        key = full.removeprefix(prefix)
-        if "/" not in key:  # otherwise it belongs to a parameter called name/...
-            yield key, full
 
 
 def piece_optimizer_shards(
@@ -95,7 +81,6 @@ def load_piece_optimizer(
     source: Source,
     unsharded: Mapping[str, nn.Parameter] | None = None,
 ) -> None:
-    """As `load_optimizer`, for an optimizer of `pieces` of parameters and `unsharded` ones."""
     named = {**(unsharded or {}), **{name: piece.parameter for name, piece in pieces.items()}}
     for one in each_optimizer(optimizer):
         one.state.clear()
@@ -107,7 +92,11 @@ def load_piece_optimizer(
 def saved_state(source: Source, name: str, piece: LocalShard | None = None) -> dict[str, Any]:
     """The saved state of parameter `name`, by key: whole tensors, or those of a piece. Counters are always whole."""
     state: dict[str, Any] = {}
-    for key, full in saved_keys(source, name):
+    prefix = f"optimizer/{name}/"
+    for full in source.names(prefix):
+        key = full.removeprefix(prefix)
+        if "/" in key:  # it belongs to a parameter called name/...
+            continue
         if (
             piece is None
             or piece.is_whole
@@ -145,8 +134,7 @@ def _with_strides_of(parameter: nn.Parameter, value: Any) -> Any:
 def load_node_mean(source: Source, parameters: Sequence[TensorShard]) -> int:
     """Load the mean over nodes into trainable parameters, if the state was saved between two outer steps.
 
-    Returns:
-        The number of nodes that took local steps in the saved run; 0 if none did.
+    Returns the number of nodes that took local steps in the saved run; 0 if none did.
     """
     saved, steps = source.tensor("outer/hosts"), source.tensor("outer/steps")
     if saved is None or steps is None:
@@ -163,6 +151,5 @@ def load_node_mean(source: Source, parameters: Sequence[TensorShard]) -> int:
 
 
 def node_mean_message(saved: int, now: str) -> str:
-    """The message of a resume from local steps of `saved` nodes; `now` describes this run."""
     mean = "training resumes from the mean of their parameters"
     return f"the checkpoint was saved by {saved} nodes that took local steps, {now}: {mean}"

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.checkpoint.export import state_dict_names_by_saved_name
+from paceline.checkpoint.export import saved_names, state_dict_names_by_saved_name
 from paceline.checkpoint.shards import full_state, parameter_of
 from paceline.checkpoint.state import TensorShard
 from paceline.collectives.buckets import pack, unpack
@@ -25,7 +25,8 @@ from paceline.parallel.pipeline import Pipeline, Schedule, SplitPoint
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.model_parallel import ModelParallelAdapter
-from paceline.strategies.optimizers import each_optimizer, scope_of
+from paceline.strategies.optimizer_scope import scope_of
+from paceline.strategies.optimizers import each_optimizer
 
 
 class StagePlan(msgspec.Struct, frozen=True):
@@ -36,28 +37,21 @@ class StagePlan(msgspec.Struct, frozen=True):
 
     @property
     def split_points(self) -> list[SplitPoint]:
-        """The split points between the stages."""
         return [self.chain.points[end] for end in self.ends]
 
     @property
     def stage_costs(self) -> list[LayerGroup]:
-        """The sums over the layers of each stage."""
         bounds = [0, *(end + 1 for end in self.ends), len(self.chain.layers)]
         return [sum(self.chain.layers[a:b], LayerGroup()) for a, b in pairwise(bounds)]
 
     @property
     def stages_by_tensor(self) -> dict[str, tuple[int, ...]]:
-        """By name of each parameter and buffer, the stages that use it."""
         stage_of = [sum(end < number for end in self.ends) for number in range(len(self.chain.layers))]
         return {name: tuple(sorted({stage_of[number] for number in used})) for name, used in self.chain.users.items()}
 
 
 def plan_stages(make_chain: Callable[[], Chain], stages: int, names: Sequence[str], world: World) -> StagePlan:
-    """The stages that rank 0 chooses (a collective). `names`: see `best_splits`.
-
-    Raises:
-        UsageError: on one rank, as `best_splits`, or if a forward or backward fails. ReportedByPeer on the others.
-    """
+    """The stages that rank 0 chooses (a collective). `names`: see `best_splits`."""
     plan = None
     with raise_on_all_ranks(world):
         if world.rank == 0:
@@ -77,26 +71,14 @@ def make_pipeline_stage(
     schedule: Schedule = "1f1b",
     virtual_ranks: int | None = None,
 ) -> Strategy:
-    """This rank's stage of `model`, trained by `strategy` (a collective).
+    """This rank's stage of `model`, trained by `strategy` on the ranks of `world.data` (a collective).
 
-    Memory of each rank, for P parameters in S equal stages: P/S weights, gradients and optimizer state.
-
-    Args:
-        strategy: trains the stage on the ranks of `world.data`.
-        model: the whole model, equal on all ranks, on the world's device. Afterwards the parameters and buffers of
-            other stages are shapes (meta tensors).
-        make_optimizer: creates the optimizer from the parameters.
-        world: all ranks, in a mesh.
-        plan: the stages.
-        schedule: see `parallel.pipeline.actions`.
-        virtual_ranks: see MakeStrategy.
-
-    Raises:
-        UsageError: for an optimizer that needs all parameters at once (see `scope_of`).
+    Memory of each rank, for P parameters in S equal stages: P/S weights, gradients and optimizer state. `model` is
+    whole and equal on all ranks. Afterwards the parameters and buffers of other stages are shapes (meta tensors).
     """
     points, users = plan.split_points, plan.stages_by_tensor
     number = world.along("pipeline").rank
-    names, called = state_dict_names_by_saved_name(model), _saved_names(model)
+    names, called = state_dict_names_by_saved_name(model), saved_names(model)
     _move_to_meta(model, {name for name, stages in users.items() if number not in stages})
     pipeline = Pipeline(world, model, points, draws=plan.chain.draws, schedule=schedule, names=names, called=called)
     if number:
@@ -131,7 +113,6 @@ class _Stage(ModelParallelAdapter):
         called: Mapping[str, str],
         shared: Sequence[tuple[Any, list[nn.Parameter]]],
     ) -> None:
-        """`called`: see `_saved_names`. `shared`: see `_shared_parameters`."""
         super().__init__(model, world, {}, is_elsewhere)
         self._called, self._shared = called, shared
 
@@ -149,17 +130,10 @@ class _Stage(ModelParallelAdapter):
             is_spare = self._world.data.rank > 0 or self._is_elsewhere(name)
             shards.append(TensorShard(f"model/{name}", buffer, replicated=False, is_saved_elsewhere=is_spare))
         full_tensors = full_state(shards, self._world)
-        return {name: full_tensors[f"model/{first}"] for name, first in self._called.items()}
-
-
-def _saved_names(model: nn.Module) -> dict[str, str]:
-    """By name in the state_dict, the name under which a tensor is saved. A tied tensor has several names."""
-    first = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    return {name: first[id(tensor)] for name, tensor in model.state_dict(keep_vars=True).items()}
+        return {name: full_tensors[f"model/{first}"] for name, first in self._called.items() if first}
 
 
 def _move_to_meta(model: nn.Module, names: Collection[str]) -> None:
-    """Replace these parameters and buffers by meta tensors, which are plain attributes and in no state_dict."""
     state = dict([*model.named_parameters(), *model.named_buffers()])
     shapes = {id(state[name]): state[name].detach().to("meta") for name in names}
     for owner in model.modules():

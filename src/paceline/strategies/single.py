@@ -8,12 +8,6 @@ from paceline.strategies.validation import check_no_lazy_parameters, check_singl
 
 
 class Single(Strategy):
-    """Train without any communication.
-
-    Raises:
-        UsageError: in a world of more than one rank.
-    """
-
     def __init__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
     ) -> None:

@@ -12,11 +12,6 @@ from paceline.rank.world import World
 
 
 def check_single_process(name: str, world: World) -> None:
-    """Check that there is one rank, for a strategy that supports a single process only.
-
-    Raises:
-        UsageError: if `world` has more than one rank.
-    """
     if world.size > 1:
         raise UsageError(
             code="strategy-of-one-process", value=name, processes=world.size, allowed=[*MULTI_PROCESS_STRATEGIES]
@@ -24,11 +19,7 @@ def check_single_process(name: str, world: World) -> None:
 
 
 def check_no_lazy_parameters(model: nn.Module) -> None:
-    """Check for lazy modules (nn.LazyLinear, nn.LazyBatchNorm2d), whose tensors have no shape before the first forward.
-
-    Raises:
-        UsageError: for the first lazy parameter or buffer.
-    """
+    """Check for lazy modules (nn.LazyLinear), whose tensors have no shape before the first forward."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             class_name = type(model.get_submodule(name.rpartition(".")[0])).__name__
@@ -36,11 +27,7 @@ def check_no_lazy_parameters(model: nn.Module) -> None:
 
 
 def check_no_sparse_gradients(model: nn.Module, strategy: str) -> None:
-    """Check for embeddings with sparse gradients, for a strategy that sums dense gradients only.
-
-    Raises:
-        UsageError: for the first such module.
-    """
+    """Check for embeddings with sparse gradients, for a strategy that sums dense gradients only."""
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
             raise sparse_gradient_error(
@@ -49,11 +36,7 @@ def check_no_sparse_gradients(model: nn.Module, strategy: str) -> None:
 
 
 def check_no_max_norm(model: nn.Module) -> None:
-    """Check for embeddings with max_norm, whose forward changes the rows that this rank's samples use.
-
-    Raises:
-        UsageError: for the first such module.
-    """
+    """Check for embeddings with max_norm, whose forward changes the rows that this rank's samples use."""
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             described = f"{name or 'the model'} ({type(module).__name__})"
@@ -61,22 +44,12 @@ def check_no_max_norm(model: nn.Module) -> None:
 
 
 def check_no_gradient_hooks(model: nn.Module, strategy: str) -> None:
-    """Check for gradient hooks on parameters, for a strategy that replaces the parameters.
-
-    Raises:
-        UsageError: for the first parameter with a hook.
-    """
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # pyright: ignore
             raise UsageError(code="hooked-parameter", name=name, strategy=strategy)
 
 
 def check_optimizer_parameters(model: nn.Module, optimizer: Optimizer) -> None:
-    """Check that the optimizer trains parameters of the model only.
-
-    Raises:
-        UsageError: for the first other parameter.
-    """
     parameters = set(model.parameters())
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if parameter not in parameters:
@@ -84,10 +57,6 @@ def check_optimizer_parameters(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def check_no_sync_batchnorm(model: nn.Module, name: str) -> None:
-    """Check for synchronised batch norm, for a strategy whose result must not depend on the world size.
-
-    Raises:
-        UsageError: if `model` has any.
-    """
+    """Check for synchronised batch norm, for a strategy whose result must not depend on the world size."""
     if any(isinstance(module, SyncBatchNorm) for module in model.modules()):
         raise UsageError(code="exact-with-sync-batchnorm", strategy=name)

@@ -15,8 +15,9 @@ from paceline.collectives.shards import Shards
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.buffers import partition_of
+from paceline.strategies.optimizer_scope import scope_of
 from paceline.strategies.optimizer_state import load_piece_optimizer, piece_optimizer_shards
-from paceline.strategies.optimizers import each_optimizer, scope_of, trained_by_each
+from paceline.strategies.optimizers import each_optimizer, trained_by_each
 from paceline.strategies.validation import (
     check_no_lazy_parameters,
     check_no_sparse_gradients,
@@ -30,10 +31,6 @@ class Zero(Strategy):
 
     Memory of each rank, for P parameters and N ranks: P weights, P/N gradients, P/N of each optimizer state tensor.
     While a rank accumulates several micro-batches, P gradients exist.
-
-    Raises:
-        ValueError: if the ranks' models differ in names, shapes or types.
-        UsageError: for synchronised batch norm, and for an optimizer that cannot be divided (see `scope_of`).
     """
 
     sharded = True

@@ -6,6 +6,7 @@ import importlib
 import importlib.machinery
 import itertools
 import re
+import symtable
 import sys
 import traceback
 from collections.abc import Collection, Iterable, Iterator
@@ -23,11 +24,7 @@ DYNAMIC_NAME_MARKERS = ("sys.modules", "globals()", "locals()", "vars()", "exec(
 
 
 def check_reference(kind: str, name: str) -> None:
-    """Check without importing it that a module or file exists. Warn about risks of an import from its folder.
-
-    Raises:
-        UsageError: if the module, file or name does not exist, an installed module hides it, or it is not valid Python.
-    """
+    """Check without importing it that a module or file exists. Warn about risks of an import from its folder."""
     folder, file = find_source(kind, name)
     if file is not None and file.suffix == ".py":
         check_syntax(file)
@@ -73,19 +70,15 @@ def parse_source(kind: str, name: str) -> ast.Module | None:
 
 def top_level_names(tree: ast.Module) -> set[str] | None:
     """The names that a module defines at its top level; None if only an import can tell."""
-    names = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
-    nodes: list[ast.AST] = [*tree.body]
-    for node in nodes:  # the list grows during the loop
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            names.add(node.name)
-            continue
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-        elif isinstance(node, ast.alias):
-            names.add(node.asname or node.name.partition(".")[0])
-        nodes += ast.iter_child_nodes(node)
     text = ast.unparse(tree)
-    return None if names & {"*", "__getattr__"} or any(pattern in text for pattern in DYNAMIC_NAME_MARKERS) else names
+    if "import *" in text or any(marker in text for marker in DYNAMIC_NAME_MARKERS):
+        return None
+    try:
+        symbols = symtable.symtable(text, "", "exec").get_symbols()
+    except SyntaxError:  # one that the parser does not find
+        return None
+    names = {s.get_name() for s in symbols if s.is_local() or s.is_declared_global()}
+    return None if "__getattr__" in names else names
 
 
 def task_names(tree: ast.Module | None) -> list[str]:
@@ -126,7 +119,6 @@ def line_that_trains_at_import(tree: ast.Module, function: str) -> int | None:
 
 
 def _calls(nodes: Iterable[ast.AST], names: Collection[str]) -> Iterator[int]:
-    """The lines at which these statements call any of `names`."""
     for node in nodes:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
             continue
@@ -136,11 +128,7 @@ def _calls(nodes: Iterable[ast.AST], names: Collection[str]) -> Iterator[int]:
 
 
 def find_source(kind: str, name: str) -> tuple[Path, Path | None]:
-    """Return the folder that the Python path needs for this code, and the file that contains it.
-
-    Raises:
-        UsageError: if the file or module does not exist, or an installed module has the same name.
-    """
+    """Return the folder that the Python path needs for this code, and the file that contains it."""
     module_name, _, attribute = name.rpartition(":")
     if not attribute.isidentifier():
         raise UsageError(code="not-a-name", kind=kind, value=name, attribute=attribute)
@@ -202,7 +190,6 @@ def import_module(module_name: str) -> Any:
 
 
 def check_syntax(path: Path) -> None:
-    """Raise UsageError with the line if a file is not valid Python."""
     try:
         ast.parse(path.read_bytes(), str(path))
     except SyntaxError as error:
@@ -211,12 +198,7 @@ def check_syntax(path: Path) -> None:
 
 
 def import_with_user_errors(module_name: str, folder: Path) -> Any:
-    """Import a module.
-
-    Raises:
-        UsageError: if the import fails, with the line of the user's code; or if the module parses the command line,
-            which belongs to paceline.
-    """
+    """Import a module. It must not parse the command line, which belongs to paceline."""
     original_parse = argparse.ArgumentParser.parse_known_args
 
     def refuse(parser: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:

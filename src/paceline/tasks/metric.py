@@ -55,11 +55,7 @@ def is_torchmetric(metric: Any) -> bool:
 
 
 def resolve_metric(name: str, metric: Any) -> Any:
-    """Return `metric`, or the object that it makes if it is a function without arguments.
-
-    Raises:
-        UsageError: if that object is neither a Metric nor a torchmetrics object.
-    """
+    """Return `metric`, or the object that it makes if it is a function without arguments."""
     if isinstance(metric, Metric) or is_torchmetric(metric):
         return metric
     if not isinstance(metric, type) and (accepts_positional(metric, 2) or not accepts_positional(metric, 0)):

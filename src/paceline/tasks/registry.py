@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BuiltInTask:
-    """The function of a built-in task, and the options that it accepts."""
-
     reference: str
     options: tuple[str, ...]
 
@@ -43,11 +41,7 @@ def is_session_script(name: str) -> bool:
 
 
 def check_task(name: str | None, options: Mapping[str, Any]) -> None:
-    """Check a task without importing it.
-
-    Raises:
-        UsageError: if the task does not exist, does not accept an option, or its data are missing.
-    """
+    """Check a task without importing it."""
     if name is None:
         raise UsageError(code="no-task", allowed=[*TASKS])
     if name in TASKS:
@@ -67,22 +61,13 @@ def check_task(name: str | None, options: Mapping[str, Any]) -> None:
 
 
 def check_optimizer(name: str) -> None:
-    """Check an optimizer `module:name` without importing it. A name without a module is not checked.
-
-    Raises:
-        UsageError: if there is no such module, or its file does not define the name.
-    """
+    """Check an optimizer `module:name` without importing it. A name without a module is not checked."""
     if ":" in name:
         check_reference("optimizer", name)
 
 
 def load_task(name: str, options: Mapping[str, Any]) -> Task:
-    """Import the task `name`; if it is a function, call it with `options`.
-
-    Raises:
-        UsageError: if the module has no such name, it is not a task, or does not accept an option. Errors of the task's
-            function are not caught.
-    """
+    """Import the task `name`; if it is a function, call it with `options`."""
     from paceline.tasks.task import Task  # imports torch
 
     reference = TASKS[name].reference if name in TASKS else name
@@ -121,11 +106,7 @@ def is_session_loop(name: str) -> bool:
 
 
 def check_no_training_at_import(name: str) -> None:
-    """Check a training loop without importing it: an import of its file must not start the training.
-
-    Raises:
-        UsageError: if an import of the file starts a session.
-    """
+    """Check a training loop without importing it: an import of its file must not start the training."""
     script, colon, function = name.rpartition(":")
     script = script if colon else name
     tree = parse_source("loop", f"{script}:main") if Path(script).is_file() and script.endswith(".py") else None
@@ -136,11 +117,6 @@ def check_no_training_at_import(name: str) -> None:
 
 
 def load_function(name: str) -> Callable[[], object]:
-    """Import the function `name`.
-
-    Raises:
-        UsageError: if it is not a function, or needs arguments.
-    """
     function = finding.import_object(name)
     try:
         signature(function).bind()

@@ -23,15 +23,10 @@ TYPES: dict[str, Any] = {"int": int, "float": float, "bool": bool, "str": str, "
 
 @dataclass(frozen=True)
 class Setting:
-    """An argument of the task function."""
-
     name: str
-    value_type: Any
-    """The type of the argument; Any if it is unknown, then the value stays a string."""
-    annotation: str
-    """The type in the source."""
-    default: str | None
-    """The default in the source; None if a value is required."""
+    value_type: Any  # the type of the argument; Any if it is unknown, then the value stays a string
+    annotation: str  # the type in the source
+    default: str | None  # the default in the source; None if a value is required
 
 
 def parse_task_settings(name: str) -> list[Setting] | None:
@@ -43,7 +38,6 @@ def parse_task_settings(name: str) -> list[Setting] | None:
 
 
 def function_settings(function: Callable[..., Any]) -> list[Setting] | None:
-    """The settings of a function object; None if its source is not available."""
     with suppress(OSError, TypeError, SyntaxError):
         node = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
         return _settings(node) if isinstance(node, ast.FunctionDef) else None
@@ -51,11 +45,7 @@ def function_settings(function: Callable[..., Any]) -> list[Setting] | None:
 
 
 def convert_settings(task: str, settings: list[Setting] | None, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the strings in `values` to the types of the settings. Other values stay unchanged.
-
-    Raises:
-        UsageError: if a name is unknown, a string cannot be converted, or a required setting is missing.
-    """
+    """Convert the strings in `values` to the types of the settings. Other values stay unchanged."""
     if settings is None:
         return dict(values)
     by_name = {setting.name: setting for setting in settings}

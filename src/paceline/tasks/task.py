@@ -119,15 +119,10 @@ def _named(metrics: Any) -> Mapping[str, Any]:
 
 
 def call_model(model: nn.Module, inputs: Any, through: Callable[..., Any] | None = None) -> Any:
-    """Call `model` with the inputs of a batch.
+    """Call `model`, or `through` in its place (e.g. the wrapper of a strategy), with the inputs of a batch.
 
     If `inputs` is a dict, its entries become keyword arguments: those that the forward accepts, or all of them if it
     has **kwargs. If the forward accepts none of them, or requires an argument that is missing, it gets the dict.
-
-    Args:
-        model: its forward decides which arguments to pass.
-        inputs: of a batch.
-        through: is called instead of the model, e.g. the wrapper of a strategy.
     """
     function = model if through is None else through
     names = _accepted(model, inputs) if isinstance(inputs, Mapping) else []

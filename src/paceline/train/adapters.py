@@ -68,12 +68,10 @@ class Adapters(msgspec.Struct, frozen=True):
 
     @property
     def kinds(self) -> set[str]:
-        """The kinds of the adapters, as peft names them, for example LORA."""
         return {str(file.config["peft_type"]) for file in self.files.values()}
 
     @property
     def names(self) -> list[str]:
-        """The tensors in the state_dict of the model that `write` needs."""
         return [name for file in self.files.values() for name in file.tensors.values()] + self.buffers
 
     def resumed(self, saved: Self) -> tuple[Self, bool]:
@@ -89,18 +87,11 @@ class Adapters(msgspec.Struct, frozen=True):
         return self.outside + self.buffers * is_changed
 
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Write the files of the adapters into `folder`, as `PeftModel.save_pretrained` does.
+        """Write the files of the adapters into `folder`, as `PeftModel.save_pretrained` does. Return the written
+        tensors.
 
-        Args:
-            folder: it may exist. Another adapter than "default" has a folder of its name inside.
-            weights: the tensors with `names`; others are ignored.
-
-        Returns:
-            The written tensors.
-
-        Raises:
-            UsageError: if the files would not contain all that the training has changed.
-            OSError: if a file cannot be written.
+        An adapter with a name other than "default" has a folder of its name inside. `weights`: the tensors with
+        `names`.
         """
         if missing := self.missing(weights):
             raise UsageError(code="adapter-incomplete", names=first_few(missing, MAX_NAMES))
@@ -117,11 +108,7 @@ class Adapters(msgspec.Struct, frozen=True):
         return written
 
     def read(self, folder: Path, *, ours: bool) -> dict[str, Tensor]:
-        """The tensors that `write` has written, by their names in the model.
-
-        Raises:
-            OSError: if a file is missing or damaged, or with `ours` if another user could have written it.
-        """
+        """The tensors that `write` has written, by their names in the model. With `ours`, only files of this user."""
         weights: dict[str, Tensor] = {}
         for adapter, file in self.files.items():
             tensors = load(_folder(folder, adapter) / WEIGHTS_FILE, require_trusted_owner=ours)
@@ -141,10 +128,8 @@ def _files(model: Any, adapter: str, prefix: str, base: Mapping[str, str]) -> Ad
     kept = "".join(digest for name, digest in sorted(base.items()) if name not in replaced)
     config, base_model = model.peft_config[adapter], model.get_base_model()
     values = {name: sorted(value) if isinstance(value, set) else value for name, value in config.to_dict().items()}
-    values["inference_mode"] = True
-    values["base_model_name_or_path"] = (
-        config.base_model_name_or_path or getattr(base_model, "name_or_path", "") or None
-    )
+    base_name = config.base_model_name_or_path or getattr(base_model, "name_or_path", "") or None
+    values |= {"inference_mode": True, "base_model_name_or_path": base_name}
     if config.task_type is None:  # as peft does, for AutoPeftModel
         kind = type(base_model)
         values["auto_mapping"] = {"base_model_class": kind.__name__, "parent_library": kind.__module__}

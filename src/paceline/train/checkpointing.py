@@ -46,8 +46,6 @@ NO_CAUSE_MESSAGE = '{"causes": []}'  # the guard's message if no rank caused the
 
 @dataclass(frozen=True)
 class CheckpointedModels:
-    """All models of a training, saved as one state."""
-
     models: Sequence[ModelInTraining]
     world: World
     virtual_ranks: int
@@ -56,11 +54,9 @@ class CheckpointedModels:
 
     @property
     def sharded(self) -> bool:
-        """Whether a rank holds only a shard of any model."""
         return any(part.replica.sharded for part in self.models)
 
     def state(self) -> list[TensorShard]:
-        """The tensors of all models, followed by the others."""
         return [*(shard for part in self.models for shard in part.state()), *self.extra_shards()]
 
 
@@ -88,7 +84,6 @@ class _UnblockMessage(msgspec.Struct, frozen=True):
 
 
 def must_save_alone(message: str, rank: int, world_size: int) -> bool:
-    """Whether `rank` must save alone, according to the agent's `message` to all unblocked ranks."""
     try:
         causes = msgspec.json.decode(message, type=_UnblockMessage).causes
     except msgspec.MsgspecError:
@@ -102,9 +97,7 @@ def save_alone(
 ) -> Path:  # fmt: skip
     """Write and publish the state after `step` without any collective. Return the checkpoint's folder.
 
-    Raises:
-        TrainingError: if only other ranks hold a part of the state, or a newer generation owns the checkpoints.
-        OSError: if a file cannot be written.
+    TrainingError: only other ranks hold a part of the state, or a newer generation owns the checkpoints.
     """
     shards, world = holder.state(), holder.world
     elsewhere = next((f" (this one has only a part, e.g. {part.name})" for part in shards if not part.replicated), None)
@@ -191,7 +184,6 @@ class CheckpointWriter:
             self._publish()
 
     def wait(self) -> None:
-        """Wait until no checkpoint is being written or published (collective)."""
         if self._writing is not None:
             self._writing.thread.join()
             self._publish()
@@ -200,7 +192,6 @@ class CheckpointWriter:
             self._publishing = None
 
     def take_done(self) -> list[events.Checkpointed]:
-        """Return the checkpoints that have succeeded or failed since the last call. Empty except on rank 0."""
         done, self._done = self._done, []
         return done
 
@@ -279,11 +270,7 @@ class CheckpointManager:
         self, holder: CheckpointedModels, place: RunLocation, origin: ResumePoint | None, policy: CheckpointPolicy, *,
         writer: EventWriter, say: MessageCallback, enter: Callable[[Phase], object],
     ) -> None:  # fmt: skip
-        """Claim the folder of checkpoints for this start of the run (collective).
-
-        Raises:
-            UsageError: on one rank, if the folder cannot be claimed; ReportedByPeer on the others.
-        """
+        """Claim the folder of checkpoints for this start of the run (collective)."""
         self._holder, self._world, self._policy, self._writer, self._say = holder, holder.world, policy, writer, say
         self._enter = enter
         self._folder, self._checkpoints = place.folder, Checkpoints(place.folder / CHECKPOINTS)
@@ -328,11 +315,7 @@ class CheckpointManager:
     def after_step(self, step: int, votes: ControlFlags, content: Callable[[], TrainerState], *, save: bool) -> float:
         """Compare, snapshot or save as the policy requires after `step` (collective). `save`: save in any case.
 
-        Returns:
-            The seconds for which training was paused.
-
-        Raises:
-            TrainingError: if the replicas differ.
+        Returns the seconds for which training was paused.
         """
         began = time.perf_counter()
         policy = self._policy
@@ -360,7 +343,6 @@ class CheckpointManager:
         return time.perf_counter() - began
 
     def end(self) -> None:
-        """Wait until the last checkpoint is on disk (collective)."""
         self.wait()
         if self._snapshots:
             size = self._snapshot_bytes
@@ -377,12 +359,10 @@ class CheckpointManager:
 
     @property
     def can_roll_back(self) -> bool:
-        """Whether the run keeps snapshots or checkpoints on a schedule."""
         policy = self._policy
         return bool(policy.checkpoint_every or policy.checkpoint_seconds or self._takes_snapshots)
 
     def newest_resume_point(self) -> ResumePoint | None:
-        """The newest snapshot or checkpoint (collective)."""
         self.wait()
         return newest_state(self._checkpoints, self._world, self._say, memory=True)
 

@@ -29,10 +29,6 @@ def check_replicas(state: Sequence[TensorShard], world: World, step: int, optimi
     A bit flip in the memory of one rank silently spreads into every result. State that only one rank holds (buffers of
     a virtual rank, a shard of `zero`'s optimizer state) cannot be compared. A fault in it shows once it has changed a
     parameter.
-
-    Raises:
-        TrainingError: code DIVERGED, if a tensor differs. It names the tensor, the ranks in the minority (none if there
-            is no majority) and any setting of the `optimizers` that differs. ReportedByPeer on the other ranks.
     """
     compared = state if world.mesh is not None else [shard for shard in state if shard.replicated]
     if world.size == 1 or not (compared or world.mesh):
@@ -95,9 +91,6 @@ def check_user_code(world: World) -> None:
     """Compare the user's code on all ranks (collective): nodes without a shared folder can have different versions.
 
     Only modules that several ranks have imported are compared, because a rank may import more than others.
-
-    Raises:
-        UsageError: on one rank, naming the modules that differ and the ranks; ReportedByPeer on the others.
     """
     by_rank: list[dict[str, str]] = all_gather_object(_user_code(), world)
     differing: list[str] = []
@@ -115,7 +108,6 @@ def check_user_code(world: World) -> None:
 
 
 def _user_code() -> dict[str, str]:
-    """By name, a digest of the file of each imported module that is not part of an installed package."""
     paths = sysconfig.get_paths()
     roots = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     roots.append(str(Path(__file__).parents[1]))  # paceline itself

@@ -1,6 +1,5 @@
 """The costs of a run over all ranks, reported at its end: the time spent waiting for data, and the peak memory."""
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,48 +9,23 @@ from paceline.compute.resources import peak_memory
 from paceline.data.arrays import batch_gatherer
 from paceline.data.workers import has_batched_getitems
 from paceline.host.cgroup import usable_cores
-from paceline.protocol.evidence import Phase
 from paceline.rank.world import World
 from paceline.runs.summary import Summary
 
 if TYPE_CHECKING:
     from paceline.train.prepare import TrainingComponents
 
-WARM_UP_STEPS = 5  # the first batches wait for loader processes to start
 REPORTED_FROM = 0.1  # of the time of a step
 
 
-class DataWait:
-    """The fraction of the step time spent waiting for data. Warm-up steps count only in a short run."""
-
-    def __init__(self) -> None:
-        self._steps: int = 0
-        self._warm_up = [0.0, 0.0]  # [seconds of waiting for data, seconds in total]
-        self._later = [0.0, 0.0]
-
-    def add_step(self, phase_seconds: Mapping[str, float]) -> None:
-        """Add a step, with the seconds of its phases by name."""
-        self._steps += 1
-        sums = self._warm_up if self._steps <= WARM_UP_STEPS else self._later
-        sums[0] += phase_seconds.get(Phase.DATA.word, 0.0)
-        sums[1] += sum(phase_seconds.values())
-
-    def fraction(self) -> float | None:
-        """The fraction of the time, in [0, 1]; None before the first step."""
-        counted = [self._later] if self._steps > 2 * WARM_UP_STEPS else [self._warm_up, self._later]
-        data_seconds, seconds = (sum(column) for column in zip(*counted, strict=True))
-        return data_seconds / seconds if seconds else None
-
-
-def max_costs_over_ranks(data_wait: DataWait, world: World) -> tuple[dict[str, Any], int]:
+def max_costs_over_ranks(data_share: float | None, world: World) -> tuple[dict[str, Any], int]:
     """The maximum of each cost over all ranks, and the rank that waited most for its data (collective)."""
     gpu = torch.accelerator.max_memory_allocated(world.device) if world.device.type != "cpu" else 0
-    local = [data_wait.fraction() or 0.0, peak_memory(), gpu]
+    local = [data_share or 0.0, peak_memory(), gpu]
     fractions, peaks, gpu_peaks = zip(*all_gather_object(local, world), strict=True)
     largest = max(fractions)
     costs = {"peak_memory_bytes": max(peaks) or None, "peak_gpu_memory_bytes": max(gpu_peaks) or None}
-    data_share = None if data_wait.fraction() is None else round(largest, 4)
-    return {"data_share": data_share, **costs}, fractions.index(largest)
+    return {"data_share": None if data_share is None else round(largest, 4), **costs}, fractions.index(largest)
 
 
 def data_wait_lines(summary: Summary, rank: int, parts: "TrainingComponents") -> list[str]:

@@ -5,11 +5,12 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-from paceline.data.loader import MicroBatch, load_steps, split_pair
+from paceline.data.loader import MicroBatch, load_again, load_steps, split_pair
+from paceline.data.plan import BatchPlan
 from paceline.protocol.status_page import StatusPage
 from paceline.rank.world import World
-from paceline.train.fit import StepRecord
 from paceline.train.prepare import TrainingComponents
+from paceline.train.step_record import StepRecord
 from paceline.train.streaming import Stream
 
 
@@ -21,30 +22,29 @@ class DataProgress:
         self._loading = replace(parts.loading, page=page)
 
     def batches(self, start: int) -> Generator[list[MicroBatch]]:
-        """Yield the micro-batches of this rank for each step from `start` to the last."""
         parts = self._parts
         return load_steps(
             parts.train_set, parts.plan, parts.local_virtual_ranks, self._loading,
             start=start, stop=self._total, merged=parts.config.model.batchnorm == "sync",
         )  # fmt: skip
 
+    def load_again(self, plan: BatchPlan, epoch: int, step: int, virtual_rank: int) -> MicroBatch | None:
+        batch = load_again(self._parts.train_set, self._loading, plan, epoch, step, virtual_rank)
+        return None if batch is None else split_pair(batch)
+
     def global_batch_samples(self, record: StepRecord) -> int:
-        """The number of samples in the global batch of a step."""
         return record.microbatches[0].work.global_samples
 
     def advance(self, record: StepRecord) -> None:
         """Advance past the batch of a step (collective)."""
 
     def is_epoch_end(self, step: int) -> bool:
-        """Whether `step` is the last step of an epoch."""
         return step % self._plan.steps_per_epoch == 0
 
     def is_last_step(self, step: int) -> bool:
-        """Whether `step` is the last step of the run."""
         return step >= self._total
 
     def epoch(self, step: int) -> int:
-        """The epoch of `step`, from 0."""
         return max(0, step - 1) // self._plan.steps_per_epoch
 
     def json_state(self, world: World | None) -> dict[str, Any]:
@@ -56,8 +56,6 @@ class DataProgress:
 
 
 class StreamProgress(DataProgress):
-    """The position in a stream, whose length is unknown."""
-
     def __init__(self, parts: TrainingComponents, stream: Stream, page: StatusPage, say: Callable[[str], None]) -> None:
         super().__init__(parts, page)
         self._stream, stream.loading, stream.say = stream, self._loading, say

@@ -52,7 +52,7 @@ def use_deterministic_kernels() -> Generator[None]:
         torch.backends.cudnn.benchmark = benchmark_before
 
 
-def _set_inductor(*, late: bool) -> None:
+def _set_inductor(*, late: bool = False) -> None:
     """Set the deterministic mode of torch's compiler. At its import, keep a setting from the environment if unset."""
     deterministic_mode = torch.get_deterministic_debug_mode() > 0
     if late or deterministic_mode:
@@ -72,7 +72,6 @@ def explain_missing_kernel(raised: type[PacelineError]) -> Generator[None]:
 
 
 def hardware_facts(device: torch.device) -> dict[str, Any]:
-    """The versions and hardware on which the bits depend, in addition to the definition of the run."""
     build_info = torch.__config__.show()
     libraries = re.findall(
         r"(Intel\(R\) oneAPI Math Kernel Library Version \S+|Intel\(R\) MKL-DNN v\S+|oneDNN v\S+)", build_info

@@ -15,9 +15,9 @@ from paceline.runs.summary import finite
 from paceline.tasks.task import Callback, Moment, Split
 from paceline.train.data_progress import DataProgress
 from paceline.train.evaluate import evaluate
-from paceline.train.fit import StepRecord
 from paceline.train.prepare import TrainingComponents
 from paceline.train.progress import TrainingProgress
+from paceline.train.step_record import StepRecord
 from paceline.train.weights import save
 
 LESS_IS_BETTER = ("loss", "error", "perplexity", "mae", "mse", "rmse", "wer", "cer")
@@ -29,11 +29,6 @@ class BestEvaluation:
     def __init__(
         self, keep: str | None, patience: int | None, names: Collection[str], saved: Mapping[str, Any]
     ) -> None:
-        """Start from `saved`, the result of `as_json` in a checkpoint, or empty.
-
-        Raises:
-            UsageError: if no metric has the name in `keep`.
-        """
         self.keeps, self._patience = keep is not None, patience
         direction, _, self.name = (keep or "loss").rpartition(":")
         if direction not in ("", "min", "max") or self.name.partition("/")[0] not in names:
@@ -46,11 +41,7 @@ class BestEvaluation:
         """The number of evaluations since the best one."""
 
     def update(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Update the best evaluation. Return whether the evaluation after `step` is the best so far.
-
-        Raises:
-            UsageError: if `metrics` lacks the metric to compare.
-        """
+        """Update the best evaluation. Return whether the evaluation after `step` is the best so far."""
         if self.name not in metrics:
             raise unknown_name_error("metric", self.name, metrics)
         value = metrics[self.name]
@@ -63,16 +54,13 @@ class BestEvaluation:
 
     @property
     def is_patience_exhausted(self) -> bool:
-        """Whether --patience is exhausted."""
         return self._patience is not None and self.since >= self._patience
 
     @property
     def early_stop_reason(self) -> str:
-        """Why the run ends early."""
         return f"no better {self.name} in {self.since} evaluations: the best was {self.value} after step {self.step}"
 
     def as_json(self) -> dict[str, Any]:
-        """The values that a checkpoint contains."""
         return {"step": self.step, "value": self.value, "since": self.since}
 
 
@@ -80,7 +68,6 @@ class Evaluator:
     """Evaluates during and after training. Its state is the same on all ranks."""
 
     def __init__(self, parts: TrainingComponents, progress: TrainingProgress, data_progress: DataProgress) -> None:
-        """Raise UsageError if --keep-best names a metric that does not exist (collective)."""
         self._parts, self._progress, self._data_progress = parts, progress, data_progress
         self._world, self._run = parts.replica.world, parts.config.run
         self._record: StepRecord | None = None
@@ -93,18 +80,15 @@ class Evaluator:
             self.load(progress.origin.trainer_state.loop if progress.origin else {})
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Restore the `checkpoint_values` of a checkpoint."""
         names = ["loss", *self._parts.task.metrics]
         self.best = BestEvaluation(self._run.keep_best, self._run.patience, names, saved.get("best", {}))
         self.ended_early: str = saved.get("ended_early", "")
         """Why the training ends before its last step; empty if it does not."""
 
     def checkpoint_values(self) -> dict[str, Any]:
-        """The values that a checkpoint contains, in addition to the metrics."""
         return {"best": self.best.as_json()} | ({"ended_early": self.ended_early} if self.ended_early else {})
 
     def summary_fields(self) -> dict[str, Any]:
-        """The fields of the run's summary."""
         best, results = self.best, {self._tracked: finite(self._progress.metrics), **self._at_end}
         test = finite(results.get("test", {}))
         has_best = best.value is not None and (self._run.keep_best or self._run.patience)
@@ -116,12 +100,10 @@ class Evaluator:
         }  # fmt: skip
 
     def is_due(self) -> bool:
-        """Whether an evaluation is due: after the last step of each epoch, and every `--eval-every` steps."""
         every, step = self._run.eval_every, self._progress.step
         return self._data_progress.is_epoch_end(step) or (every is not None and step % every == 0)
 
     def call_on_step(self, record: StepRecord) -> None:
-        """Call the `on_step` callback."""
         self._record = record
         self.call(self._parts.task.on_step)
 
@@ -138,7 +120,6 @@ class Evaluator:
         progress.throughput.exclude_pause(time.perf_counter() - began)
 
     def evaluate_at_end(self) -> None:
-        """Evaluate the splits that the training itself does not use, e.g. to choose weights (collective)."""
         self._at_end = {split: self._evaluate(split) for split in self._at_end_only}
 
     def _evaluate(self, split: Split) -> dict[str, float]:
@@ -153,7 +134,6 @@ class Evaluator:
         return metrics
 
     def end(self) -> None:
-        """Save the weight average and call the `on_end` callback (collective)."""
         if self._parts.weight_average is not None:
             self._save(AVERAGE_WEIGHTS)
         self.call(self._parts.task.on_end)
@@ -166,7 +146,6 @@ class Evaluator:
                 save(weights, location.folder / name)
 
     def call(self, callback: Callback | None) -> None:
-        """Call a callback of the task with the current state of the training."""
         if callback is None:
             return
         record, world, parts, step = self._record, self._world, self._parts, self._progress.step

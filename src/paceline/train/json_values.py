@@ -10,11 +10,7 @@ from paceline.errors import UsageError
 
 
 def as_json(value: Any, of: str = "scheduler or optimizer") -> Any:
-    """Convert numbers, strings, lists and dicts to JSON. `from_json` converts them back.
-
-    Raises:
-        UsageError: for any other type. Only pickle could save it, and loading a pickle can execute code.
-    """
+    """Convert numbers, strings, lists and dicts to JSON. `from_json` converts them back."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     if value is None or isinstance(value, (bool, int, str)):
@@ -25,11 +21,11 @@ def as_json(value: Any, of: str = "scheduler or optimizer") -> Any:
         return [as_json(part, of) for part in value]
     if isinstance(value, Mapping):
         return {"table": [[as_json(key, of), as_json(part, of)] for key, part in value.items()]}
+    # only pickle could save it, and loading a pickle can execute code
     raise UsageError(code="state-not-plain", kind=type(value).__name__, owner=of)
 
 
 def from_json(value: Any) -> Any:
-    """Convert the result of `as_json` back. Tuples become lists."""
     if isinstance(value, list):
         return [from_json(part) for part in value]
     if isinstance(value, dict) and "float" in value:
@@ -48,18 +44,15 @@ def restore_type(current: Any, saved: Any) -> Any:
 
 
 def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The settings of each parameter group, e.g. its learning rate and weight decay."""
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
 def optimizer_json_state(optimizer: Optimizer, scheduler: Any) -> dict[str, Any]:
-    """The settings of the parameter groups and the state of the scheduler, for `load_optimizer_json_state`."""
     state = None if scheduler is None else scheduler.state_dict()
     return {"groups": as_json(group_settings(optimizer)), "scheduler": as_json(state)}
 
 
 def load_optimizer_json_state(optimizer: Optimizer, scheduler: Any, numbers: Mapping[str, Any]) -> None:
-    """Restore the result of `optimizer_json_state`."""
     for group, saved in zip(optimizer.param_groups, from_json(numbers["groups"]), strict=True):
         for name, value in saved.items():
             group[name] = restore_type(group.get(name), value)

@@ -18,8 +18,8 @@ from paceline.collectives.control import report_on_one_rank
 from paceline.compute.memory import MemoryMeter, SavedForBackward, is_out_of_memory, storage_bytes
 from paceline.errors import PacelineError, TrainingError, UsageError, plural
 from paceline.rank.world import World
-from paceline.runs.events import MemoryBreakdown
 from paceline.strategies.base import Strategy
+from paceline.train.records import memory_breakdown
 
 GROWTH = 4
 Result = TypeVar("Result")
@@ -27,22 +27,6 @@ CPU_HEADROOM = 0.65  # of the free memory: the gaps of a heap (see `keep_memory`
 CPU_OTHER_BYTES = 64 << 20  # threads, records, evaluation
 GPU_HEADROOM = 0.9  # for gaps, and buffers of the exchange of gradients
 OPTIMIZER_STATES = 2  # assumption for each parameter, as long as the optimizer has none
-MAX_LISTED_PARAMETERS = 4096
-
-
-def memory_breakdown(replicas: Sequence[Strategy]) -> MemoryBreakdown:
-    """The memory that this rank uses for all models, after a step."""
-    named = [pair for replica in replicas for pair in replica.model.named_parameters()]
-    trained = [p for _, p in named if p.requires_grad]
-    gradients = [shard.tensor for replica in replicas for shard in replica.gradients()]
-    states = [state for replica in replicas for one in replica.optimizers for state in one.state.values()]
-    return MemoryBreakdown(
-        parameters=[(name, [*p.shape], p.numel() * p.element_size()) for name, p in named[:MAX_LISTED_PARAMETERS]],
-        weight_bytes=storage_bytes(p for _, p in named),
-        gradient_bytes=storage_bytes(gradients) or storage_bytes(trained),
-        optimizer_bytes=storage_bytes(value for state in states for value in state.values()),
-        buffer_bytes=storage_bytes(buffer for replica in replicas for buffer in replica.model.buffers()),
-    )  # fmt: skip
 
 
 class MicroBatchSearch:

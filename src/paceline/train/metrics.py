@@ -9,7 +9,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,15 +20,15 @@ from paceline.errors import UsageError
 from paceline.nested import map_tensors
 from paceline.rank.world import World
 from paceline.tasks.metric import AnyMetric, Metric, PerSample, is_torchmetric, metric_members, resolve_metric
-from paceline.tasks.task import Loss
-from paceline.train.step import weighted_losses
+
+if TYPE_CHECKING:
+    from paceline.tasks.task import Loss
 
 StatesByMetric = dict[str, list[Any]]
 """By metric, the pairs [virtual rank, state] of the virtual ranks that have samples on this rank."""
 
 
 def make_accumulators(loss: Loss, metrics: Mapping[str, AnyMetric], device: torch.device) -> dict[str, Accumulator]:
-    """By result name, the accumulators of the loss and of each metric. torchmetrics objects are copied."""
     accumulators: dict[str, Accumulator] = {"loss": MetricAccumulator(_loss_metric(loss))}
     for name, metric in metrics.items():
         for part, member in metric_members(resolve_metric(name, metric)).items():
@@ -42,18 +42,12 @@ def make_accumulators(loss: Loss, metrics: Mapping[str, AnyMetric], device: torc
 
 
 def states_of(accumulators: Mapping[str, Accumulator]) -> StatesByMetric:
-    """The states that this rank has accumulated."""
     return {name: [[v, state] for v, state in a.states.items()] for name, a in accumulators.items()}
 
 
 def compute_metrics(
     accumulators: Mapping[str, Accumulator], by_rank: Sequence[StatesByMetric], samples: int, virtual_ranks: int
 ) -> dict[str, float]:
-    """Compute the results, by name, from the states of all ranks on a dataset of `samples` samples.
-
-    Raises:
-        UsageError: if a result is not a number.
-    """
     order = virtual_rank_order(samples, virtual_ranks)
     numbers: dict[str, float] = {}
     for name, accumulator in accumulators.items():
@@ -80,6 +74,8 @@ def _numbers(name: str, result: Any) -> dict[str, float]:
 
 
 def _loss_metric(loss: Loss) -> Metric:
+    from paceline.train.step import weighted_losses  # a session needs none of it
+
     def update(outputs: Any, targets: Any) -> dict[str, Tensor]:
         losses, weights = weighted_losses(loss, outputs, targets)
         if weights is None:
@@ -112,7 +108,6 @@ class MetricAccumulator:
         self._combine = metric.combine if callable(metric.combine) else partial(_each, operator.add)
 
     def add(self, virtual_rank: int, outputs: Any, targets: Any) -> None:
-        """Add the next batch of a virtual rank to its state."""
         state = _each(torch.as_tensor, self._metric.update(outputs, targets))
         if self._metric.combine == "sum":
             state = _each(Tensor.double, state)
@@ -178,7 +173,6 @@ class TorchmetricsAccumulator:
 
 
 def torchmetrics_state(metric: nn.Module) -> dict[str, Any]:
-    """The states and update counts of a torchmetrics object and of the metrics in it, by path."""
     return {
         path: {"updates": part.update_count, "states": {k: _copied(v) for k, v in part.metric_state.items()}}
         for path, part in _torchmetrics_in(metric).items()
@@ -186,11 +180,7 @@ def torchmetrics_state(metric: nn.Module) -> dict[str, Any]:
 
 
 def torchmetrics_result(metric: nn.Module, states: Sequence[dict[str, Any]], order: Tensor | None = None) -> Any:
-    """Compute `metric` from several states, which its `dist_reduce_fx` combines. The object does not change.
-
-    Raises:
-        UsageError: if it averages states that differ, or if no state was updated.
-    """
+    """Compute `metric` from several states, which its `dist_reduce_fx` combines. The object does not change."""
     states = [state for state in states if any(part_state["updates"] for part_state in state.values())]
     if not states:
         raise UsageError(code="metric-not-updated", metric=type(metric).__name__)

@@ -45,11 +45,6 @@ def optimizer_maker(
 
 
 def configured_optimizer_maker(config: OptimizerConfig, lr: float, task: Task, model: nn.Module) -> MakeOptimizer:
-    """Return a function that makes the optimizer, as the task or the settings define it, with peak rate `lr`.
-
-    Raises:
-        UsageError: if no optimizer can be made, or a setting was given that the task overrides.
-    """
     if task.make_schedule is not None or task.make_optimizer is not None:
         _refuse(config, SCHEDULE_SETTINGS, "the task defines the schedule (Task.make_schedule)")
     if task.make_optimizer is not None:
@@ -62,11 +57,7 @@ def configured_optimizer_maker(config: OptimizerConfig, lr: float, task: Task, m
 
 
 def check_optimizer_type(optimizer: Any) -> Optimizer:
-    """Return `optimizer`, the result of a user's function. Several optimizers become a sequence.
-
-    Raises:
-        UsageError: if it is not an optimizer, or is one that needs a closure; or two train the same parameter.
-    """
+    """Return `optimizer`, the result of a user's function. Several optimizers become a sequence."""
     if isinstance(optimizer, (list, tuple)) and optimizer:
         return OptimizerSequence(map(check_optimizer_type, optimizer))  # pyright: ignore[reportUnknownArgumentType]
     if isinstance(optimizer, LBFGS):
@@ -97,7 +88,6 @@ def _full_name(value: object) -> str:
 
 
 def _refuse(config: OptimizerConfig, names: Iterable[str], why: str) -> None:
-    """Raise UsageError if one of these settings was given, because it would have no effect."""
     defaults = {field.name: field.default for field in fields(config)}
     for name in names:
         if getattr(config, name) != defaults[name]:
@@ -163,16 +153,9 @@ class Schedule:
 
 
 class TaskSchedule:
-    """The schedule of a task: torch schedulers that step after each update, or constant rates without one."""
-
     def __init__(
         self, optimizer: Optimizer, make_schedule: Callable[[Optimizer, int], Any] | None, total_steps: int
     ) -> None:
-        """Make a scheduler for each optimizer of a sequence.
-
-        Raises:
-            UsageError: if a scheduler cannot step after each update, or its state cannot be saved.
-        """
         self._optimizers, self._schedulers = each_optimizer(optimizer), list[Any]()
         for one in self._optimizers:
             if make_schedule is None:
@@ -188,8 +171,7 @@ class TaskSchedule:
         self.json_state()  # raises an error now, not at the first checkpoint, if a value cannot be saved
 
     def set_lr(self, optimizer: Optimizer, step: int) -> float:
-        """Return the rate of the first parameter group. The scheduler has already set all rates."""
-        return float(optimizer.param_groups[0]["lr"])
+        return float(optimizer.param_groups[0]["lr"])  # the scheduler has already set all rates
 
     def json_state(self) -> dict[str, Any]:
         first, *others = (optimizer_json_state(*pair) for pair in self._pairs())
@@ -213,11 +195,6 @@ LRSchedule = Schedule | TaskSchedule
 def schedule_for(
     config: OptimizerConfig, peak_lr: float, task: Task, optimizer: Optimizer, total_steps: int
 ) -> LRSchedule:
-    """The schedule of the task, or the schedule in the settings.
-
-    Raises:
-        UsageError: if the function of the task does not return a scheduler.
-    """
     if task.make_schedule is not None:
         return TaskSchedule(optimizer, task.make_schedule, total_steps)
     if task.make_optimizer is not None:

@@ -24,7 +24,8 @@ from paceline.rank.world import World
 from paceline.seeding import seeded_random_stream
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.model_parallel import ModelParallelAdapter
-from paceline.strategies.optimizers import each_optimizer, scope_of, trained_by_each
+from paceline.strategies.optimizer_scope import scope_of
+from paceline.strategies.optimizers import each_optimizer, trained_by_each
 from paceline.strategies.pipelined import StagePlan, make_pipeline_stage, plan_stages
 from paceline.tasks.task import Task, call_model
 from paceline.train.evaluate import eval_mode
@@ -39,8 +40,6 @@ Trial = Callable[[], tuple[Callable[[], Any], Any, Callable[[Any], Tensor]]]
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """The settings of model parallelism, in addition to the mesh."""
-
     strategy: str | None = None
     stages_at: str = ""
     schedule: Schedule = "1f1b"
@@ -63,7 +62,6 @@ class ParallelPlan:
         self, strategy: Callable[..., Strategy], model: nn.Module, maker: MakeOptimizer, world: World,
         virtual_ranks: int,
     ) -> Strategy:  # fmt: skip
-        """Apply `strategy` to this rank's part of the model (collective)."""
         if self.stage_plan is None:
             checked = partial(_make_for_shards, maker, model, self.shards) if self.shards else maker
             part = strategy(model, checked, world.data, virtual_ranks=virtual_ranks)
@@ -85,7 +83,6 @@ NO_PARALLELISM = ParallelPlan()
 def _make_for_shards(
     maker: MakeOptimizer, model: nn.Module, shards: Mapping[str, ShardedParameter], parameters: Iterable[nn.Parameter]
 ) -> Optimizer:
-    """Make the optimizer. Raise UsageError if it needs a whole parameter of which this rank has a shard."""
     optimizer = maker(parameters)
     names = {parameter: name for name, parameter in model.named_parameters()}
     for one, trained in zip(each_optimizer(optimizer), trained_by_each(optimizer), strict=True):
@@ -99,11 +96,7 @@ def parallelize_model(
     task: Task, model: nn.Module, dataset: Dataset[Any], loading: Loading, plan: BatchPlan, world: World,
     config: ParallelConfig,
 ) -> ParallelPlan:  # fmt: skip
-    """Divide the model along the dimensions of the mesh of `world` (collective).
-
-    Raises:
-        UsageError: on one rank, if the model cannot be divided; ReportedByPeer on the others.
-    """
+    """Divide the model along the dimensions of the mesh of `world` (collective)."""
     if (
         world.backend == "gloo"
         and world.device.type == "cuda"
@@ -132,11 +125,7 @@ def _shard_layers(
     task: Task, model: nn.Module, loss: Callable[[], float], samples: int, plan: BatchPlan, world: World,
     config: ParallelConfig,
 ) -> ParallelPlan:  # fmt: skip
-    """Shard the layers in place along the tensor dimension. The `loss` of the first `samples` samples must not change.
-
-    Raises:
-        UsageError: as `shard_along_tensor`, or if fsdp does not support a sharded parameter; on one rank.
-    """
+    """Shard the layers in place along tensor. The `loss` of the first `samples` samples must not change."""
     from paceline.parallel.tensor import shard_along_tensor  # imports DTensor
 
     sharding = shard_along_tensor(model, world, task.parallelize, loss, sequence=config.sequence_parallel)
@@ -192,7 +181,6 @@ def _check_loss(expected: float, trial: Trial, replica: Strategy) -> None:
 
 
 def stage_lines(division: StagePlan, schedule: Schedule, plan: BatchPlan, world: World) -> list[str]:
-    """Lines that show each stage: its first module, its memory, and its expected idle time."""
     stages = division.stage_costs
     micro_batches = len(world.data.shares(plan.virtual_ranks)[0]) * plan.accumulation
     waits = idle_fractions(

@@ -17,10 +17,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal
 
 
 class StopRequest:
-    """Whether a signal has requested that this rank stops, and its name."""
-
     def __init__(self, *, announce: bool = False) -> None:
-        """`announce`: print a line when the first signal arrives."""
         self._announce, self._pid = announce, os.getpid()
         self.by: str | None = None
 
@@ -53,10 +50,10 @@ def record_stop_signals(*, announce: bool = False) -> Generator[StopRequest]:
         return
     handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     handlers, page = {number: signal.signal(number, request.handle) for number in handled}, HangGuard.of_process().page
-    page.set_notes_stops(True)  # from now on the agent sends SIGTERM for any stop signal that the launcher receives
+    page.put_stops("notes_stops", 1)  # the agent then sends SIGTERM for any stop signal that the launcher receives
     try:
         yield request
     finally:
-        page.set_notes_stops(False)
+        page.put_stops("notes_stops", 0)
         for number, handler in handlers.items():
             signal.signal(number, handler)

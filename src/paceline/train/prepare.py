@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -22,11 +22,21 @@ from paceline.collectives.control import (
     raise_on_all_ranks,
     report_on_one_rank,
 )
+from paceline.compute.compiling import compile_model, graph_model
 from paceline.compute.flops import FlopCount
+from paceline.compute.forward import recompute
+from paceline.compute.precision import (
+    MIN_BF16_SPEEDUP,
+    bf16_unsupported_reason,
+    half_precision_forward,
+    time_alternatives,
+)
+from paceline.compute.resources import keep_memory
 from paceline.config.definition import settings
 from paceline.config.settings import (
     DEFAULT_BATCH_SIZE,
     BatchSizes,
+    ComputeConfig,
     TrainConfig,
     default_strategy,
     resolve_batch_sizes,
@@ -41,16 +51,17 @@ from paceline.data.plan import BatchPlan
 from paceline.data.streams import is_stream
 from paceline.data.workers import SharedMemoryDemand, check_shared_memory
 from paceline.errors import UsageError
+from paceline.host.cgroup import free_memory
 from paceline.rank.world import World
 from paceline.seeding import derive_seed, preserve_generator_states, seeded_random_stream
 from paceline.stepping.trained_model import make_loss_scale
 from paceline.strategies import STRATEGIES, Strategy
+from paceline.strategies.average import WeightAverage
 from paceline.strategies.base import MakeOptimizer
 from paceline.tasks.registry import load_task
 from paceline.tasks.settings import all_settings
 from paceline.tasks.task import SPLITS, Split, Task, call_model
-from paceline.train.average import WeightAverage
-from paceline.train.compute_settings import STATE_COPIES, ResolvedCompute, resolve_compute
+from paceline.train.compute_settings import apply_precision, set_precision
 from paceline.train.determinism import explain_missing_kernel, hardware_facts
 from paceline.train.evaluate import eval_mode, try_evaluation
 from paceline.train.memory import MicroBatchSearch, compute_first_samples
@@ -61,13 +72,24 @@ from paceline.train.stream_task import make_stream
 from paceline.train.streaming import Stream
 from paceline.train.weights import load_initial_weights
 
+STATE_COPIES = 4  # weights, gradients and two optimizer states for each weight
+
+Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 SPLIT_LABELS = {"train": "training data", "validation": "validation data", "test": "test data"}
 
 
 @dataclass(frozen=True)
-class TrainingComponents:
-    """Everything a training needs, on one rank."""
+class ResolvedCompute:
+    """The resolved compute settings, equal on all ranks except for the allocator."""
 
+    precision: Precision = "fp32"
+    allocator: Literal["tuned", "system"] = "system"
+    notices: list[str] = field(default_factory=list[str])
+    """Lines for the user."""
+
+
+@dataclass(frozen=True)
+class TrainingComponents:
     config: TrainConfig
     task: Task
     train_set: Dataset[Any]
@@ -93,12 +115,10 @@ class TrainingComponents:
 
     @property
     def definition(self) -> dict[str, Any]:
-        """The settings and facts that define the run, without its initial weights."""
         facts = {"data": self.data_fingerprints, "hardware": hardware_facts(self.replica.world.device)}
         return {**settings(self.config), **self.task_settings, **facts}
 
     def load(self, origin: ResumePoint) -> None:
-        """Load the state of a checkpoint or snapshot."""
         self.replica.load(origin.source)
         self.schedule.load(origin.trainer_state.loop)
 
@@ -111,12 +131,6 @@ class TrainingComponents:
 
 
 def prepare(config: TrainConfig, world: World) -> TrainingComponents:
-    """Build and check all components (collective).
-
-    Raises:
-        UsageError: on one rank, if the task, the data or the model has an error, or does not fit the number of ranks;
-            ReportedByPeer on the others.
-    """
     with raise_on_all_ranks(world):  # without collectives, because this block calls the user's code
         shape = resolve_batch_sizes(config.data, world.data.size)
         share = world.data.share(shape.virtual_ranks)
@@ -132,6 +146,8 @@ def prepare(config: TrainConfig, world: World) -> TrainingComponents:
                 raise UsageError(code="stream-on-mesh")
             if config.data.micro_batch is not None:
                 raise UsageError(code="micro-batch-of-stream")
+            if config.guard.audit_every is not None:
+                raise UsageError(code="audit-of-stream")
             sets["train"] = cast("Any", stream.first_samples(largest if config.compute.precision == "auto" else 2))
         for split, dataset in sets.items():
             if is_stream(dataset):
@@ -177,7 +193,7 @@ def prepare(config: TrainConfig, world: World) -> TrainingComponents:
     task_settings |= all_settings(str(config.task), task_options(config))
     check_equal("the task's settings, optimizer and schedule", task_settings, world)
     train_set = sets.pop("train")
-    average = replica.average = None if o.ema is None else WeightAverage(replica, o.ema)
+    average = replica.average = None if o.ema is None else WeightAverage(replica.state(), o.ema)
     if config.data.micro_batch is not None:
         plan, notice = split_into_micro_batches(config, task, replica, train_set, plan, share, loading)
         compute = replace(compute, notices=[*compute.notices, notice])
@@ -209,14 +225,12 @@ def split_into_micro_batches(
 
 
 def parallel_config(config: TrainConfig) -> ParallelConfig:
-    """The settings of model parallelism, in addition to the mesh."""
     launch = config.launch
     schedule = launch.schedule_pipeline or "1f1b"
     return ParallelConfig(config.strategy, launch.stages_at or "", schedule, launch.sequence_parallel)
 
 
 def make_model(task: Task, seed: int, world: World) -> nn.Module:
-    """Make the task's model on the device of this rank, with initial weights from `seed`."""
     with seeded_random_stream(derive_seed(seed, "model"), torch.device("cpu")):
         model = task.make_model()
     if any(isinstance(p, nn.UninitializedParameter) for p in model.parameters()):
@@ -230,7 +244,6 @@ def make_model(task: Task, seed: int, world: World) -> nn.Module:
 
 
 def make_plan(config: TrainConfig, shape: BatchSizes, num_samples: int) -> BatchPlan:
-    """The plan that distributes `num_samples` samples to the ranks."""
     return BatchPlan(
         num_samples=num_samples,
         global_batch=shape.global_batch,
@@ -245,7 +258,6 @@ def make_replica(
     config: TrainConfig, maker: MakeOptimizer, model: nn.Module, world: World, virtual_ranks: int,
     parallelism: ParallelPlan = NO_PARALLELISM,
 ) -> Strategy:  # fmt: skip
-    """Apply the batch norm setting, the strategy, and the model parallelism (collective)."""
     try:
         if config.model.batchnorm == "sync":
             # A separate group, because the order of its collectives relative to those of gradient buckets depends on
@@ -303,3 +315,81 @@ def check_loss(
     gradient_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     used_bytes = torch.accelerator.max_memory_allocated(loading.device) - before_bytes - gradient_bytes
     return max(0, used_bytes) // len(indices)
+
+
+def resolve_compute(
+    config: ComputeConfig, model: nn.Module, task: Task, dataset: Dataset[Any], loading: Loading, samples: int,
+    world: World,
+) -> ResolvedCompute:  # fmt: skip
+    """Resolve the `auto` settings, and set up `model` in place (collective). No strategy is applied yet.
+
+    `--precision auto` measures steps of the task on a micro-batch of `samples` samples, the largest of the run.
+    """
+    seconds: dict[str, float] = {}
+    why_no_bf16 = ""
+    set_precision(config.precision, world)
+    with raise_on_all_ranks(world):
+        why_no_bf16 = bf16_unsupported_reason(world.device) if config.precision == "auto" else ""
+        if config.checkpoint_activations:
+            recompute(model, config.checkpoint_activations)
+        if config.precision == "auto" and not why_no_bf16:
+            seconds = _measure_precisions(model, task, dataset, loading, samples)
+    notices = list[str]()
+    if config.precision == "auto":
+        precision, notice = _choose_precision(all_gather_object([why_no_bf16, seconds], world))
+        notices.append(notice)
+    else:
+        precision = config.precision
+    with raise_on_all_ranks(world):
+        apply_precision(precision, model, world.device)
+        if config.cuda_graphs:
+            graph_model(model, world.device)
+        if config.compile:
+            compile_model(model, world.device)
+        allocator, notice = _set_allocator(config, model, world)
+    return ResolvedCompute(precision, allocator, notices + notice)
+
+
+def _choose_precision(measured: list[Any]) -> tuple[Precision, str]:
+    """Choose by the slowest rank, because all ranks wait for it. `measured`: for each rank, (why no bf16, seconds)."""
+    lacking = next((f"on rank {rank} {why}" for rank, (why, _) in enumerate(measured) if why), "")
+    if lacking:
+        return "fp32", f"--precision auto: fp32, because {lacking}"
+    slowest = {name: max(seconds[name] for _, seconds in measured) for name in ("fp32", "bf16")}
+    gain = slowest["fp32"] / slowest["bf16"]
+    chosen: Precision = "bf16" if gain >= MIN_BF16_SPEEDUP else "fp32"
+    rounding = "; it rounds differently" if chosen == "bf16" else ""
+    return chosen, f"--precision auto: {chosen}. A step in bf16 is {gain:.2f} times as fast as in fp32{rounding}"
+
+
+def _measure_precisions(
+    model: nn.Module, task: Task, dataset: Dataset[Any], loading: Loading, samples: int
+) -> dict[str, float]:
+    """Seconds of forward and backward on the first `samples` samples, by precision. The model does not change."""
+    indices = torch.arange(min(samples, len(dataset)))  # pyright: ignore[reportArgumentType]
+    forward_in_bf16 = half_precision_forward(model, loading.device, torch.bfloat16)
+    with preserve_generator_states(), eval_mode(model), torch.enable_grad():
+        (batch,) = fetch_pairs(dataset, [(0, indices)], 0, replace(loading, num_workers=0))
+
+        def in_bf16_once(*args: Any, **kwargs: Any) -> Any:
+            return forward_in_bf16(model, args, kwargs)
+
+        def step(bf16: bool) -> None:
+            outputs = call_model(model, batch[0], in_bf16_once if bf16 else None)
+            losses, _ = weighted_losses(task.loss, outputs, batch[1])
+            if losses.requires_grad:
+                losses.sum().backward()
+            model.zero_grad(set_to_none=True)
+
+        return time_alternatives({"fp32": partial(step, False), "bf16": partial(step, True)}, loading.device)
+
+
+def _set_allocator(
+    config: ComputeConfig, model: nn.Module, world: World
+) -> tuple[Literal["tuned", "system"], list[str]]:
+    if config.allocator == "system" or world.device.type != "cpu":
+        return "system", []
+    free = free_memory()
+    state = STATE_COPIES * sum(p.nbytes for p in model.parameters())
+    why = keep_memory(free_bytes=None if free is None else free // world.local_size, state_bytes=state)
+    return ("system", [f"--allocator tuned is not used: {why}"]) if why else ("tuned", [])

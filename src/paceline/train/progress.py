@@ -21,6 +21,7 @@ from paceline.compute.flops import Utilization
 from paceline.data.plan import BatchPlan
 from paceline.errors import ExitCode, PacelineError, TrainingError
 from paceline.protocol.evidence import Phase
+from paceline.protocol.status_page import REGROUPS, SAVES_ASKED, STEP
 from paceline.rank.guard import HangGuard
 from paceline.rank.world import World
 from paceline.runs import events
@@ -34,10 +35,10 @@ from paceline.stepping.order import CollectiveOrderCheck
 from paceline.stepping.totals import ControlFlags
 from paceline.stepping.trained_model import ModelInTraining
 from paceline.train.checkpointing import CheckpointedModels, CheckpointManager, CheckpointPolicy
-from paceline.train.costs import DataWait, max_costs_over_ranks
-from paceline.train.fit import StepRecord
+from paceline.train.costs import max_costs_over_ranks
 from paceline.train.preemption import StopRequest
 from paceline.train.records import RunRecorder, StepTraces
+from paceline.train.step_record import StepRecord
 from paceline.train.streaming import Stream
 from paceline.train.weights import rescue, rescue_alone, save
 
@@ -53,7 +54,6 @@ class TrainingProgress(RunRecorder):
         self, place: RunLocation | None, origin: ResumePoint | None, world: World, policy: CheckpointPolicy,
         not_finite: NonFinitePolicy, show: Callable[[str], None],
     ) -> None:  # fmt: skip
-        """Start at `origin`, or at step 0. `show` prints a line on rank 0."""
         super().__init__(place, world, show)
         self.origin, self._checkpoint_policy = origin, policy
         self._guard = HangGuard.of_process()
@@ -62,7 +62,7 @@ class TrainingProgress(RunRecorder):
         )
         self.request: StopRequest | None = None
         self._skipped, self._not_finite = SkippedSteps(not_finite, world, self.say), not_finite
-        self.throughput, self._data_wait, self._traces = Throughput(), DataWait(), StepTraces(self._guard.page)
+        self.throughput, self._traces = Throughput(), StepTraces(self._guard.page)
         self.use = Utilization(world)
         self._began, self._costs = time.perf_counter(), dict[str, Any]()
         self._checkpoints: CheckpointManager | None = None
@@ -89,9 +89,6 @@ class TrainingProgress(RunRecorder):
         `facts` returns additional fields of the summary. `of` follows the step number of a resumed run, e.g. " of 400".
         With `listed`, the events contain the index of each sample. `report_to` names the trackers. `others` returns the
         tensors that are saved in addition to the models.
-
-        Raises:
-            UsageError: on one rank, if the run's files cannot be written; ReportedByPeer on the others.
         """
         self._plan, self._share, self._facts, self._listed = plan, share, facts, listed
         self.use.devices *= len(getattr(parts[0].replica.module, "device_ids", None) or [0])  # several: DataParallel
@@ -120,22 +117,22 @@ class TrainingProgress(RunRecorder):
 
     def votes(self, *, end: float = 0.0) -> ControlFlags:
         """This rank's votes in the next step: on the pending checkpoint, on a stop, and on a requested save."""
-        requested, checkpoints = self._guard.page.get_request, self._checkpoints
-        self._saves_seen = requested("saves_asked")
-        stop = float((self.request is not None and bool(self.request.by)) or requested("regroups") > 0)
+        requests, checkpoints = self._guard.page.steps, self._checkpoints
+        self._saves_seen = requests[SAVES_ASKED]
+        stop = float((self.request is not None and bool(self.request.by)) or requests[REGROUPS] > 0)
         written, failed, due = (0.0, 0.0, 0.0) if checkpoints is None else checkpoints.votes()
         save = float(self._saves_seen > self._saves_done)
         samples = 0.0 if self.stream is None else self.stream.next_batch_samples
         return ControlFlags(stop, written, failed, due, end, save, samples)
 
     def record_step(self, record: StepRecord, samples: int, *, tracked: bool) -> None:
-        """Record a finished step on a global batch of `samples` samples; with `tracked`, also in trackers."""
-        self._guard.page.enter(Phase.CHECKPOINT)  # from here on the step is complete, even if an error follows
+        page, seconds = self._guard.page, record.phase_seconds
         self.step, self.samples = record.step, self.samples + samples
-        self._guard.page.set_step(self.step)
-        self.throughput.count_step(samples)
-        self.use.add(record.num_tokens_and_samples())
-        self._data_wait.add_step(record.phase_seconds)
+        page.steps[STEP] = self.step
+        page.enter(Phase.CHECKPOINT)  # from here on the step is complete, even if an error follows
+        self.throughput.count_step(samples, seconds.get(Phase.DATA.word, 0.0), sum(seconds.values()))
+        tokens, own_samples = record.num_tokens_and_samples()
+        self.use.tokens, self.use.samples = self.use.tokens + tokens, self.use.samples + own_samples
         if tracked or self.is_open:
             self.log_step(record, samples, self._share, listed=self._listed, tracked=tracked)
         if self.is_open:
@@ -144,11 +141,7 @@ class TrainingProgress(RunRecorder):
                 self.write_optional([events.FlopsCounted(flops, self.use.devices, self.use.peak_tflops())])
 
     def rollback_point(self, record: StepRecord) -> ResumePoint | None:
-        """The older state to restore if the step was skipped and the policy is `rollback` (then collective).
-
-        Raises:
-            TrainingError: if too many steps were skipped.
-        """
+        """The older state to restore if the step was skipped and the policy is `rollback` (then collective)."""
         skipped = record.result.skip_cause
         if skipped is None or not self._skipped.record_skip(self.step, skipped) or record.result.votes.stop:
             return None
@@ -158,7 +151,6 @@ class TrainingProgress(RunRecorder):
         return origin
 
     def roll_back(self, origin: ResumePoint) -> None:
-        """Continue from `origin`, whose state the models have now."""
         self.write(events.RolledBack(self.step, origin.step))
         self.say(f"rolls back from step {self.step} to {origin.location_text}")
         self._restore(origin)
@@ -174,6 +166,11 @@ class TrainingProgress(RunRecorder):
             if wait:
                 self.throughput.exclude_pause(self._checkpoints.wait())
 
+    def save_before_stop(self, numbers: CheckpointValues) -> None:
+        """Save the state after the last step, unless this start has resumed from it (collective)."""
+        if self.step > self.start:
+            self.after_step(ControlFlags(), numbers, save=True, wait=True)
+
     def _content(self, numbers: CheckpointValues) -> TrainerState:
         definition = self.place.definition if self.place else {}
         return TrainerState(self.samples, finite(self.metrics), definition, self.evaluated, numbers(), self._names)
@@ -185,11 +182,9 @@ class TrainingProgress(RunRecorder):
     ) -> PacelineError | None:
         """Save the state after the last step when `error` ends the run, without any collective.
 
-        Nothing is saved unless the state is `is_state_consistent`, i.e. not in the middle of an update.
-
-        Returns:
-            The error to raise instead, or None: the guard's error, if it aborted a collective; or an error that names
-            the file of the rescued weights, if another file could not be written.
+        Nothing is saved in the middle of an update. Returns the error to raise instead, if there is one: the guard's
+        error, if it aborted a collective; or an error that names the file of the rescued weights, if another file could
+        not be written.
         """
         phase, has_steps = self._guard.page.get("phase"), self.step > self.start
         stall_error = None if isinstance(error, PacelineError) else self._guard.stall_error(error)
@@ -208,14 +203,11 @@ class TrainingProgress(RunRecorder):
         """Save the weights, write the summary and print the result, `lines` (collective).
 
         With `stopped` (on request), the weights are not saved. `saved` is called after the weights are saved.
-
-        Raises:
-            TrainingError: the last checkpoint could not be written, or the weights differ between ranks.
         """
         assert self._checkpoints is not None
         assert self.place is not None
         self._checkpoints.end()
-        self._costs, self.slowest_data_rank = max_costs_over_ranks(self._data_wait, self._world)
+        self._costs, self.slowest_data_rank = max_costs_over_ranks(self.throughput.data_fraction(), self._world)
         self.write(events.Ended(self.step, time.time()))
         self._guard.page.enter(Phase.CLOSE)
         failure, is_first_rank = self._checkpoints.failed, self._world.rank == 0
@@ -271,7 +263,6 @@ class TrainingProgress(RunRecorder):
         return summary
 
     def close(self) -> None:
-        """Wait for threads and close the files. A pending checkpoint stays unpublished."""
         if self._checkpoints is not None:
             self._checkpoints.abandon()
         if self.is_open:

@@ -10,24 +10,28 @@ from contextlib import suppress
 from itertools import pairwise
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from paceline.checkpoint.resume import RunLocation
 from paceline.collectives.control import all_gather_object
+from paceline.compute.memory import storage_bytes
 from paceline.data.plan import BatchPlan
-from paceline.host.machine_log import MachineLog
 from paceline.protocol.control import WorkerSpec
 from paceline.protocol.status_page import StatusPage
 from paceline.rank.world import World
 from paceline.runs import events
-from paceline.runs.events import Event, TracedStep
+from paceline.runs.events import Event, MemoryBreakdown, TracedStep
 from paceline.runs.summary import finite, scores_line
 from paceline.runs.trackers import TrackerQueue, tracker_names
 from paceline.runs.writers import EventWriter
 from paceline.strategies.base import Strategy
-from paceline.train.fit import PhaseStart, StepRecord
-from paceline.train.memory import memory_breakdown
+from paceline.train.step_record import PhaseStart, StepRecord
+
+if TYPE_CHECKING:
+    from paceline.host.machine_log import MachineLog
 
 NUM_LAST_TRACED_STEPS = 8  # the last steps of a run are always traced
+MAX_LISTED_PARAMETERS = 4096
 FULLY_TRACED_STEP_BITS = 6  # the first 2**6 - 1 steps are all traced
 
 
@@ -35,18 +39,12 @@ class RunRecorder:
     """Writes the records of this rank. Without a place (a session that has no run folder) it writes no files."""
 
     def __init__(self, place: RunLocation | None, world: World, show: Callable[[str], None]) -> None:
-        """`show` prints a line on rank 0."""
         self.place, self.show, self._world = place, show, world
         self._writer: EventWriter | None = None
         self._tracking = TrackerQueue([], Path(), {}, self.say)
         self._machine: MachineLog | None = None
 
     def begin(self, place: RunLocation, report_to: str | None) -> EventWriter:
-        """Open the event file and the trackers named in `report_to`.
-
-        Raises:
-            UsageError: if a tracker is not installed, or another user could have written the file.
-        """
         self._writer = EventWriter(place.folder / f"events-{self._world.rank}.jsonl")
         self._tracking = TrackerQueue(
             tracker_names(report_to) if self._world.rank == 0 else [], place.folder, place.definition, self.say
@@ -62,6 +60,8 @@ class RunRecorder:
         node = int(os.environ.get("GROUP_RANK", world.rank // world.local_size))  # torchrun's
         processes: list[tuple[int, int, int]] = all_gather_object((node, world.rank, os.getpid()), world)
         if world.local_rank == 0:
+            from paceline.host.machine_log import MachineLog  # most runs have an agent
+
             pids = {rank: pid for rank_node, rank, pid in processes if rank_node == node}
             self._machine = MachineLog(self.place.folder, node, pids)
 
@@ -77,18 +77,15 @@ class RunRecorder:
                 self.write(event)
 
     def say(self, line: str) -> None:
-        """Print a line and record it."""
         self.show(line)
         self.write(events.Notice(line))
 
     def log_evaluation(self, step: int, metrics: dict[str, float], split: str = "", seconds: float = 0.0) -> None:
-        """Record and print the metrics of an evaluation after `step`. They are equal on all ranks."""
         self.write(events.Evaluated(step, finite(metrics), seconds, split or "test"))
         self._tracking.log(step, {f"{split}/{name}" if split else name: score for name, score in metrics.items()})
         self.show(f"{split} after step {step}: {scores_line(metrics)}".lstrip())
 
     def log_start(self, plan: BatchPlan, start: int) -> None:
-        """Record that this rank starts with the state after `start` steps (collective)."""
         assert self.place is not None
         self._watch_machine()
         place, world = self.place, self._world
@@ -100,7 +97,6 @@ class RunRecorder:
         ))  # fmt: skip
 
     def log_step(self, record: StepRecord, samples: int, share: range, *, listed: bool, tracked: bool = False) -> None:
-        """Record a step on `samples` samples. `listed`: with the index of each sample; `tracked`: also in trackers."""
         result = record.result
         if tracked:
             norm = {} if result.grad_norm is None else {"grad_norm": result.grad_norm}
@@ -128,7 +124,6 @@ class RunRecorder:
         ))  # fmt: skip
 
     def close(self) -> None:
-        """Close the files and trackers."""
         if self._machine is not None:
             self._machine.close()
             self._machine = None
@@ -155,7 +150,6 @@ class StepTraces:
         return traces
 
     def take_remaining(self) -> list[TracedStep]:
-        """The traces of the last steps that are not written yet."""
         traces = [self._traced(step, borders) for step, borders in self._last]
         self._last.clear()
         return traces
@@ -188,3 +182,17 @@ def collective_bytes(shapes: str, dtypes: str) -> int:
     sizes = [[number.strip() for number in shape.split(",") if number.strip()] for shape in shape_texts]
     total = sum(prod(map(int, shape)) for shape in sizes if all(map(str.isdigit, shape)))
     return total * width
+
+
+def memory_breakdown(replicas: Sequence[Strategy]) -> MemoryBreakdown:
+    named = [pair for replica in replicas for pair in replica.model.named_parameters()]
+    trained = [p for _, p in named if p.requires_grad]
+    gradients = [shard.tensor for replica in replicas for shard in replica.gradients()]
+    states = [state for replica in replicas for one in replica.optimizers for state in one.state.values()]
+    return MemoryBreakdown(
+        parameters=[(name, [*p.shape], p.numel() * p.element_size()) for name, p in named[:MAX_LISTED_PARAMETERS]],
+        weight_bytes=storage_bytes(p for _, p in named),
+        gradient_bytes=storage_bytes(gradients) or storage_bytes(trained),
+        optimizer_bytes=storage_bytes(value for state in states for value in state.values()),
+        buffer_bytes=storage_bytes(buffer for replica in replicas for buffer in replica.model.buffers()),
+    )  # fmt: skip

@@ -19,9 +19,9 @@ from paceline.collectives.control import check_equal, raise_on_all_ranks, report
 from paceline.config.definition import EXACT_ONLY_SETTINGS, allowed_changes, check_same, settings
 from paceline.config.mesh import mesh_of
 from paceline.config.settings import TrainConfig, config_to_record, dump, load, with_defaults
-from paceline.config.strategies import EXACT_STRATEGIES
+from paceline.config.strategies import EXACT_STRATEGIES, check_can_audit
 from paceline.errors import ExitCode, PacelineError, UsageError
-from paceline.protocol.control import WorkerSpec
+from paceline.protocol.control import WorkerSpec, restart_count
 from paceline.protocol.evidence import Phase
 from paceline.rank.guard import HangGuard
 from paceline.rank.world import World, create_mesh_groups, device_name, joined
@@ -47,16 +47,14 @@ def train(config: TrainConfig) -> Outcome:
     """Train with `config`, as the rank that the environment variables specify.
 
     Raises:
-        UsageError: before the first step, on one rank; ReportedByPeer on the others.
         TrainingError: during training, on each rank that detects an error.
         StallError: on the ranks whose collective the guard has aborted.
     """
     guard = HangGuard.of_process()
     guard.detach_probes()
     guard.page.enter(Phase.INIT)
-    locked_dir = (
-        config.run.run_dir if WorkerSpec.from_environment() is not None else None
-    )  # the launcher has created and locked it
+    # the launcher has created and locked it
+    locked_dir = config.run.run_dir if WorkerSpec.from_environment() is not None else None
     world = World.from_env(device=config.launch.device, backend=config.launch.backend)
     with joined(world, timeout_seconds=config.launch.timeout), lock_run_folder(
         world, config.run.run_dir, str(config.task), prepared=locked_dir, resume=config.checkpoint.resume == "auto",
@@ -74,6 +72,10 @@ def train(config: TrainConfig) -> Outcome:
         try:
             make_communicator(config.launch.collectives)
             check_equal("settings", settings(config), world)
+            if not restart_count():  # later one rank may be left
+                every, on_audit, strategy = config.guard.audit_every, config.guard.on_audit, str(config.strategy)
+                with raise_on_all_ranks(world):
+                    check_can_audit(every, on_audit, strategy, world.size, has_agent=bool(locked_dir))
             rehearsed_step = config.checkpoint.rehearse_preemption
             with use_deterministic_kernels() if config.strategy in EXACT_STRATEGIES else nullcontext():
                 location.notices.extend(set_threads(config.launch.threads_per_rank, world))
@@ -141,12 +143,6 @@ def _write_settings(config: TrainConfig, location: RunLocation, parts: TrainingC
 
 
 def _find_resume_point(config: TrainConfig, location: RunLocation, world: World) -> ResumePoint | None:
-    """The state to resume from, if any (collective).
-
-    Raises:
-        UsageError: on one rank, if no state can be trusted or the state belongs to a different run; ReportedByPeer on
-            the others.
-    """
     c = config.checkpoint
     origin = find_resume_point(location, world, resume=c.resume == "auto", trust=config.run.trust, restart=c.restart)
     if origin is not None:
@@ -158,7 +154,6 @@ def _find_resume_point(config: TrainConfig, location: RunLocation, world: World)
 
 
 def _is_exact_so_far(config: TrainConfig, location: RunLocation, origin: ResumePoint | None) -> bool:
-    """Whether all steps so far, including those before a resume, used an exact strategy on the same hardware."""
     if config.strategy not in EXACT_STRATEGIES:
         return False
     if origin is None:

@@ -1,7 +1,10 @@
-"""The optimizer steps of a task: forward and loss. Package `stepping` does the rest of a step."""
+"""The optimizer steps of a task, and the loop over them. Package `stepping` does the rest of a step.
+
+The loop yields after each step, so that its caller can log, evaluate, save or stop.
+"""
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from typing import Any, TypedDict, Unpack
 
@@ -10,10 +13,14 @@ from torch import Tensor
 
 from paceline.collectives.batchnorm import SyncBatchNorm
 from paceline.compute.memory import is_out_of_memory
+from paceline.compute.phase_events import PhaseEvents
 from paceline.data.loader import MicroBatch, PrefetchTrigger
 from paceline.errors import PacelineError, UsageError
 from paceline.nested import batch_size
 from paceline.protocol.evidence import Phase
+from paceline.protocol.status_page import StatusPage
+from paceline.rank.guard import HangGuard
+from paceline.stepping.audit import Audits
 from paceline.stepping.micro_step import upcast
 from paceline.stepping.nonfinite import select_samples
 from paceline.stepping.order import CollectiveOrderCheck
@@ -24,6 +31,8 @@ from paceline.stepping.trained_model import LossScale, ModelInTraining
 from paceline.strategies.base import Strategy
 from paceline.tasks.task import Loss, call_model
 from paceline.train.memory import explain_out_of_memory
+from paceline.train.optimizer import LRSchedule
+from paceline.train.step_record import PhaseClock, StepRecord
 
 
 def ignore_phase(phase: Phase) -> None:
@@ -31,8 +40,6 @@ def ignore_phase(phase: Phase) -> None:
 
 
 class StepOptions(TypedDict, total=False):
-    """The options of a step."""
-
     max_norm: float | None
     """The maximum global norm of the gradients; larger gradients are scaled down."""
     votes: Callable[[], ControlFlags]
@@ -46,23 +53,19 @@ class StepOptions(TypedDict, total=False):
     may_skip: bool
     """If the loss or a gradient is not finite, skip the step on all ranks instead of raising an error. Parameters and
     buffers then stay unchanged."""
+    audits: Audits | None
+    """Let a second rank repeat some micro-batches."""
 
 
 class TaskSteps:
-    """Takes the steps of a task."""
-
     def __init__(
         self, replica: Strategy, loss: Loss, *, scale: LossScale | None = None, one_each: bool = False,
         **options: Unpack[StepOptions],
     ) -> None:  # fmt: skip
-        """Prepare the steps.
+        """`loss` returns one value per sample, or (values, weights). `scale`: the loss scale for fp16, which skips
+        overflows.
 
-        Args:
-            replica: the model with its strategy.
-            loss: returns one value per sample, or (values, weights).
-            scale: the loss scale for fp16. A step whose gradients overflow is then always skipped.
-            one_each: each rank computes each step in one micro-batch, so the weights are known before backward.
-            options: see StepOptions.
+        `one_each`: each rank computes each step in one micro-batch, so the weights are known before backward.
         """
 
         def weighted_sum(inputs: Any, targets: Any) -> Tensor:
@@ -81,8 +84,6 @@ class TaskSteps:
         """Take one step on this rank's micro-batches of a global batch; at least one, in the order of the loader.
 
         Raises:
-            UsageError: if the loss does not return one value per sample, or the batches are for more virtual ranks than
-                the replica has.
             TrainingError: if the global loss or a gradient is not finite, the weights are all zero, or the ranks have
                 called different collectives. Only the first affected rank raises it, with ranks and samples;
                 ReportedByPeer on the others. Parameters and buffers keep their values from before the step, except
@@ -144,13 +145,39 @@ def train_step(
     return TaskSteps(replica, loss, **options).take_step(microbatches)
 
 
+def fit(
+    replica: Strategy, steps: Iterable[list[MicroBatch]], loss: Loss, schedule: LRSchedule, *, start: int = 0,
+    page: StatusPage | None = None, on_device: PhaseEvents | None = None, scale: LossScale | None = None,
+    one_each: bool = False, **options: Unpack[StepOptions],
+) -> Generator[StepRecord]:  # fmt: skip
+    """Train on `steps` and yield a record after each step.
+
+    Args:
+        replica: the model with its strategy.
+        steps: for each step, the micro-batches of this rank.
+        loss: returns one value per sample, or (values, weights).
+        schedule: sets the learning rate before each step.
+        start: the number of the first step, from 0.
+        page: has the phases of this rank. Default: that of the process.
+        on_device: device events of the phases; see PhaseClock.
+        scale, one_each, options: see TaskSteps, also for the errors.
+    """
+    replica.model.train()
+    page = page or HangGuard.of_process().page
+    clock = PhaseClock(page, on_device, options.setdefault("enter", page.enter))
+    step = TaskSteps(replica, loss, scale=scale, one_each=one_each, **options)
+    clock.start()
+    for number, microbatches in enumerate(steps, start):
+        lr = schedule.set_lr(replica.optimizer, number)
+        result = step.take_step(microbatches)
+        yield StepRecord(number + 1, result, lr, microbatches, clock.take(), clock.starts)
+        clock.start()  # the time of the caller does not count for the next step
+
+
 def weighted_losses(loss: Loss, outputs: Any, targets: Any) -> tuple[Tensor, Tensor | None]:
     """Call `loss` and check its result: losses (B, ...), and weights of the same shape or None for all ones.
 
     Both are converted to float32 if their precision is lower.
-
-    Raises:
-        UsageError: if the result is not one loss per sample, or the shapes of losses and weights differ.
     """
     result = loss(outputs, targets)
     losses, weights = result if isinstance(result, tuple) else (result, None)

@@ -19,11 +19,6 @@ if TYPE_CHECKING:
 
 
 def check_stream(config: TrainConfig, data: Any) -> None:
-    """Check that `data` and the settings are suitable for a stream.
-
-    Raises:
-        UsageError: if `data` cannot be read repeatedly, or a setting needs a map-style dataset.
-    """
     if isinstance(data, (DataLoader, Iterator)) or not isinstance(data, Iterable):
         why = "are neither map-style nor iterable"
         why = "are batches already" if isinstance(data, DataLoader) else why
@@ -41,11 +36,6 @@ def check_stream(config: TrainConfig, data: Any) -> None:
 def make_stream(
     config: TrainConfig, task: Task, data: Any, shape: BatchSizes, loading: Loading, world: World
 ) -> Stream:
-    """Make the Stream that yields the global batches of `data`.
-
-    Raises:
-        UsageError: as `check_stream`, or if a setting needs the length of the data.
-    """
     check_stream(config, data)
     schedule = config.optimizer.schedule
     if config.run.steps is None:

@@ -3,13 +3,25 @@
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
+from itertools import chain
 from typing import Any
+
+import torch
 
 from paceline.collectives.control import all_gather_object, check_equal, raise_on_all_ranks, report_on_one_rank
 from paceline.data.fingerprint import hash_of
 from paceline.data.loader import Loading, MicroBatch
 from paceline.data.plan import MicroBatchPlan
-from paceline.data.streams import ChunkReader, StreamBatch, StreamChunk, StreamPart, StreamPlan, part_of, read_chunks
+from paceline.data.streams import (
+    ChunkReader,
+    Position,
+    StreamBatch,
+    StreamChunk,
+    StreamPart,
+    StreamPlan,
+    part_of,
+    read_chunks,
+)
 from paceline.errors import PacelineError, TrainingError, UsageError
 from paceline.rank.world import World
 from paceline.seeding import preserve_generator_states
@@ -32,37 +44,33 @@ class Stream:
     ) -> None:
         self.dataset, self.plan, self.loading = dataset, plan, loading
         self._world, self.say = world, say
-        self._whole, self._parts = StreamPart(dataset, plan.seed), dict[int, StreamPart]()
-        self._is_split = plan.parts_of_stream > 1
+        self._is_split, self._parts = plan.is_split, dict[int, StreamPart]()
+        count = 1 if plan.is_split else plan.parts_of_stream
+        self._whole = [StreamPart(dataset, plan.seed, number, count) for number in range(count)]
         self.saved: dict[str, Any] = {}
         """The `checkpoint_position` from which the next epoch resumes."""
         self._chunks: dict[tuple[int, int], StreamChunk | Exception] = {}  # by (epoch, batch): the current and next one
+        self._positions: dict[tuple[int, int], Mapping[int, Position]] = {}  # before each of them
         self._total = self._incomplete = 0  # samples of the current batch; number of incomplete batches in the epoch
         self._is_read = self._trained = False
 
     def fingerprint(self) -> dict[str, Any]:
-        """The number of parts. The samples are compared later, when they are read."""
         return {"parts of a stream": self.plan.parts_of_stream}
 
     def first_samples(self, count: int) -> list[Any]:
-        """The first samples, at most `count`.
-
-        Raises:
-            UsageError: if the stream is empty, or a second reading gives different samples.
-        """
         readings: list[list[Any]] = []
         for _ in range(2):
             with preserve_generator_states():
-                self._whole.begin(0, 0, None)
-                readings.append([sample for _, sample in self._whole.take(count)])
+                self._whole[0].set_epoch(0)
+                self._whole[0].begin(0, 0, None)
+                readings.append([sample for _, sample in self._whole[0].take(count)])
         if not readings[0]:
             raise UsageError(code="stream-is-empty")
         if hash_of(readings[0]) != hash_of(readings[1]):
             raise UsageError(code="stream-not-repeatable")
         return readings[0]
 
-    def global_batch_samples(self, work: object = None) -> int:
-        """The number of samples in the current batch, over all ranks."""
+    def global_batch_samples(self) -> int:
         return self._total
 
     def is_last_batch(self, batch: int, next_batch_samples: float) -> bool:
@@ -75,8 +83,8 @@ class Stream:
         ends, self._incomplete = not self._continues, self._incomplete + (0 < self._total < self.plan.global_batch)
         if self._total < self.plan.global_batch and not self._is_split:
             ahead = self._ahead
-            num_seen = ahead.num_samples_seen if isinstance(ahead, StreamChunk) else None
-            check_equal("numbers of samples in the stream", num_seen, self._world, error=TrainingError)
+            size = ahead.num_samples if isinstance(ahead, StreamChunk) else None
+            check_equal("numbers of samples in the stream", size, self._world, error=TrainingError)
         if ends and self._total:
             self.say(f"the stream has ended: its last {self._total} samples do not fill a batch and are dropped")
         elif ends and self._incomplete > 1:
@@ -84,23 +92,22 @@ class Stream:
         return ends
 
     def checkpoint_position(self, where: Mapping[str, int], world: World | None) -> Any:
-        """The position before a batch: a hash of the batch, and the state of each part that has one."""
-        chunk = self._chunks.get((where["passes"], where["batch"]))
-        if not isinstance(chunk, StreamChunk):
+        """The position before a batch: a hash of the batch, and the position of each part."""
+        place = where["passes"], where["batch"]
+        if place not in self._positions:
             return None
-        states = {str(number): as_json(state) for number, state in chunk.states_before.items() if state is not None}
+        chunk = self._chunks[place]
+        positions = [(number, batches, as_json(state)) for number, (batches, state) in self._positions[place].items()]
         if world is not None and self._is_split:
-            states = {
-                number: state for gathered in all_gather_object(states, world) for number, state in gathered.items()
-            }
-        return {"probe": chunk.probe_hash, "states": states}
+            positions = [*chain.from_iterable(all_gather_object(positions, world))]
+        return {"probe": chunk.probe_hash if isinstance(chunk, StreamChunk) else None, "positions": positions}
 
     def training_batches(self, plan: object, share: range, epoch: int, start: int) -> Generator[list[MicroBatch]]:
         """Yield the micro-batches of this rank for each step of an epoch from `start` on (its start is collective)."""
-        first, chunks = self._open(share, epoch, start)
+        first, chunks, positions = self._open(share, epoch, start)
         current: StreamChunk | Exception
         step, current, self._incomplete = start, first, 0
-        self._chunks = {(epoch, step): current}
+        self._chunks, self._positions = {(epoch, step): current}, {(epoch, step): positions}
         with closing(chunks):
             while self._continues:
                 if isinstance(current, Exception):
@@ -111,31 +118,25 @@ class Stream:
                 except Exception as error:  # raised with the next step, because the current batch is complete
                     self._ahead, self.next_batch_samples = error, float(sum(self._quota(v) for v in share))
                 self._chunks = {(epoch, step): current, (epoch, step + 1): self._ahead}
+                self._positions = {(epoch, step): positions, (epoch, step + 1): current.positions}
+                positions = current.positions
                 self._trained = True
                 yield [self._micro_batch(batch, epoch, step) for batch in current.micro_batches]
                 step, current = step + 1, self._ahead
 
     def evaluation_batches(self, plan: object, world: World) -> Generator[tuple[Any, int]]:
         """Yield (this rank's portion of a batch, samples of the batch on all ranks) over the unsplit stream."""
-        by_rank = replace(self.plan, virtual_ranks=world.size, accumulation=1, parts_of_stream=1)
-        reader = ChunkReader(
-            [self._whole],
-            by_rank,
-            range(world.rank, world.rank + 1),
-            0,
-            min_last_batch=world.size,
-            collate=self.loading.collate,
-        )
-        num_seen = 0
-        with closing(self._read(reader)) as chunks:
-            for chunk in chunks:
-                if not num_seen:
+        by_rank = replace(self.plan, virtual_ranks=world.size, accumulation=1, last_batch="keep", is_split=False)
+        share, collate = range(world.rank, world.rank + 1), self.loading.collate
+        reader = ChunkReader(self._whole, by_rank, share, torch.tensor(0), min_last_batch=world.size, collate=collate)
+        with closing(self._read(reader, evaluates=True)) as chunks:
+            for number, chunk in enumerate(chunks):
+                if not number:
                     self._check_equal(all_gather_object(chunk.probe_hash, world))
-                if chunk.num_samples_seen == num_seen:
+                if not chunk.num_samples:
                     return
                 if chunk.local_samples:
-                    yield chunk.micro_batches[0].batch, chunk.num_samples_seen - num_seen
-                num_seen = chunk.num_samples_seen
+                    yield chunk.micro_batches[0].batch, chunk.num_samples
 
     @property
     def _continues(self) -> bool:
@@ -148,16 +149,25 @@ class Stream:
         work = MicroBatchPlan(epoch, step, batch.virtual_rank, batch.micro_batch, batch.indices, batch.counted)
         return MicroBatch(batch.batch, None, work, work.random_seed(self.plan.seed))
 
-    def _open(self, share: range, epoch: int, start: int) -> tuple[StreamChunk, Generator[StreamChunk]]:
-        """Go to batch `start` by the saved states, or else by counting. Return the chunk there and the later ones."""
-        saved = {int(number): from_json(state) for number, state in self.saved.get("states", {}).items()}
-        for states in (saved, {}) if saved else ({},):
-            parts, collate = self._parts_of(share), self.loading.collate
-            reader = ChunkReader(parts, self.plan, share, epoch, start=start, states=states, collate=collate)
+    def _open(
+        self, share: range, epoch: int, start: int
+    ) -> tuple[StreamChunk, Generator[StreamChunk], Mapping[int, Position]]:
+        """Go to batch `start` by the saved states, or else by counting.
+
+        Returns the chunk there, the later ones, and the position before it.
+        """
+        parts, collate, positions = self._parts_of(share), self.loading.collate, dict[int, Position]()
+        numbers = {part.number for part in parts}
+        if start:
+            saved = self.saved.get("positions") or [(number, start, None) for number in numbers]
+            positions = {number: (batches, from_json(state)) for number, batches, state in saved if number in numbers}
+        counted: dict[int, Position] = {number: (batches, None) for number, (batches, _) in positions.items()}
+        for tried in (positions, counted) if positions != counted else (counted,):
+            reader = ChunkReader(parts, self.plan, share, torch.tensor(epoch), tried, collate=collate)
             chunks = self._read(reader)
             try:
                 if (first := self._check_first(chunks, epoch, start)) is not None:
-                    return first, chunks
+                    return first, chunks, tried
             except BaseException:
                 chunks.close()
                 raise
@@ -168,7 +178,9 @@ class Stream:
         """Return the first chunk, after a comparison over all ranks; None if it differs from the checkpoint."""
         with nullcontext() if self._trained else raise_on_all_ranks(self._world):
             first = next(chunks)
-            as_json(list(first.states_before.values()), "stream")  # raises an error now, not at the first checkpoint
+            as_json(
+                [state for _, state in first.positions.values()], "stream"
+            )  # raises an error now, not at the first checkpoint
         is_saved = self.saved.get("probe") in (None, first.probe_hash)
         local = [first.local_samples, bool(first.micro_batches), first.probe_hash, is_saved]
         samples, has_data, probes, saved = zip(*all_gather_object(local, self._world), strict=True)
@@ -185,19 +197,21 @@ class Stream:
 
     def _parts_of(self, share: range) -> list[StreamPart]:
         if not self._is_split:
-            return [self._whole]
+            return self._whole
         for v in share:
             if v not in self._parts:
                 count = self.plan.virtual_ranks
                 self._parts[v] = StreamPart(part_of(self.dataset, v, count), self.plan.seed, v, count)
         return [self._parts[v] for v in share]
 
-    def _read(self, reader: ChunkReader) -> Generator[StreamChunk]:
+    def _read(self, reader: ChunkReader, *, evaluates: bool = False) -> Generator[StreamChunk]:
         if self._is_read:
             raise UsageError(code="stream-read-twice")
         self._is_read = True
+        for part in reader.parts if self.plan.sets_epoch else ():  # here: processes may share the number
+            part.set_epoch(int(reader.epoch))
         try:
-            with closing(read_chunks(reader, self.loading)) as chunks:
+            with closing(read_chunks(reader, replace(self.loading, evaluates=evaluates))) as chunks:
                 yield from chunks
         finally:
             self._is_read = False

@@ -18,25 +18,24 @@ from paceline.rank.guard import HangGuard
 from paceline.rank.world import World
 from paceline.runs.progress import ProgressDisplay
 from paceline.runs.summary import Summary
+from paceline.stepping.audit import Audits
 from paceline.stepping.totals import ControlFlags
 from paceline.stepping.trained_model import ModelInTraining, make_loss_scale
 from paceline.train.checkpointing import CheckpointPolicy
 from paceline.train.costs import data_wait_lines
 from paceline.train.data_progress import DataProgress, StreamProgress
 from paceline.train.evaluations import Evaluator
-from paceline.train.fit import StepRecord, fit
 from paceline.train.parallelism import stage_wait_line
 from paceline.train.preemption import record_stop_signals
 from paceline.train.prepare import TrainingComponents
 from paceline.train.progress import TrainingProgress
+from paceline.train.step import fit
+from paceline.train.step_record import StepRecord
 from paceline.train.wording import closing_lines, opening_lines, stopped_line, summary_facts
 
 
 class TaskTrainer:
-    """Trains a task, from the first step or from a resume point."""
-
     def __init__(self, parts: TrainingComponents, place: RunLocation, origin: ResumePoint | None) -> None:
-        """Raise UsageError if a metric or tracker does not exist (collective)."""
         self._parts, self._place = parts, place
         self._world, self._config = parts.replica.world, parts.config
         self._page = HangGuard.of_process().page
@@ -50,19 +49,24 @@ class TaskTrainer:
         compute = self._config.compute
         self._progress.use = Utilization(self._world, compute.peak_tflops, parts.flop_count, compute.precision)
         self._progress.stream = stream = parts.stream
-        say = self._progress.say
-        self._data = (
-            DataProgress(parts, self._page) if stream is None else StreamProgress(parts, stream, self._page, say)
-        )
+        if stream is None:
+            self._data = DataProgress(parts, self._page)
+        else:
+            self._data = StreamProgress(parts, stream, self._page, self._progress.say)
         self._scale = make_loss_scale(self._config.compute.precision)
         self._waited_seconds = [0.0, 0.0]  # waiting for other ranks; in total
         self._stage_lines = list[str]()
         if origin is not None:
             self._load(origin)
         self._evaluator = Evaluator(parts, self._progress, self._data)
+        self._audits: Audits | None = None
+        if (every := self._config.guard.audit_every) is not None and self._world.size > 1:
+            save = partial(self._progress.save_before_stop, partial(self._numbers, self._world))
+            on_audit = self._config.guard.on_audit
+            self._audits = Audits(every, self._world, parts.plan.virtual_ranks, on_audit, save)
+            self._audits.use(self._data.load_again, parts.plan)
 
     def run(self) -> ExitCode:
-        """Train, evaluate, save and summarise. Return SAVED if the run stopped on request and its state is saved."""
         parts, progress, run = self._parts, self._progress, self._config.run
         with record_stop_signals(announce=self._world.rank == 0) as progress.request, closing(progress), self._display:
             try:
@@ -124,7 +128,7 @@ class TaskTrainer:
             start=progress.step, max_norm=self._config.optimizer.clip_norm, votes=self._votes,
             page=self._page, on_device=self._on_device, order=progress.order,
             may_skip=self._config.guard.not_finite != "stop", ahead=parts.loading.ahead, scale=self._scale,
-            one_each=one_each,
+            one_each=one_each, audits=self._audits,
         )  # fmt: skip
         with closing(batches), closing(records):  # also ends the loader processes if a step fails
             for record in records:

@@ -34,13 +34,10 @@ safetensors has no complex128, and older versions have no complex64."""
 def save(
     weights: Mapping[str, Tensor], path: Path, *, pickled: bool = False, metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Save a model's state as safetensors, with `metadata`, or with torch.save if `pickled`.
+    """Save a model's state as safetensors, with `metadata`, or with torch.save if `pickled`. Raise OSError if it fails.
 
     safetensors: a tensor with two names (tied weights) is stored once, as `load_model` expects. A complex tensor is
     stored with its real and imaginary parts in a last dimension of 2; `torch.view_as_complex` converts it back.
-
-    Raises:
-        OSError: if the file cannot be written. An existing file is unchanged then.
     """
     try:
         with writing.replace_atomically(path) as (folder, partial_name):
@@ -58,12 +55,7 @@ def save(
 
 
 def load(path: Path, *, require_trusted_owner: bool) -> dict[str, Tensor]:
-    """Load a file of `save`. The result has tied weights under all their names.
-
-    Raises:
-        OSError: if the file is missing or damaged, or could have been written by another user although
-            `require_trusted_owner` is set.
-    """
+    """Load a file of `save`, with tied weights under all their names. Raises OSError if it is missing or damaged."""
     try:
         with (
             open_file(path, must_be_ours=require_trusted_owner) as source,
@@ -97,7 +89,6 @@ def _unique(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str,
 
 
 def rescue_alone(replica: Strategy, run_dir: Path) -> str:
-    """Save the weights as `rescue` does, without any collective."""
     if replica.world.size > 1 and any(h.name.startswith("model/") and not h.replicated for h in replica.state()):
         return "the weights are sharded over all ranks, so one rank cannot save them. Resume from the newest checkpoint"
     return rescue(replica.weights(), run_dir)
@@ -120,9 +111,6 @@ def load_initial_weights(replica: Strategy, path: Path, *, trust: bool, report: 
 
     Tensors that are missing in `path`, or have a different shape there, keep their initial values. With `trust`, `path`
     can be a run folder that another user could have written.
-
-    Raises:
-        UsageError: on one rank, if the weights cannot be read, or no tensor matches; ReportedByPeer on the others.
     """
     shards = replica.state()
     if replica.world.data is not replica.world:  # the state has shards of parameters
@@ -138,11 +126,7 @@ def load_initial_weights(replica: Strategy, path: Path, *, trust: bool, report: 
 
 
 def read_weights(path: Path, *, trust: bool, report: MessageCallback) -> dict[str, Tensor]:
-    """Read a state_dict to the CPU from a file, or from the final weights or the newest checkpoint of a run folder.
-
-    Raises:
-        UsageError: if it cannot be read, is not a state_dict, or is a run that another user could have written.
-    """
+    """Read a state_dict to the CPU from a file, or from the final weights or the newest checkpoint of a run folder."""
     if path.is_dir():
         run_dir = real_path(path)
         check_usable_as_run_dir(run_dir, trust=trust)

@@ -9,7 +9,7 @@ import torch
 from paceline.checkpoint.resume import RunLocation
 from paceline.data.plan import BatchPlan
 from paceline.errors import plural
-from paceline.rank.world import device_name
+from paceline.rank.world import World, device_name
 from paceline.runs.summary import Summary, scores_line
 from paceline.train.optimizer import scaled_lr
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 
 def opening_lines(parts: "TrainingComponents") -> list[str]:
-    """Describe the run: ranks, batch sizes, length, precision, and any settings with surprising effects."""
     plan, config, world = parts.plan, parts.config, parts.replica.world
     lines = [
         f"{config.task}: {plural(world.size, 'process', 'processes')} on {device_name(world.device)}, strategy "
@@ -30,6 +29,8 @@ def opening_lines(parts: "TrainingComponents") -> list[str]:
     if line := _compute_line(parts):
         lines.append(line)
     lines += parts.compute.notices
+    if (every := config.guard.audit_every) is not None:
+        lines.append(audit_line(every, plan, world))
     o = config.optimizer
     if o.lr_scaling != "none":
         peak_lr = scaled_lr(o.lr, o.lr_scaling, plan.global_batch, o.lr_base_batch)
@@ -46,6 +47,15 @@ def opening_lines(parts: "TrainingComponents") -> list[str]:
     return lines
 
 
+def audit_line(every: int, plan: BatchPlan, world: World) -> str:
+    if world.size == 1:
+        return "no audits, because one rank is left"
+    most = max(map(len, world.shares(plan.virtual_ranks)))
+    computed, waited = (100 / (ranks * plan.accumulation * every) for ranks in (plan.virtual_ranks, most))
+    steps = "step" if every == 1 else f"{every} steps"
+    return f"audit every {steps}: {computed:.2g} % more computation, at most {waited:.2g} % longer steps"
+
+
 def batch_line(plan: BatchPlan, world_size: int) -> str:
     """'global batch 128 = 2 ranks x 1 micro-batch x 64'."""
     micro = -(-plan.global_batch // (plan.virtual_ranks * plan.accumulation))
@@ -56,7 +66,6 @@ def batch_line(plan: BatchPlan, world_size: int) -> str:
 
 
 def closing_lines(summary: Summary, folder: Path) -> list[str]:
-    """Describe the results, and where they are stored."""
     rate = f", {summary.samples_per_second:,.0f} samples/s" if summary.samples_per_second else ""
     bits = f", the same for 1 to {summary.virtual_ranks} processes" if summary.bits_hold_for else ""
     scores = {"validation": summary.validation_metrics, "test": summary.test_metrics}
@@ -70,12 +79,10 @@ def closing_lines(summary: Summary, folder: Path) -> list[str]:
 
 
 def report_hint(folder: Path) -> str:
-    """The command that creates the report of a run."""
     return f"see it: paceline report {shlex.quote(str(folder))}"
 
 
 def summary_facts(parts: "TrainingComponents", place: RunLocation) -> dict[str, Any]:
-    """The fields of the summary that only runs of tasks have."""
     compute, facts = parts.config.compute, place.definition
     names = ("virtual_ranks", "global_batch", "accumulation", "threads_per_rank", "precision")
     bits = {name: facts[name] for name in names} | facts["hardware"]  # the same for 1 to virtual_ranks processes
@@ -86,7 +93,6 @@ def summary_facts(parts: "TrainingComponents", place: RunLocation) -> dict[str, 
 
 
 def stopped_line(step: int, total_steps: int, folder: Path) -> str:
-    """The last line of a run that stopped on request."""
     command = f"paceline train --resume auto --run-dir {shlex.quote(str(folder))}"
     of_total = f" of {total_steps}" if total_steps else ""
     return f"asked to stop: saved after step {step}{of_total}. Resume with: {command}"

@@ -12,7 +12,7 @@ def _double() -> Any:
     return nccl
 
 
-def _in_world(*, late: bool) -> None:
+def _in_world() -> None:
     def backend(asked: str, device: object) -> str:
         return _double().BACKEND
 
@@ -20,7 +20,7 @@ def _in_world(*, late: bool) -> None:
     module.resolve_backend = backend
 
 
-def _in_torch(*, late: bool) -> None:
+def _in_torch() -> None:
     module: Any = sys.modules["torch.distributed"]
     make = module.init_process_group
 
@@ -34,7 +34,7 @@ def _in_torch(*, late: bool) -> None:
     module.init_process_group = module.distributed_c10d.init_process_group = init_process_group
 
 
-def _in_sums(*, late: bool) -> None:
+def _in_sums() -> None:
     module: Any = sys.modules["paceline.collectives.control"]
     module.is_async = lambda device: True  # a step reads as it does on a GPU: once, at its end
 

@@ -3,7 +3,7 @@
 from paceline.rank.imports import when_imported
 
 
-def _install(*, late: bool) -> None:
+def _install() -> None:
     from tests.doubles import gpu
 
     gpu.install()

@@ -13,14 +13,13 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from tests.lab.ranks.mutations import bug as bug_of_reducer
 from tests.lab.ranks.mutations import planted
 from torch import Tensor
 
 from paceline.collectives import memory_sum
 from paceline.collectives.buckets import divide
-from paceline.collectives.memory_sum import AsyncAllReduce, Chunk, Results, Segment, SlotLayout, TensorList, TreeSum
+from paceline.collectives.memory_sum import AsyncSum, Chunk, Results, Segment, SlotLayout, TensorList, TreeSum
 from paceline.collectives.shared_memory import SharedMemory
 from paceline.collectives.tree import TreeNode
 
@@ -132,12 +131,12 @@ def absent_on_one_rank_is_what_lay_there() -> AbstractContextManager[None]:
 
 
 def totals_of_one_rank_missing() -> AbstractContextManager[None]:
-    original = AsyncAllReduce.__init__
+    original = AsyncSum.__init__
 
-    def init(self: AsyncAllReduce, memory: SharedMemory, slots: Tensor, name: str) -> None:
-        original(self, memory, torch.zeros_like(slots) if memory.rank == ODD_RANK else slots, name)
+    def init(self: AsyncSum, memory: SharedMemory, numbers: Sequence[float], name: str) -> None:
+        original(self, memory, [0.0] * len(numbers) if memory.rank == ODD_RANK else numbers, name)
 
-    return planted((AsyncAllReduce, "__init__", init))
+    return planted((AsyncSum, "__init__", init))
 
 
 def weights_of_one_rank_late() -> AbstractContextManager[None]:

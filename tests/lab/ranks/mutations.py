@@ -28,14 +28,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from paceline.collectives import batchnorm, communicator
 from paceline.collectives.batchnorm import Moments, SyncBatchNorm
 from paceline.collectives.buckets import trainable
-from paceline.collectives.control import Deferred, SummedTotals, Totals
+from paceline.collectives.control import Deferred
 from paceline.collectives.control import scale_gradients as scaled_on
 from paceline.collectives.reducer import Reducer
 from paceline.data import plan as shuffle_module
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan, MicroBatchPlan
 from paceline.seeding import SeededStream
-from paceline.stepping import totals as summing_module
+from paceline.stepping.totals import StepTotals, Totals
 from paceline.stepping.trained_model import ModelInTraining
 from paceline.strategies import base
 from paceline.strategies import bucketed as bucketed_module
@@ -807,19 +807,20 @@ def weights_ignored() -> AbstractContextManager[None]:
 
 
 def own_loss_reported() -> AbstractContextManager[None]:
-    original = summing_module.start_totals
+    original = StepTotals.start
 
-    def start_totals(losses: list[float], weights: list[float], *others: Any) -> Callable[[], SummedTotals]:
-        own, wait = [sum(losses), sum(weights)], original(losses, weights, *others)
+    def start(self: StepTotals) -> Callable[[], Totals]:
+        own: list[Any] = [sum(self._losses), sum(self._weights)]
+        wait = original(self)
 
-        def mine() -> SummedTotals:
+        def mine() -> Totals:
             right = wait()
-            assert isinstance(right.totals, Totals)  # a rank without samples has no loss of its own
-            return SummedTotals(Totals(own, right.totals.votes), right.total_weight) if own[1] > 0 else right
+            assert isinstance(right, Totals)
+            return Totals(own, right.votes) if own[1] > 0 else right  # a rank without samples has no loss of its own
 
         return mine
 
-    return planted((summing_module, "start_totals", start_totals))
+    return planted((StepTotals, "start", start))
 
 
 # ---- error -------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 from tests.errors import raises
 
 from paceline.launch.agent.cluster import RemoteNodes
-from paceline.launch.agent.store import LOOPBACK, STORE_ADDRESS, StoreProxy, open_node0_store, remote_store_proxy
+from paceline.launch.agent.store_proxy import LOOPBACK, STORE_ADDRESS, StoreProxy, open_node0_store, remote_store_proxy
 from paceline.protocol.control import StopOrders, signal_wakeup
 from paceline.protocol.job import NodePlan
 
@@ -110,7 +110,7 @@ def test_the_stores_own_port_answers_nobody_who_has_not_the_key(head: tuple[int,
 def test_another_users_process_is_shut_out_at_the_loopback(
     head: tuple[int, StoreProxy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.launch.agent.store.tcp_owner", lambda *_: 12345)
+    monkeypatch.setattr("paceline.launch.agent.store_proxy.tcp_owner", lambda *_: 12345)
     assert answered(head[1].port, b"anybody there?") == b""
 
 

@@ -177,16 +177,16 @@ def test_who_cannot_reach_one_that_is_just_lost_is_tried_again(tmp_path: Path, m
             ReachabilityReply(()),
         )
         newcomers.check_waiting_nodes(str(tmp_path), "proof")
-        assert not newcomers.count and not told  # `off` has not answered
+        assert not newcomers.ready and not told  # `off` has not answered
         off.reached = ReachabilityReply(())
         newcomers.check_waiting_nodes(str(tmp_path), "proof")
         newcomers.check_waiting_nodes(str(tmp_path), "proof")
-        assert not newcomers.count and not told and new.reached is None  # it is tested again
+        assert not newcomers.ready and not told and new.reached is None  # it is tested again
         off.lost = "powered off"
         here.remove(off)
         new.reached = old.reached = ReachabilityReply(())
         newcomers.check_waiting_nodes(str(tmp_path), "proof")
-        assert newcomers.count == 1 and not told
+        assert len(newcomers.ready) == 1 and not told
 
 
 def test_nodes_that_differ_in_what_makes_results_are_refused_with_both_values() -> None:

@@ -56,7 +56,8 @@ def data_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
             yield from evaluation_findings(ranks, loaders)
     if not has_training and not any(facts.loaders for facts in ranks):
         yield from _input_findings(ranks)
-    yield from padding_findings(ranks)
+    yield from [*_masked_loss_findings(ranks)] or _local_count_findings(ranks)
+    yield from _padded_metric_findings(ranks[0])
 
 
 def _first_epochs(loaders: Loaders) -> dict[int, LoaderPass]:
@@ -210,15 +211,7 @@ def _input_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
         yield Finding("same batches", "right", "each rank has different inputs", ranks[0].replicas[0].site)
 
 
-def padding_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
-    """The losses and metrics that count padding, or divide by the number of unpadded elements of one rank."""
-    masked_losses = [*_masked_loss_findings(ranks)]
-    yield from masked_losses or _local_count_findings(ranks)
-    yield from _padded_metric_findings(ranks[0])
-
-
 def evaluation_findings(ranks: Sequence[ScriptFacts], loaders: Loaders) -> Iterator[Finding]:
-    """The findings about one loader that no rank trains on."""
     loader = next(iter(loaders.values()))
     passes_by_rank = {rank: loader.passes[:RECORDED_EPOCHS] for rank, loader in loaders.items() if loader.passes}
     if len(passes_by_rank) == 1 and len(ranks) > 1:
@@ -289,7 +282,6 @@ def _epoch_seconds(epoch_pass: LoaderPass, batches: int) -> float:
 
 
 def _masked_loss_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
-    """The losses of torch that ignore padding, and so divide by different counts."""
     for loss in ranks[0].losses:
         losses = [other for facts in ranks for other in facts.losses if other.site == loss.site]
         if len(losses) < len(ranks) or not any(c < s for o in losses for c, s in zip(o.counts, o.sizes, strict=True)):

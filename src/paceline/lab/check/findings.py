@@ -87,7 +87,6 @@ def _mostly_same(batches: Iterable[Sequence[Sequence[str]]]) -> bool:
 
 
 def largest_index_overlap(passes: Sequence[LoaderPass]) -> float:
-    """The largest fraction of a rank's indices that a different rank has also drawn."""
     sets = [set(p.indices) for p in passes]
     return max((len(a & b) / max(1, min(len(a), len(b))) for n, a in enumerate(sets) for b in sets[:n]), default=0.0)
 
@@ -98,5 +97,4 @@ def is_same_dataset(loaders: Loaders) -> bool:
 
 
 def differs(values: Iterable[object]) -> bool:
-    """Whether at least two values differ."""
     return len({*values}) > 1

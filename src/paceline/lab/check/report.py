@@ -19,8 +19,6 @@ WIDTH = 110
 
 
 class NoticeRule(NamedTuple):
-    """The level and the fix for one kind of notice that paceline reports while the script runs."""
-
     level: Level
     fix: str = ""
     explained_by: frozenset[str] = frozenset()  # a finding of one of these rules is the cause, and is sufficient
@@ -81,12 +79,10 @@ def _notice_findings(notices: Sequence[ScriptNotice], wrong_rules: AbstractSet[s
 
 
 def count_mistakes(findings: Sequence[Finding]) -> int:
-    """The number of findings that affect the exit code."""
     return sum(finding.level in ("wrong", "costs") for finding in findings)
 
 
 def render_report(script: str, ranks: Sequence[ScriptFacts], findings: Sequence[Finding], code: int = 0) -> str:
-    """The report as text; `code` is the exit code of the script."""
     counts = {level: sum(finding.level == level for finding in findings) for level in LEVELS}
     steps = max((len(joint_steps(facts)) for facts in ranks), default=0)
     mistakes = f"{counts['wrong']} wrong, {counts['costs']} slower than necessary" if count_mistakes(findings) else ""

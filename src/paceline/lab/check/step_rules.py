@@ -28,7 +28,6 @@ StepRows = list[list[SeenStep]]  # the same step of each rank
 
 
 def step_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
-    """All findings about steps."""
     if len(ranks) > 1:
         yield from gradient_findings(ranks)
         yield from _step_count_findings(ranks)
@@ -224,7 +223,6 @@ def _schedule_findings(facts: ScriptFacts) -> Iterator[Finding]:
 
 
 def gradient_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
-    """All findings about gradients and the weights of replicas."""
     findings = [*_optimizer_findings(ranks)]
     has_mistake = any(finding.level == "wrong" for finding in findings)
     first = next((step for facts in ranks for step in _steps_bypassing_ddp(facts)), None)
@@ -329,7 +327,6 @@ def _joint_rows(steps_by_rank: Sequence[Sequence[SeenStep]]) -> StepRows:
 
 
 def _is_sum(row: Sequence[SeenStep]) -> bool:
-    """Whether the optimizer uses the sum of the ranks' gradients, not their mean."""
     total, applied = sum(step.local for step in row), row[0].applied
     size = sum(abs(step.local) for step in row)
     return abs(applied - total) < TOLERANCE * size and abs(total) > 10 * TOLERANCE * size
@@ -453,7 +450,6 @@ def joint_steps_by_optimizer(facts: ScriptFacts) -> list[list[SeenStep]]:
 
 
 def joint_steps(facts: ScriptFacts) -> list[SeenStep]:
-    """The steps of all optimizers that ranks take together."""
     return [step for steps in joint_steps_by_optimizer(facts) for step in steps]
 
 

@@ -60,8 +60,6 @@ class AskTime(_Request, frozen=True):
 
 
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Address, port and token of a host that listens."""
-
     address: str
     port: int
     token: str
@@ -100,8 +98,6 @@ class ExamineAnswer(msgspec.Struct, frozen=True):
 
 
 class Time(msgspec.Struct, frozen=True):
-    """The wall clock."""
-
     wall_seconds: float
 
 
@@ -123,15 +119,6 @@ class FolderProbeAnswer(msgspec.Struct, frozen=True):
     """The error; empty if there was none."""
 
     error: str = ""
-
-
-class RequestRefusal(msgspec.Struct, frozen=True):
-    """The answer to a request that is invalid or failed."""
-
-    refused: str
-
-
-# ---- answers ----
 
 
 def _examine(request: Examine) -> ExamineAnswer:
@@ -169,7 +156,6 @@ def _probe(request: Probe) -> FolderProbeAnswer:
 
 
 def _nearest_existing_folder(folder: str) -> Path:
-    """The folder, or its nearest parent that exists."""
     path = Path(folder).absolute()
     return next(existing for existing in (path, *path.parents) if existing.is_dir())
 
@@ -275,7 +261,6 @@ REQUEST_HANDLERS: Mapping[type[Request], Callable[[Any], object]] = {
 
 
 def main() -> int:
-    """Answer until stdin ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C stops the launcher, which closes this stdin
     decoder = msgspec.json.Decoder(Request)
     while line := sys.stdin.buffer.readline(MAX_LINE_BYTES + 1):
@@ -285,7 +270,7 @@ def main() -> int:
             request = decoder.decode(line)
             reply = REQUEST_HANDLERS[type(request)](request)
         except (msgspec.MsgspecError, ValueError, OSError) as error:
-            reply = RequestRefusal(str(error)[:1000])
+            reply = {"refused": str(error)[:1000]}  # no answer type has this field
         try:
             sys.stdout.buffer.write(msgspec.json.encode(reply) + b"\n")
             sys.stdout.buffer.flush()

@@ -35,8 +35,6 @@ class Check(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Host(Node):
-    """A host of the survey, with the facts that depend on other hosts."""
-
     survey: Survey
 
     def usable_address(self) -> Address | None:
@@ -66,7 +64,6 @@ class Host(Node):
         return [(run_dir, done.error) for name, done in self.survey.folder_access.items() if name == self.name]
 
     def disk(self) -> tuple[ExamineAnswer]:
-        """The disk of the run folder."""
         return (self.survey.hosts[self.name],)
 
     def next_link_speed(self) -> list[tuple[str, float]]:
@@ -76,7 +73,6 @@ class Host(Node):
 
 
 def hosts_of(survey: Survey) -> list[Host]:
-    """The hosts that answered."""
     workers = dict(zip(survey.wanted.hosts, survey.wanted.workers, strict=True))
     threads = survey.wanted.threads
     return [
@@ -134,7 +130,6 @@ RULES: tuple[Rule[Any], ...] = (
 
 
 def run_checks(survey: Survey) -> list[Check]:
-    """All checks of the survey, in the order of the report; in each check errors first."""
     by_check = {"software": [*find_differences({name: host.facts for name, host in survey.hosts.items()})]}
     by_check["hosts"] = [Finding("error", *lost, "fix that, or remove this host") for lost in survey.lost.items()]
     for host in hosts_of(survey):
@@ -152,7 +147,6 @@ def run_checks(survey: Survey) -> list[Check]:
 
 
 def worst_link_values(survey: Survey) -> tuple[float, float]:
-    """The slowest link's bytes per second, and the longest round trip in seconds; 0 if not measured."""
     by_address = survey.links_by_address.values()
     trips = [[link.round_trip_seconds for link in links.values() if not link.error] for links in by_address]
     slowest = min((link.bytes_per_second for link in survey.measured_links.values()), default=0.0)
@@ -198,7 +192,6 @@ SUMMARIES: dict[str, tuple[bool, Callable[[Survey], str]]] = {
 
 
 def print_checks(console: Console, survey: Survey, checks: Sequence[Check]) -> None:
-    """Print a line per check, and the number of errors and warnings."""
     for check in checks:
         summary = "" if check.findings else check.summary
         line = Text.assemble((f"{check.status:8}", STYLES[check.status]), f"{check.name:12}", summary)
@@ -211,7 +204,6 @@ def print_checks(console: Console, survey: Survey, checks: Sequence[Check]) -> N
 
 
 def as_json(survey: Survey, checks: Sequence[Check]) -> bytes:
-    """The checks with their statuses and findings, and the facts and numbers behind them."""
     report: dict[str, Any] = {
         "errors": sum(finding.severity == "error" for check in checks for finding in check.findings),
         "checks": checks,

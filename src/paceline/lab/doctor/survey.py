@@ -32,8 +32,6 @@ Pair = tuple[str, str]  # (from, to)
 
 @dataclass(frozen=True)
 class PlannedUse:
-    """The planned use of the hosts."""
-
     hosts: tuple[str, ...]
     workers: tuple[int, ...]  # on each
     run_dir: str
@@ -134,7 +132,6 @@ def run_host_programs(commands: Sequence[Command]) -> Generator[HostPrograms]:
 
 
 def survey_hosts(wanted: PlannedUse, programs: HostPrograms) -> Survey:
-    """Send all requests. Each has a time limit. A host that does not answer in time is `lost`."""
     start = time.monotonic()
     tokens = {name: secrets.token_hex(16) for name in wanted.hosts}
     requests = {name: m.Examine(token, wanted.run_dir) for name, token in tokens.items()}
@@ -158,7 +155,6 @@ def survey_hosts(wanted: PlannedUse, programs: HostPrograms) -> Survey:
 def _connect(
     programs: HostPrograms, pairs: Mapping[Pair, Sequence[m.Target]], measure_seconds: float = 0.0
 ) -> dict[Pair, dict[str, m.Link]]:
-    """All hosts connect to their targets in parallel. Returns the link to each address, by pair."""
     attempts_by_host: dict[str, list[tuple[Pair, m.Target]]] = {source: [] for source, _ in pairs}
     for pair, targets in pairs.items():
         attempts_by_host[pair[0]].extend((pair, target) for target in targets)
@@ -175,7 +171,6 @@ def _connect(
 
 
 def _probe_folder(programs: HostPrograms, names: Sequence[str], folder: str) -> dict[str, m.FolderProbeAnswer]:
-    """Let the first host write a file, and all hosts read it. Returns the result of each host."""
     token, writer = secrets.token_hex(16), names[:1]
 
     def probe(act: Literal["write", "read", "remove"], hosts: Sequence[str]) -> dict[str, m.FolderProbeAnswer]:

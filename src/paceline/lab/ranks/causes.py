@@ -29,8 +29,6 @@ Explanation = tuple[str, str, str]
 
 @dataclass
 class TensorDifference:
-    """A tensor that differs from the reference."""
-
     kind: str
     tensor: str
     error: float
@@ -53,7 +51,6 @@ class Comparison:
     round_off_error: float = 0.0
 
     def add(self, got: StepValues, want: StepValues) -> list[TensorDifference]:
-        """Compare one step."""
         differences: list[TensorDifference] = []
         tolerance = self.tolerance
         for name, value in want.scalars.items():
@@ -81,7 +78,6 @@ class Comparison:
         return TOLERANCES[self.precision]
 
     def result(self, case: Case, finding: Diagnosis | None) -> Result:
-        """The result of all steps so far."""
         return Result(case, self.errors, sorted(self.round_off_parameters), self.round_off_error, finding)
 
     def _compare(
@@ -120,8 +116,6 @@ def _largest(tensors: NamedTensors) -> float:
 
 
 class RankDifferences(NamedTuple):
-    """The first tensors that differ between ranks; None if there is none."""
-
     first_start_difference: str | None  # between ranks or from one process, before the step
     first_gradient_difference: str | None  # after synchronisation
     first_difference_after_step: str | None  # a parameter or merged buffer, after the step
@@ -134,7 +128,6 @@ def explain(
     ranks: RankDifferences,
     reference: Reference,
 ) -> Explanation:
-    """The cause of the first wrong step."""
     kinds = {d.kind: d for d in reversed(differences)}
     loss, clipped = kinds.get("loss"), kinds.get(CLIPPED)
     if got.samples != want.samples:
@@ -266,7 +259,6 @@ def _differs(a: torch.Tensor | None, b: torch.Tensor) -> bool:
 
 
 def sample_difference(got: Sequence[int], want: Sequence[int]) -> str:
-    """A sentence about the extra and the missing samples of a global batch."""
     extra, missing = Counter(got) - Counter(want), Counter(want) - Counter(got)
     return (
         f"this global batch has {len(got)} samples{f' instead of {len(want)}' if len(got) != len(want) else ''}; "
@@ -281,7 +273,6 @@ def _stream_difference(got: StepValues, want: StepValues) -> str:
 
 
 def _is_factor(ratio: float) -> bool:
-    """Whether a ratio is a whole number or its reciprocal, for example if a sum replaces a mean."""
     return any(abs(r - round(r)) < 1e-9 and round(r) > 1 for r in (abs(ratio), 1 / abs(ratio))) if ratio else False
 
 

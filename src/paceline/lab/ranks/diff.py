@@ -12,24 +12,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.checkpoint.resume import ResumePoint
 from paceline.checkpoint.shards import sha256_of
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import MicroBatchPlan
-from paceline.lab.diff import Difference, Kind, Recorded, Recording, Request
-from paceline.lab.ranks.replay import Source, Watch, replay_script, replay_task
-from paceline.lab.replay import Request as ReplayRequest
+from paceline.lab.ranks.replay import Watch, replay_script, replay_task
+from paceline.lab.replay import Difference, Kind, Recorded, Recording, RecordRequest, Request, Source
 from paceline.nested import tensors
+from paceline.rank.world import World
 from paceline.strategies.base import Strategy
 from paceline.train.determinism import hardware_facts
-from paceline.train.fit import StepRecord
+from paceline.train.step_record import StepRecord
 
 DIGEST_LENGTH = 32  # characters, which is 128 bits
 
 
 @dataclass
 class Recorder(Watch):
-    """Records the steps from `request.step` to `last`."""
-
     last: int = 0
     fetch: int | None = None
     records: list[Recorded] = field(default_factory=list[Recorded])
@@ -43,46 +42,43 @@ class Recorder(Watch):
         super().__post_init__()
         self.until, self.saved = self.last, None
 
-    def begin(self, origin: Any) -> None:
-        """The steps after `origin` begin."""
-        super().begin(origin)
+    def begin(self, world: World) -> ResumePoint | None:
+        origin = super().begin(world)
         self._step = self.result.start + 1
+        return origin
 
     def attach(self, replica: Strategy, prefix: str = "") -> None:
-        """Observe a model."""
         super().attach(replica, prefix)
-        enter, sync_gradients = replica.enter, replica.sync_gradients
-
-        def entered(batch: MicroBatch, is_last: bool) -> None:
-            if self.is_on and not self._knows_start:
-                self._record_state("state before")
-            enter(batch, is_last)
-            if self.is_on and self.work is not None and not prefix:
-                work = self.work
-                self._record("samples", "indices", work.indices, work)
-                self._record_all("input", "batch", (batch.inputs, batch.targets), work)
-
-        def synchronised(divisor: float | Tensor) -> Any:
-            found = sync_gradients(divisor)
-            if self.is_on:
-                for shard in reversed(replica.gradients()):  # backward begins with the last layer
-                    self._record("gradient", prefix + shard.name, shard.tensor)
-            return found
-
-        def before_update(*_: object) -> None:
-            if self.is_on:
-                rates = [float(group["lr"]) for group in replica.optimizer.param_groups]
-                self._record("learning rate", f"of {prefix}all groups", torch.tensor(rates, dtype=torch.float64))
-                for shard in reversed(replica.gradients()):
-                    self._record("applied gradient", prefix + shard.name, shard.tensor)
-
-        replica.optimizer.register_step_pre_hook(before_update)
-        vars(replica).update(enter=entered, sync_gradients=synchronised)
+        replica.optimizer.register_step_pre_hook(lambda *_: self._before_update(replica, prefix))
         for name, module in replica.model.named_modules():
             full_name = prefix + (name or f"the model ({type(module).__name__})")
             if not name:
                 module.register_forward_pre_hook(partial(self._before_forward, full_name))
             module.register_forward_hook(partial(self._record_output, full_name))
+
+    def before_micro_batch(self) -> None:
+        if not self._knows_start:
+            self._record_state("state before")
+
+    def on_micro_batch(self, batch: MicroBatch, replica: Strategy, prefix: str) -> None:
+        super().on_micro_batch(batch, replica, prefix)
+        if self.work is not None and not prefix:
+            self._record("samples", "indices", self.work.indices, self.work)
+            self._record_all("input", "batch", (batch.inputs, batch.targets), self.work)
+
+    def on_gradients(self, replica: Strategy, prefix: str) -> None:
+        super().on_gradients(replica, prefix)
+        self._record_gradients("gradient", replica, prefix)
+
+    def _before_update(self, replica: Strategy, prefix: str) -> None:
+        if self.is_on:
+            rates = [float(group["lr"]) for group in replica.optimizer.param_groups]
+            self._record("learning rate", f"of {prefix}all groups", torch.tensor(rates, dtype=torch.float64))
+            self._record_gradients("applied gradient", replica, prefix)
+
+    def _record_gradients(self, kind: Kind, replica: Strategy, prefix: str) -> None:
+        for shard in reversed(replica.gradients()):  # backward begins with the last layer
+            self._record(kind, prefix + shard.name, shard.tensor)
 
     def _before_forward(self, name: str, _: nn.Module, inputs: Any) -> None:
         if self.work is not None:
@@ -97,13 +93,11 @@ class Recorder(Watch):
                 tensor.register_hook(lambda gradient: self._record("gradient of output", name, gradient, work))
 
     def note_losses(self, values: Tensor, weights: Tensor | None = None) -> bool:
-        """Record the losses of the current micro-batch."""
         if self.work is not None:
             self._record_all("loss", "of the samples" if values.ndim else "of the batch", (values, weights), self.work)
         return super().note_losses(values, weights)
 
     def note_step(self, record: StepRecord) -> bool:
-        """A step has ended. Returns whether it was the last one to repeat."""
         self.losses[record.step] = record.result.loss
         if self.is_on:
             self._record_state("state after")
@@ -134,24 +128,13 @@ class Recorder(Watch):
         self.records.append(Recorded(self._step, kind, name, digest, (virtual_rank, micro_batch, call), samples))
 
 
-def record(source: Source, request: Request, folder: Path) -> Recording:
-    """Repeat the steps of a request. A wanted tensor is saved in `folder`.
-
-    Raises:
-        UsageError: the steps cannot be repeated here.
-    """
-    made: list[Recorder] = []
-
-    def make_watch(asked: ReplayRequest, source: Source) -> Recorder:
-        made.append(recorder := Recorder(asked, source, last=request.last, fetch=request.fetch))
-        return recorder
-
-    asked = ReplayRequest(request.first)
+def record(source: Source, request: RecordRequest, folder: Path) -> Recording:
+    """Repeat the steps of a request. A wanted tensor is saved in `folder`."""
+    recorder = Recorder(Request(request.first), source, last=request.last, fetch=request.fetch)
     if request.script:
-        replay_script(source, asked, Path(request.script), request.arguments, make_watch)
+        replay_script(recorder, Path(request.script), request.arguments)
     else:
-        replay_task(source, asked, make_watch)
-    (recorder,) = made
+        replay_task(recorder)
     if recorder.fetched is not None:
         torch.save(recorder.fetched, folder / "tensor.pt")
     device = next(iter(recorder.replicas.values())).world.device

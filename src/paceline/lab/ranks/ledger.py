@@ -32,8 +32,6 @@ MAX_NAMED = 10  # steps in a note
 
 @dataclass
 class RankLog:
-    """The events of one rank in one start."""
-
     started: Started
     steps: dict[int, list[Step]] = field(default_factory=dict[int, list[Step]])  # by last step, see Step.steps
     samples: dict[int, list[int]] = field(default_factory=dict[int, list[int]])  # step -> indices, if recorded
@@ -71,16 +69,13 @@ class GenerationLogs:
 
     @property
     def label(self) -> str:
-        """The name of the start in messages."""
         generation = f", generation {self.start_event.generation}" if self.start_event.generation else ""
         return f"attempt {self.start_event.attempt}{generation}"
 
     def records(self) -> Iterator[Step]:
-        """The step records of all ranks."""
         return (record for log in self.logs for records in log.steps.values() for record in records)
 
     def steps(self) -> list[int]:
-        """All steps that at least one rank logged, sorted."""
         return sorted({step for record in self.records() for step in covered_steps(record)})
 
     def spans(self, counts: range) -> Iterator[range]:
@@ -116,8 +111,6 @@ class GenerationSummary:
 
 @dataclass(frozen=True)
 class EpochUse:
-    """The number of samples that one epoch (from 0) used once, never or repeatedly; None if unknown."""
-
     epoch: int
     steps: int
     once: int | None
@@ -154,27 +147,22 @@ class _CheckedStep:
 
 
 def audit(run_dir: Path, make_plan: Callable[[int], BatchPlan]) -> Audit:
-    """Check the run in `run_dir` from its events. The run may have ended, been killed, or still be running.
-
-    Args:
-        run_dir: the run folder.
-        make_plan: returns the batch plan of the run's settings for a number of samples.
-
-    Raises:
-        UsageError: if no rank has started there, or the settings define no plan for this number of samples.
-    """
+    """Check a run, which may have been killed or be running. `make_plan`: from a number of samples."""
     starts = _read_starts(run_dir)
     if not starts:
         raise UsageError(code="ledger-no-events", run_dir=run_dir)
     ranges = _counted_step_ranges(starts)
     _check_plausible(starts, ranges)
-    parts = starts[0].start_event.stream_parts
+    first = starts[0].start_event
+    parts = first.stream_parts
     plan = make_plan(ENDLESS_NUM_SAMPLES if parts else max(1, starts[0].start_event.num_samples))
     unlogged = [note for start in starts for note in _add_unlogged_steps(start, plan)]
     incarnations = [_incarnation(start, counts) for start, counts in zip(starts, ranges, strict=True)]
     result = Audit(plan.num_samples, plan.steps_per_epoch, plan.last_batch, incarnations, is_stream=parts > 0)
     if parts:
         result = replace(result, num_samples=0, steps_per_epoch=0)
+    elif first.own_order:  # of a sampler, whose batches can have other sizes than those of the plan
+        result = replace(result, steps_per_epoch=first.steps_per_epoch)
     elif older := [start.label for start in starts if any(log.started.num_samples == 0 for log in start.logs)]:
         result.findings.append(
             f"an older version of paceline wrote this run: {', '.join(older)} did not record the samples of each rank, "
@@ -191,7 +179,9 @@ def audit(run_dir: Path, make_plan: Callable[[int], BatchPlan]) -> Audit:
     faults += [(range(1, begin + 1), "missing: every attempt started after it")] if begin else []
     spans = ((span, start) for start, counts in zip(starts, ranges, strict=True) for span in start.spans(counts))
     checked_steps = (_check_step(span, start, plan) for span, start in spans)
-    for epoch, group in groupby(checked_steps, lambda s: s.epoch if parts else (s.span[0] - 1) // plan.steps_per_epoch):
+    for epoch, group in groupby(
+        checked_steps, lambda s: s.epoch if first.own_order else (s.span[0] - 1) // plan.steps_per_epoch
+    ):
         steps = list(group)
         faults += [(step.span, text) for step in steps for text in step.faults]
         result.epochs.append(usage := _epoch(epoch, steps, plan.num_samples, parts))
@@ -288,7 +278,8 @@ def _disagreements(start: GenerationLogs, plan: BatchPlan) -> Iterator[str]:
         yield f"{start.label}: rank {rank} started twice"
     for name in ("world_size", "start_step", "num_samples", "steps_per_epoch", "stream_parts"):
         values = sorted({getattr(log.started, name) for log in start.logs})
-        planned = None if start.start_event.stream_parts else getattr(plan, name, None)
+        is_planned = not start.start_event.own_order or (name == "num_samples" and not start.start_event.stream_parts)
+        planned = getattr(plan, name, None) if is_planned else None
         if len(values) > 1:
             yield f"{start.label}: ranks disagree about {name}: {', '.join(map(str, values))}"
         elif planned is not None and values != [planned]:
@@ -357,7 +348,6 @@ def _check_step(span: range, start: GenerationLogs, plan: BatchPlan) -> _Checked
 
 
 def covered_steps(record: Step) -> range:
-    """The steps that a record covers."""
     return range(record.step - record.steps + 1, record.step + 1)
 
 
@@ -453,7 +443,6 @@ def _epoch(epoch: int, steps: Sequence[_CheckedStep], num_samples: int, parts: i
 
 
 def _check_epoch(epoch: int, steps: Sequence[_CheckedStep], num_samples: int) -> Iterator[str]:
-    """The check without the plan: any rank may have used a sample, in any step."""
     consumed = sum(step.consumed for step in steps)
     if consumed != num_samples:
         yield f"epoch {epoch}: {consumed:,} samples were used instead of {num_samples:,}"

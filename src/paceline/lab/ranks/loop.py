@@ -40,7 +40,7 @@ from paceline.stepping.trained_model import ModelInTraining
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.optimizers import optimizer_names
 from paceline.tasks.registry import load_function
-from paceline.train.fit import StepRecord
+from paceline.train.step_record import StepRecord
 
 MAX_RECORDED_VALUES = 4096  # recorded values per tensor, evenly spaced
 
@@ -63,8 +63,6 @@ class LoopStep(StepValues):
 
 @dataclass
 class LoopRun:
-    """The record of a run of a loop on one rank."""
-
     strategy: str
     optimizer: str = "-"
     steps: list[LoopStep] = field(default_factory=list[LoopStep])
@@ -139,7 +137,6 @@ class _Recorder(Observer):
             cast_to_float64(thing)
 
     def on_loader(self, loader: Loader, *, per_virtual_rank: bool) -> None:
-        """Shorten its epochs. In the plain run, compute the whole global batch at once."""
         loader.short_epoch = self._short_epoch
         if self.case.plain:
             size = loader.plan.global_batch * (self.spec.virtual_ranks if per_virtual_rank else 1)
@@ -222,7 +219,6 @@ class _Recorder(Observer):
         return [(prefix + name, p) for prefix, parameters in named_parameters for name, p in parameters]
 
     def _values(self, part: ModelInTraining, tensors_by_name: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of the tensors: all values if the case is exact, otherwise some, evenly spaced."""
         values: dict[str, Tensor] = {}
         for name, tensor in tensors_by_name.items():
             stride = 1 if self.case.exact else max(1, -(-tensor.numel() // MAX_RECORDED_VALUES))
@@ -260,7 +256,6 @@ class _Recorder(Observer):
             step.scalars |= {f"{name}, {n}": value for n, (name, value) in enumerate(named.items(), len(step.scalars))}
 
     def on_print(self, words: Sequence[Any]) -> None:
-        """Keep the session's notes about the loop."""
         if str(words[0] if words else "").startswith("NOTE: "):
             self.run.notes.append(str(words[0]).removeprefix("NOTE: "))
 
@@ -287,7 +282,6 @@ def run_loop(spec: LoopSpec, folder: Path, world: World) -> None:
 
 
 def read_run(folder: Path, size: int, number: int) -> list[LoopRun]:
-    """The records of a case, by rank; without ranks that did not finish."""
     files = [folder / f"{size}-{number}-{rank}.pt" for rank in range(size)]
     with torch.serialization.safe_globals([LoopRun, LoopStep, StepBits]):
         return [torch.load(file, weights_only=True) for file in files if file.is_file()]

@@ -6,32 +6,20 @@ from pathlib import Path
 import torch
 
 from paceline.errors import UsageError, plural
-from paceline.lab.ranks.causes import (
-    CLIPPED,
-    Comparison,
-    Explanation,
-    TensorDifference,
-    factor_between,
-    format_ratio,
-    sample_difference,
-)
+from paceline.lab.ranks import causes
 from paceline.lab.ranks.loop import LoopRun, LoopStep, least_precise, read_run
 from paceline.lab.ranks.reference import NamedTensors
 from paceline.lab.verify import BitsReport, Case, Diagnosis, LoopCase, LoopSpec, Result, StrategyBits, VerifyReport
 
 Run = Sequence[LoopRun]  # by rank
 Steps = Sequence[LoopStep]
-Differences = Sequence[Sequence[TensorDifference]]
+Differences = Sequence[Sequence[causes.TensorDifference]]
 
 
 def make_loop_reports(
     folder: Path, spec: LoopSpec, ranks: Sequence[int], ended: Mapping[int, str]
 ) -> tuple[VerifyReport, list[BitsReport]]:
-    """The results of all runs. There are no bits if a run did not finish.
-
-    Raises:
-        UsageError: if the function trained nothing.
-    """
+    """The results of all runs. There are no bits if a run did not finish."""
     runs = {(n, i): read_run(folder, n, i) for n in {1, *ranks} for i in range(len(spec.cases))}
     reference = runs[1, 0]
     if reference and not (reference[0].error or any(step.updates for step in reference[0].steps)):
@@ -69,7 +57,7 @@ def make_loop_reports(
 
 def _compared(run: Run, reference: Run, case: LoopCase, precision: str, size: int, ended: str) -> Result:
     first = next((rank_run for rank_run in run if rank_run.optimizer != "-"), LoopRun(case.strategy))
-    comparison = Comparison(adaptive=first.optimizer != "SGD", precision=precision)
+    comparison = causes.Comparison(adaptive=first.optimizer != "SGD", precision=precision)
     finding = _compare(run, reference, comparison, size, ended)
     return comparison.result(Case(first.strategy, size, "none", first.optimizer), finding)
 
@@ -82,7 +70,7 @@ def _bits_of(run: Run) -> StrategyBits:
     return StrategyBits(first.strategy, first.optimizer, weights, state, first.bits, agree)
 
 
-def _compare(run: Run, reference: Run, comparison: Comparison, size: int, ended: str) -> Diagnosis | None:
+def _compare(run: Run, reference: Run, comparison: causes.Comparison, size: int, ended: str) -> Diagnosis | None:
     steps = list(zip(*(rank_run.steps for rank_run in run), strict=False)) if len(run) == size else []
     for name in run[0].start_fingerprints if len(run) == size else ():
         values = [rank_run.start_fingerprints.get(name) for rank_run in run]
@@ -100,7 +88,7 @@ def _compare(run: Run, reference: Run, comparison: Comparison, size: int, ended:
         if samples != want.samples:
             orders_differ = size > 1 and _has_repeats(run, want.epoch) and not _has_repeats(reference, want.epoch)
             cause = "order" if orders_differ else "samples"
-            return Diagnosis(number, cause, "", sample_difference(samples, want.samples))
+            return Diagnosis(number, cause, "", causes.sample_difference(samples, want.samples))
         path = list(dict.fromkeys(hook for rank_run in [*reference, *run] for hook in rank_run.gradient_path_hooks))
         return Diagnosis(number, *_explain(ranks, want, differences, path, comparison.tolerance))
     if failure := _failure(run, size, ended):
@@ -127,7 +115,7 @@ def _failure(run: Run, size: int, ended: str) -> Diagnosis | None:
 
 def _explain(
     ranks: Steps, want: LoopStep, differences: Differences, path: Sequence[str], tolerance: float
-) -> Explanation:
+) -> causes.Explanation:
     """The first difference from one process, in the order of a step."""
     got = ranks[0]
     if any(rank.rates != want.rates for rank in ranks):
@@ -144,7 +132,7 @@ def _explain(
         return "weights", "", f"the loss is {loss:.12g}; one process has {expected:.12g}"
     for kind, description in (
         ("gradient", "the gradient after s.backward"),
-        (CLIPPED, "the gradient at optimizer.step()"),
+        (causes.CLIPPED, "the gradient at optimizer.step()"),
         ("parameter", "a parameter after the step"),
     ):
         matching = [[difference for difference in row if difference.kind == kind] for row in differences]
@@ -167,7 +155,7 @@ def _explain(
 
 def _explain_gradient(
     ranks: Steps, want: LoopStep, tensor: str, text: str, path: Sequence[str], tolerance: float, *, ranks_differ: bool
-) -> Explanation:
+) -> causes.Explanation:
     """The cause of a wrong gradient after s.backward, if samples and losses are right."""
     changed = sorted({name for rank in ranks for name in rank.externally_changed_grads})
     if max(rank.micro_batches for rank in ranks) > 1 and any(rank.has_change_between_backwards for rank in ranks):
@@ -179,7 +167,7 @@ def _explain_gradient(
     if path:
         return "scale", tensor, f"{text}; hooks and functions on the gradient path: {', '.join(path[:4])}"
     if (factor := _factor(ranks[0].gradients, want.gradients, max(1e-9, tolerance))) is not None:
-        return "mean", tensor, f"every gradient is {format_ratio(factor)} the right value"
+        return "mean", tensor, f"every gradient is {causes.format_ratio(factor)} the right value"
     return "gradient", tensor, text
 
 
@@ -188,4 +176,4 @@ def _factor(got: NamedTensors, want: NamedTensors, tolerance: float = 1e-9) -> f
     if got.keys() != want.keys() or not pairs:
         return None
     sides = (torch.cat([tensor.double() for tensor in side]) for side in zip(*pairs, strict=True))
-    return factor_between(*sides, tolerance=tolerance)
+    return causes.factor_between(*sides, tolerance=tolerance)

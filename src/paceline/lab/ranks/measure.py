@@ -1,8 +1,7 @@
-"""A rank of `paceline compare` or `paceline scale`: trains each candidate for a chunk of steps, and times it.
+"""A rank of `paceline compare` or `paceline scale`: `python -m paceline.lab.ranks.measure FOLDER`.
 
-Start it with `python -m paceline.lab.ranks.measure FOLDER` and torchrun's environment variables. The folder has
-order.json and config.toml. Rank 0 adds a line to chunks.jsonl for each candidate. Each rank records its steps in
-FOLDER/<candidate>/events-<rank>.jsonl, like a training.
+The folder has order.json and config.toml. Rank 0 adds a line to chunks.jsonl for each candidate. Each rank records its
+steps in FOLDER/<candidate>/events-<rank>.jsonl, like a training.
 """
 
 import gc
@@ -46,14 +45,21 @@ from paceline.strategies import Strategy
 from paceline.strategies.base import MakeOptimizer
 from paceline.tasks.registry import load_task
 from paceline.tasks.task import Task
-from paceline.train.compute_settings import check_precision, resolve_compute
+from paceline.train.compute_settings import check_precision
 from paceline.train.determinism import use_deterministic_kernels
-from paceline.train.fit import StepRecord, fit
 from paceline.train.optimizer import configured_optimizer_maker, schedule_for
 from paceline.train.parallelism import parallelize_model
-from paceline.train.prepare import check_loss, make_model, make_plan, make_replica, parallel_config
+from paceline.train.prepare import (
+    check_loss,
+    make_model,
+    make_plan,
+    make_replica,
+    parallel_config,
+    resolve_compute,
+)
 from paceline.train.records import RunRecorder
-from paceline.train.step import ignore_phase
+from paceline.train.step import fit, ignore_phase
+from paceline.train.step_record import StepRecord
 from paceline.train.stream_task import check_stream
 
 GPU_DRIVER_WAIT_SECONDS = 2.0  # for the driver to report why a GPU is slow
@@ -62,8 +68,6 @@ MAX_STREAM_SAMPLES = 4096  # read from a stream, and then repeated
 
 @dataclass(frozen=True)
 class Workload:
-    """The training of all candidates, on one rank."""
-
     config: TrainConfig
     task: Task
     dataset: Dataset[Any]
@@ -73,7 +77,6 @@ class Workload:
 
 
 def load_workload(config: TrainConfig, candidates: Iterable[Candidate], world: World) -> Workload:
-    """Load the task and its data."""
     check_precision(config.compute.precision, world.device)
     task = load_task(str(config.task), task_options(config))
     data, notes = task.make_dataset("train"), ()
@@ -102,8 +105,6 @@ def load_workload(config: TrainConfig, candidates: Iterable[Candidate], world: W
 
 
 class CandidateTraining:
-    """The training of a candidate, in chunks of steps."""
-
     def __init__(
         self, workload: Workload, candidate: Candidate, folder: Path, steps: int, on_phase: Callable[[Phase], object]
     ) -> None:
@@ -148,18 +149,17 @@ class CandidateTraining:
         self._taken = self._open.enter_context(closing(taken))
 
     def take_steps(self, steps: int) -> int:
-        """Take `steps` steps (a collective). Return their number of samples, over all ranks."""
         self.sync_seconds = 0.0
         return sum(self._record(next(self._taken)) for _ in range(steps))
 
     def take_one(self) -> Sequence[MicroBatch]:
-        """Take a step (a collective). Return its data on this rank."""
         record = next(self._taken)
         self._record(record)
         return record.microbatches
 
     def _record(self, record: StepRecord) -> int:
-        self.use.add(record.num_tokens_and_samples())
+        tokens, samples = record.num_tokens_and_samples()
+        self.use.tokens, self.use.samples = self.use.tokens + tokens, self.use.samples + samples
         self.sync_seconds += record.phase_seconds.get(Phase.SYNC.word, 0.0)
         samples = len(self.plan.global_indices(*divmod(record.step - 1, self.plan.steps_per_epoch)))
         self._records.log_step(record, samples, self._share, listed=self._lists_samples)
@@ -191,7 +191,6 @@ def _without_exchange(model: torch.nn.Module, maker: MakeOptimizer, world: World
 
 
 def measure_candidates(order: MeasurementRequest, workload: Workload) -> None:
-    """Measure all candidates (a collective). Rank 0 writes the measurements."""
     folder, world, compute = Path(order.folder), workload.world, workload.config.compute
     _trigger_lazy_imports(world)
     launch_seconds = time.time() - order.started_unix
@@ -211,7 +210,6 @@ def measure_candidates(order: MeasurementRequest, workload: Workload) -> None:
 
 
 def _measure(order: MeasurementRequest, workload: Workload, candidate: Candidate, launch_seconds: float) -> Measurement:
-    """Apply one candidate to a new model, and take the inspected, the warm-up and the measured steps."""
     world, status_page = workload.world, HangGuard.of_process().page
     folder, last = Path(order.folder) / candidate.name, order.warmup + order.steps
     with inspect_memory(world.device) if order.memory else nullcontext() as inspection:
@@ -294,7 +292,6 @@ def _most(values: Iterable[Any]) -> Any:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Carry out the order in folder `arguments[0]`."""
     folder = Path(arguments[0])
     order = msgspec.json.decode((folder / m.ORDER).read_bytes(), type=MeasurementRequest)
     config = configuration.load(folder.resolve() / m.CONFIG, must_own=True)

@@ -66,7 +66,6 @@ class Inspection:
         replica.optimizer.register_step_post_hook(after)
 
     def enter(self, phase: Phase) -> None:
-        """Mark the beginning of a phase of the step."""
         if self._open:
             with record_function(MARK + phase.word):
                 pass
@@ -76,7 +75,6 @@ class Inspection:
         self._batch = storage_bytes(t for m in microbatches for t in tensors((m.inputs, m.targets)))
 
     def close(self, profiler: profile) -> None:
-        """End the observation; `found` is its result."""
         self._open = False
         sizes = (self._weights, self._gradients, self._optimizer)
         events = _timeline(profiler, self._device)

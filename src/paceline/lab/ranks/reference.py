@@ -71,7 +71,6 @@ class Reference:
         self._names = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def step(self, number: int) -> StepValues:
-        """Take step `number` (from 0). Return its values."""
         steps_per_epoch = -(-len(self.dataset) // self.global_batch)  # pyright: ignore[reportArgumentType]
         epoch, step = divmod(number, steps_per_epoch)
         order = torch.randperm(
@@ -120,7 +119,6 @@ class Reference:
         return [(v, part, indices) for v, part, indices in microbatches if len(indices)]
 
     def _forward(self, virtual_rank: int, indices: Tensor) -> tuple[Tensor, float]:
-        """The weighted sum of a micro-batch's losses, with its graph, and the sum of its weights."""
         self._load_buffers(virtual_rank)
         samples = [self.dataset[i] for i in indices.tolist()]
         batch = (self.task.collate or default_collate)(samples)
@@ -185,14 +183,11 @@ class Reference:
 
     @property
     def hooked_parameters(self) -> list[str]:
-        """The parameters that have a hook on their gradient."""
         return [name for name, p in self._names.items() if p._backward_hooks]  # pyright: ignore[reportPrivateUsage]
 
 
 @dataclass(frozen=True)
 class _StepStart:
-    """The state before a step, from which `Reference.gradient_parts` computes the step again."""
-
     parameters: dict[str, Tensor]
     buffers: dict[int, dict[str, Tensor]]
     batch: Tensor
@@ -212,12 +207,10 @@ def to_double(tensor: Tensor) -> Tensor:
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    """Whether the model has batch norm."""
     return any(isinstance(m, _BatchNorm) for m in model.modules())
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
-    """The current .grad of each trained parameter, by name."""
     return {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
 
 

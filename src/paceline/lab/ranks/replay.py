@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +33,7 @@ from paceline.config.strategies import EXACT_STRATEGIES
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import MicroBatchPlan
 from paceline.errors import PacelineError, UsageError, first_few
-from paceline.lab.replay import EXPECTED, Logged, NonFinite, Replayed, Request, SampleLoss
+from paceline.lab.replay import EXPECTED, NonFinite, Replayed, Request, SampleLoss, Source
 from paceline.nested import tensors
 from paceline.rank.world import World, joined
 from paceline.runs.console import print_to_stderr
@@ -49,62 +49,26 @@ from paceline.tasks.task import Loss
 from paceline.train.compute_settings import set_threads
 from paceline.train.consistency import REGISTERED_PREFIX
 from paceline.train.determinism import hardware_facts, use_deterministic_kernels
-from paceline.train.fit import StepRecord
 from paceline.train.prepare import TrainingComponents, prepare
+from paceline.train.step_record import StepRecord
 from paceline.train.training import TaskTrainer
-
-if TYPE_CHECKING:
-    from paceline.config.settings import TrainConfig
 
 SAME_LOSS = 1e-2  # relative difference of a loss and the mean over samples, which bf16 can round
 OTHER_SAMPLES = "the run has used different samples in this step: their order has no seed, or the data differ"
 
 
-@dataclass(frozen=True)
-class Source:
-    """The run to repeat: its folder, its settings, and its log of the step."""
+def checkpoints_of(source: Source) -> Checkpoints:
+    return Checkpoints(source.run_dir / CHECKPOINTS, trust=source.trust)
 
-    run_dir: Path
-    config: "TrainConfig"
-    logged: Logged
-    environment: Mapping[str, Any]
-    """the content of environment.json; empty for a session"""
-    trust: bool
 
-    @property
-    def checkpoints(self) -> Checkpoints:
-        """The checkpoints of the run."""
-        return Checkpoints(self.run_dir / CHECKPOINTS, trust=self.trust)
-
-    def origin(self, step: int, world: World) -> ResumePoint | None:
-        """The newest intact checkpoint before `step`; None: the replay begins at the start of the run."""
-        return newest_on_disk(self.checkpoints, world, print_to_stderr, after=0, before=step)
-
-    def next_checkpoint(self, request: Request) -> tuple[int, ShardFileSource] | None:
-        """The intact checkpoint to compare the state with, and its step.
-
-        Raises:
-            UsageError: it was requested, and the run has none.
-        """
-        checkpoints = self.checkpoints
-        for step, path in reversed(checkpoints.entries()):
-            if step == request.step or (request.check and step > request.step):
-                try:
-                    return step, ShardFileSource.from_checkpoint(path, checkpoints.check(path))
-                except DamagedCheckpoint as error:
-                    print_to_stderr(f"{path.name} cannot be used: {error}")
-        if request.check:
-            raise UsageError(code="replay-without-later-checkpoint", value=request.step, run_dir=self.run_dir)
-        return None
-
-    def definition(self) -> Mapping[str, Any]:
-        """The definition of the attempt in its first checkpoint. Without one, it has only the hardware."""
-        for _, path in reversed(self.checkpoints.entries()):
-            with suppress(DamagedCheckpoint):
-                manifest = read_manifest(path, trust=self.trust)
-                if manifest.attempt == self.logged.attempt:
-                    return manifest.definition
-        return {"hardware": self.environment.get("bits_hold_for")}
+def definition_of(source: Source) -> Mapping[str, Any]:
+    """The definition of the attempt in its first checkpoint. Without one, it has only the hardware."""
+    for _, path in reversed(checkpoints_of(source).entries()):
+        with suppress(DamagedCheckpoint):
+            manifest = read_manifest(path, trust=source.trust)
+            if manifest.attempt == source.logged.attempt:
+                return manifest.definition
+    return {"hardware": source.environment.get("bits_hold_for")}
 
 
 @dataclass
@@ -114,12 +78,10 @@ class Watch:
     request: Request
     source: Source
     result: Replayed = field(init=False)
-    is_on: bool = False
-    """whether the requested step is the current one"""
+    is_on: bool = False  # whether the requested step is the current one
     replicas: dict[str, Strategy] = field(default_factory=dict[str, Strategy])
     """by the prefix of the names of their parameters"""
-    work: MicroBatchPlan | None = None
-    """the current micro-batch of the requested step"""
+    work: MicroBatchPlan | None = None  # the current micro-batch of the requested step
     owners: dict[int, int] = field(default_factory=dict[int, int])
     """the virtual rank of each sample, if one micro-batch has samples of several"""
     samples: dict[tuple[int, int], list[SampleLoss]] = field(default_factory=dict[tuple[int, int], list[SampleLoss]])
@@ -127,39 +89,69 @@ class Watch:
 
     def __post_init__(self) -> None:
         self.result = Replayed(self.request.step, 0, self.source.logged.loss, without=sorted(self.request.without))
-        self.until, self.saved = self.source.next_checkpoint(self.request) or (self.request.step, None)
+        self.until, self.saved = self._next_checkpoint() or (self.request.step, None)
 
-    def begin(self, origin: ResumePoint | None) -> None:
-        """The steps after `origin` begin."""
+    def _next_checkpoint(self) -> tuple[int, ShardFileSource] | None:
+        """The intact checkpoint to compare the state with, and its step."""
+        request, checkpoints = self.request, checkpoints_of(self.source)
+        for step, path in reversed(checkpoints.entries()):
+            if step == request.step or (request.check and step > request.step):
+                try:
+                    return step, ShardFileSource.from_checkpoint(path, checkpoints.check(path))
+                except DamagedCheckpoint as error:
+                    print_to_stderr(f"{path.name} cannot be used: {error}")
+        if request.check:
+            raise UsageError(code="replay-without-later-checkpoint", value=request.step, run_dir=self.source.run_dir)
+        return None
+
+    def begin(self, world: World) -> ResumePoint | None:
+        """The newest intact checkpoint before the step; None: the replay begins at the start of the run."""
+        origin = newest_on_disk(checkpoints_of(self.source), world, print_to_stderr, after=0, before=self.request.step)
         self.result.start = origin.step if origin else 0
         self.is_on = self.result.start + 1 == self.request.step
+        return origin
 
     def attach(self, replica: Strategy, prefix: str = "") -> None:
-        """Observe a model."""
         self.replicas[prefix] = replica
         enter, leave, sync_gradients = replica.enter, replica.leave, replica.sync_gradients
 
         def entered(batch: MicroBatch, is_last: bool) -> None:
+            if self.is_on:
+                self.before_micro_batch()
             enter(batch, is_last)
             if self.is_on:
-                self.work = batch.work if batch.work.is_counted else None
-                self._finite_gradient = "loss", "the loss function"
-                if self.request.pdb and len(self.replicas) == 1:
-                    self._stop(batch, replica.model, replica.optimizer)
+                self.on_micro_batch(batch, replica, prefix)
 
         def left(error: BaseException | None = None) -> None:
             self.work = None
             leave(error)
 
         def synchronised(divisor: float | Tensor) -> Any:
-            found = sync_gradients(divisor)
+            result = sync_gradients(divisor)
             if self.is_on:
-                self.result.layers |= gradient_norms(replica, prefix)
-            return found
+                self.on_gradients(replica, prefix)
+            return result
 
         vars(replica).update(enter=entered, leave=left, sync_gradients=synchronised)
         for name, module in replica.model.named_modules() if self.request.find_nonfinite else ():
             module.register_forward_hook(partial(self._after_forward, prefix + (name or type(module).__name__)))
+
+    def before_micro_batch(self) -> None:
+        pass
+
+    def on_micro_batch(self, batch: MicroBatch, replica: Strategy, prefix: str) -> None:
+        self.work = batch.work if batch.work.is_counted else None
+        self._finite_gradient = "loss", "the loss function"
+        if self.request.pdb and len(self.replicas) == 1:
+            self._stop(batch, replica.model, replica.optimizer)
+
+    def on_gradients(self, replica: Strategy, prefix: str) -> None:
+        """Record the norm of the gradients of each layer, in the order of the model."""
+        trained = (name for name, p in replica.model.named_parameters() if p.requires_grad)
+        squares = dict.fromkeys((prefix + name.rpartition(".")[0] for name in trained), 0.0)
+        for shard in replica.gradients():
+            squares[prefix + shard.name.rpartition(".")[0]] += float(shard.tensor.detach().double().square().sum())
+        self.result.layers |= {name or "(the model)": total**0.5 for name, total in squares.items()}
 
     def _stop(self, batch: MicroBatch, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Stop in the debugger. Its draws of random numbers do not change the step."""
@@ -266,11 +258,7 @@ class Watch:
         return result
 
 
-MakeWatch = Callable[[Request, Source], Watch]
-
-
 def missing_samples(request: Request, indices: Sequence[int]) -> UsageError:
-    """The error for samples that the step does not have, or if no other sample would be left."""
     missing = sorted(request.without - {*indices})
     if not missing:
         return UsageError(code="replay-without-all", value=request.step)
@@ -279,7 +267,6 @@ def missing_samples(request: Request, indices: Sequence[int]) -> UsageError:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether all elements are finite; also for integers."""
     return bool(tensor.detach().isfinite().all())
 
 
@@ -293,24 +280,11 @@ def _bits(tensor: Tensor | None) -> str:
     return "" if tensor is None else sha256_of({"": tensor})
 
 
-def gradient_norms(replica: Strategy, prefix: str) -> dict[str, float]:
-    """The norm of the gradients of each layer, in the order of the model."""
-    squares = {prefix + name.rpartition(".")[0]: 0.0 for name, p in replica.model.named_parameters() if p.requires_grad}
-    for shard in replica.gradients():
-        squares[prefix + shard.name.rpartition(".")[0]] += float(shard.tensor.detach().double().square().sum())
-    return {name or "(the model)": total**0.5 for name, total in squares.items()}
-
-
 def explain(watch: Watch, now: Mapping[str, Any], origin: ResumePoint | None) -> None:
-    """Set the reasons why the bits can differ, and the expected difference.
-
-    Raises:
-        UsageError: the run is a different one: its data, seed or batches have changed; or the state cannot be compared
-            with a checkpoint, as requested.
-    """
+    """Set the reasons why the bits can differ, and the expected difference."""
     source, request, result = watch.source, watch.request, watch.result
     config = source.config
-    saved = origin.trainer_state.definition if origin else {"strategy": config.strategy, **source.definition()}
+    saved = origin.trainer_state.definition if origin else {"strategy": config.strategy, **definition_of(source)}
     if saved.get("hardware") is None:
         saved = {name: value for name, value in saved.items() if name != "hardware"}
     of_task = [name for name in saved if name.startswith(TASK_SETTING_PREFIX)]
@@ -339,7 +313,6 @@ class _TaskReplay(TaskTrainer):
         self._watch = watch
 
     def repeat(self) -> None:
-        """Take the steps."""
         self._take_steps()
 
     def _record_step(self, record: StepRecord) -> None:
@@ -349,19 +322,14 @@ class _TaskReplay(TaskTrainer):
         return self._watch.note_step(record)
 
 
-def replay_task(source: Source, request: Request, make_watch: MakeWatch = Watch) -> Replayed:
-    """Repeat a step of a task, observed by a new watch.
-
-    Raises:
-        UsageError: before the first step, for a run that cannot be repeated here.
-    """
-    config = source.config
-    watch = make_watch(request, source)
+def replay_task(watch: Watch) -> Replayed:
+    """Repeat a step of a task."""
+    request, source, config = watch.request, watch.source, watch.source.config
     world = World.from_env({}, device=config.launch.device)
     with joined(world), use_deterministic_kernels() if config.strategy in EXACT_STRATEGIES else nullcontext():
         make_communicator()
         set_threads(config.launch.threads_per_rank, world)
-        origin = source.origin(request.step, world)
+        origin = watch.begin(world)
         parts = prepare(replace(config, launch=replace(config.launch, mesh=None)), world)
         now = parts.definition
         explain(watch, now, origin)
@@ -372,7 +340,6 @@ def replay_task(source: Source, request: Request, make_watch: MakeWatch = Watch)
         elif config.model.init_from is not None:
             parts.load_initial_weights(config.model.init_from, trust=source.trust, report=print_to_stderr)
         watch.attach(parts.replica)
-        watch.begin(origin)
         if config.model.batchnorm == "sync" and parts.stream is None:
             samples = _samples(parts, request.step)
             watch.owners = {index: place % parts.plan.virtual_ranks for place, index in enumerate(samples)}
@@ -391,7 +358,6 @@ def replay_task(source: Source, request: Request, make_watch: MakeWatch = Watch)
 
 
 def _samples(parts: TrainingComponents, step: int) -> list[int]:
-    """The samples of a step, in order."""
     return parts.plan.global_indices(*divmod(step - 1, parts.plan.steps_per_epoch)).tolist()
 
 
@@ -419,9 +385,9 @@ def _watched(loss: Loss, watch: Watch) -> Loss:
 class _SessionReplay(Observer):
     """Ends the script after the last step to repeat."""
 
-    def __init__(self, source: Source, watch: Watch) -> None:
-        config = source.config
-        self._source, self._watch, self._origin = source, watch, None
+    def __init__(self, watch: Watch) -> None:
+        config = watch.source.config
+        self._watch, self._origin = watch, None
         self.options = {
             "strategy": config.strategy, "virtual_ranks": config.data.virtual_ranks, "resume": False, "report_to": None,
             "checkpoint_every": None, "device": config.launch.device, "backend": "auto",
@@ -431,10 +397,9 @@ class _SessionReplay(Observer):
 
     def resume_point(self, world: World) -> ResumePoint | None:
         self.world = world
-        self._origin = self._source.origin(self._watch.request.step, world)
-        self._watch.begin(self._origin)
+        self._origin = self._watch.begin(world)
         now = {
-            "strategy": self._source.config.strategy, "hardware": hardware_facts(world.device),
+            "strategy": self._watch.source.config.strategy, "hardware": hardware_facts(world.device),
             "threads_per_rank": torch.get_num_threads(),
         }  # fmt: skip
         explain(self._watch, now, self._origin)
@@ -513,7 +478,6 @@ class _LossFunctions(TorchFunctionMode):
 
 @cache
 def _reducing() -> dict[Any, Any]:
-    """The loss functions of torch with their signatures."""
     found: dict[Any, Any] = {}
     for function in vars(F).values():
         with suppress(TypeError, ValueError):  # not a function, or one in C
@@ -522,16 +486,9 @@ def _reducing() -> dict[Any, Any]:
     return found
 
 
-def replay_script(
-    source: Source, request: Request, script: Path, arguments: Sequence[str], make_watch: MakeWatch = Watch
-) -> Replayed:
-    """Repeat a step of a session by running its script, observed by a new watch.
-
-    Raises:
-        UsageError: for a script that cannot repeat the step.
-    """
-    watch = make_watch(request, source)
-    observer = _SessionReplay(source, watch)
+def replay_script(watch: Watch, script: Path, arguments: Sequence[str]) -> Replayed:
+    """Repeat a step of a session by running its script."""
+    observer = _SessionReplay(watch)
     try:
         with use_observer(observer), observer.inside, _as_program(script, arguments):
             runpy.run_path(str(script), run_name="__main__")
@@ -544,7 +501,7 @@ def replay_script(
         return watch.finish(error)
     if watch.result.loss is None:
         close_all()
-        raise UsageError(code="replay-step-not-reached", value=request.step, script=script)
+        raise UsageError(code="replay-step-not-reached", value=watch.request.step, script=script)
     if not watch.samples:
         watch.result.unknown_losses = "not known. Pass one loss per sample to s.backward, or only a loss of torch"
     return watch.finish()
@@ -552,7 +509,6 @@ def replay_script(
 
 @contextmanager
 def _as_program(script: Path, arguments: Sequence[str]) -> Generator[None]:
-    """Inside, the command line and the module path are those of `python SCRIPT ARGUMENTS`."""
     before = sys.argv, [*sys.path]
     sys.argv, sys.path[:0] = [str(script), *arguments], [str(script.resolve().parent)]
     try:

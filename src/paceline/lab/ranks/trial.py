@@ -30,7 +30,8 @@ from paceline.seeding import derive_seed
 from paceline.stepping.totals import StepResult
 from paceline.strategies import STRATEGIES, Strategy
 from paceline.strategies.base import MakeOptimizer
-from paceline.strategies.optimizers import each_optimizer, optimizer_names, scope_of
+from paceline.strategies.optimizer_scope import scope_of
+from paceline.strategies.optimizers import each_optimizer, optimizer_names
 from paceline.tasks.registry import load_task
 from paceline.tasks.task import Task
 from paceline.train.optimizer import TaskSchedule, check_optimizer_type
@@ -46,18 +47,13 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 
 
 class VerifiedOptimizer(NamedTuple):
-    """What to know of an optimizer before it is applied."""
-
     names: str
     is_adaptive: bool
-    why_not_sharded: str | None
-    """Why strategies that shard parameters do not support it."""
+    why_not_sharded: str | None  # why strategies that shard parameters do not support it
 
 
 @dataclass(frozen=True)
 class VerificationSetup:
-    """The task, data and plan of all strategies with one batch norm policy."""
-
     spec: VerifySpec
     task: Task
     batch_norm_policy: BatchNormPolicy
@@ -67,12 +63,10 @@ class VerificationSetup:
 
 
 def task_of(spec: VerifySpec) -> Task:
-    """Load the task with its options."""
     return load_task(spec.task, {k: Path(v) if k == "data_dir" else v for k, v in spec.options.items()})
 
 
 def optimizers_of(spec: VerifySpec, task: Task, model: nn.Module) -> dict[str, VerifiedOptimizer]:
-    """The verified optimizers, by name. Each is created once for `model`, with its schedule."""
     by_task = task.make_optimizer is not None
     names = spec.optimizers or ([TASK_OPTIMIZER] if by_task else [*OPTIMIZERS])
     if TASK_OPTIMIZER in names and not by_task:
@@ -96,7 +90,6 @@ def _refusal(optimizer: Optimizer) -> str | None:
 
 
 def optimizer_factory(name: str, task: Task, model: nn.Module) -> MakeOptimizer:
-    """The function that creates the optimizer of `model`."""
     if name != TASK_OPTIMIZER or task.make_optimizer is None:
         return OPTIMIZERS[name]
     optimizer = check_optimizer_type(task.make_optimizer(model))
@@ -104,7 +97,6 @@ def optimizer_factory(name: str, task: Task, model: nn.Module) -> MakeOptimizer:
 
 
 def has_schedule(name: str, task: Task) -> bool:
-    """Whether the task's schedule applies to this optimizer."""
     return task.make_schedule is not None and (name == TASK_OPTIMIZER or task.make_optimizer is None)
 
 
@@ -114,7 +106,6 @@ def _add_schedule(name: str, task: Task, optimizer: Optimizer, steps: int) -> No
 
 
 def make_setup(spec: VerifySpec, task: Task, policy: BatchNormPolicy, world: World) -> VerificationSetup:
-    """Select the samples, and plan the batches (a collective)."""
     with raise_on_all_ranks(world):
         dataset, global_batch = _uneven_dataset_and_batch(task, spec, policy)
     samples: int = len(dataset)  # pyright: ignore[reportArgumentType]
@@ -186,7 +177,6 @@ def apply_strategy(
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Whether the model has dropout."""
     return any(isinstance(m, _DropoutNd) and m.p > 0 for m in model.modules())
 
 
@@ -216,7 +206,6 @@ class Trial:
 
 
 def make_trial(case: Case, setting: VerificationSetup, optimizer: VerifiedOptimizer) -> Trial:
-    """Build the model, apply the strategy and prepare its batches (a collective)."""
     model = _model(setting, setting.spec.seed + setting.world.rank)
     tensors = (*model.named_parameters(), *model.named_buffers())
     shapes = {name: torch.empty_like(t, device="meta", requires_grad=t.requires_grad) for name, t in tensors}
@@ -227,7 +216,6 @@ def make_trial(case: Case, setting: VerificationSetup, optimizer: VerifiedOptimi
 
 
 def make_reference(setting: VerificationSetup, optimizer: str) -> Reference:
-    """The single process to compare the strategies with."""
     task, spec = setting.task, setting.spec
     model = _model(setting, spec.seed)
     optim = optimizer_factory(optimizer, task, model)(model.parameters())
@@ -318,14 +306,12 @@ def _first_difference(local: Mapping[str, int], world: World) -> str | None:
 
 
 def digests_of(replica: Strategy) -> tuple[str, str]:
-    """SHA-256 of the weights with merged buffers, and of the whole state (a collective)."""
     with replica.merged_buffers():
         weights = sha256_of(replica.weights())
     return weights, sha256_of(full_state(replica.state(), replica.world))
 
 
 def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """A checksum of all bits of each tensor."""
     flat = {name: tensor.detach().cpu().contiguous().reshape(-1) for name, tensor in tensors.items()}
     return {n: zlib.crc32(f.view(torch.uint8).numpy()) for n, f in flat.items()}  # pyright: ignore[reportArgumentType]
 

@@ -1,9 +1,7 @@
 """A rank of `paceline verify`: `python -m paceline.lab.ranks.verify SPEC REPORT`, with torchrun's variables.
 
-It trains each strategy on a task in step with one process. Rank 0 also computes the reference and compares, so the
-workers return only the report. With --bitwise there is no reference: it trains the task and reports the bits of each
-step, which the command compares with those of different world sizes. A custom loop runs once for each case, and each
-rank writes a file next to the report (see `loop`).
+Rank 0 also computes the reference and compares, so the workers return only the report. With --bitwise there is no
+reference: the command compares the bits of each step with those of different world sizes.
 """
 
 import gc
@@ -138,7 +136,6 @@ def _skip_reason(strategy: str, policy: BatchNormPolicy, world: World, optimizer
 
 
 def collect_bits(spec: VerifySpec, world: World) -> BitsReport:
-    """Train each strategy with each optimizer, deterministically (a collective). Use the report of rank 0."""
     with raise_on_all_ranks(world):
         task = trials.task_of(spec)
         model = make_model(task, spec.seed, world)
@@ -167,7 +164,6 @@ def _bits_of(setting: VerificationSetup, strategy: str, optimizer: str) -> Strat
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the spec in file `arguments[0]`. Rank 0 writes the report to file `arguments[1]`."""
     spec = msgspec.json.decode(Path(arguments[0]).read_bytes(), type=VerifySpec | LoopSpec)
     world, report = trials.make_world(spec.device), Path(arguments[1])
     if isinstance(spec, LoopSpec):

@@ -126,11 +126,6 @@ def detach(log: Path) -> Callable[[], None]:
 
 
 def prepare_environment(plan: NodePlan) -> NodePlan:
-    """Change to the working folder of the workers, and set up their environment.
-
-    Raises:
-        UsageError: the folder does not exist, or an environment module cannot be loaded.
-    """
     if plan.cwd:
         try:
             os.chdir(plan.cwd)
@@ -146,11 +141,7 @@ def prepare_environment(plan: NodePlan) -> NodePlan:
 
 
 def prepare_run_dir(plan: NodePlan) -> tuple[NodePlan, tuple[int, ...]]:
-    """On node 0 of a run that no launcher has prepared: lock the run folder, and create the folder of the attempt.
-
-    Returns:
-        The complete plan, and the descriptors that hold the lock.
-    """
+    """On node 0 of a run that no launcher has prepared: lock the run folder, and create the folder of the attempt."""
     if plan.node != 0 or plan.attempt_dir or not plan.run_dir:
         return plan, ()
     run_dir = Path(plan.run_dir).resolve()
@@ -162,7 +153,6 @@ def prepare_run_dir(plan: NodePlan) -> tuple[NodePlan, tuple[int, ...]]:
 
 
 def run_agent(plan: NodePlan, *, lifeline: bool) -> int:
-    """Run the agent of `plan` to its end; return the exit code."""
     if plan.attach >= 0:
         from paceline.launch.agent.attach import run_attached_agent
 
@@ -199,11 +189,7 @@ def _serve(plan: NodePlan, inherited: InheritedResources, on_started: Callable[[
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the agent.
-
-    Returns:
-        0 done; 2 wrong use; 75 saved; 128 + n stopped by signal n; otherwise the code of the first failed worker.
-    """
+    """Return 0: done; 2: wrong use; 75: saved; 128 + n: stopped by signal n; or the code of the first failed worker."""
     parser = argparse.ArgumentParser(prog="python -m paceline.launch.agent", description=__doc__)
     parser.add_argument("--announce", action="store_true")
     parser.add_argument("--plan", type=Path)

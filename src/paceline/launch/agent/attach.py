@@ -13,17 +13,18 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace as changed
 from pathlib import Path
 
+import psutil
 from msgspec.structs import replace
 
 from paceline.errors import ExitCode, PacelineError
 from paceline.guard.deaths import diagnosis_due_seconds, first_to_fail
 from paceline.guard.sentences import format_clause, format_ranks
-from paceline.host.procfs import PROC, processes, read_process
+from paceline.host.procfs import PROC, read_process
 from paceline.host.sweep import RosterWorker
 from paceline.launch.agent.channel import Link, StartOrder, StartReply
 from paceline.launch.agent.cluster import Generation, RemoteNodes
@@ -31,20 +32,7 @@ from paceline.launch.agent.coordinator import POLL_FAILING_SECONDS
 from paceline.launch.agent.follower import Follower
 from paceline.launch.agent.monitor import Monitor, StopReport
 from paceline.launch.agent.workers import InheritedResources, Worker, Workers
-from paceline.protocol.control import (
-    LIFELINE_GRACE_SECONDS,
-    STOP_SIGNALS,
-    Goodbye,
-    Hello,
-    Message,
-    Readable,
-    Rendezvous,
-    StopOrders,
-    peer_pid,
-    receive,
-    send,
-    wait_readable,
-)
+from paceline.protocol import control
 from paceline.protocol.evidence import SUCCESS_EXIT_CODES, Failure, WorkerSample
 from paceline.protocol.job import NodePlan
 from paceline.runs.console import print_to_stderr
@@ -90,97 +78,107 @@ class ForeignProcess:
 
     @property
     def is_orphan(self) -> bool:
-        """Whether the process runs, but its parent, the launcher, has ended."""
         process = read_process(self.pid) if self.code is None else None
         return process is not None and process.runs and process.parent != self.parent
 
     def fileno(self) -> int:
-        """The descriptor for select, which is readable once the process has ended."""
-        return self.pidfd
+        return self.pidfd  # readable once the process has ended
 
     def poll(self) -> int | None:
-        """The exit code, once the process has ended."""
-        if self.code is None and wait_readable([self], 0.0):
+        if self.code is None and control.wait_readable([self], 0.0):
             code = exit_code(self.pid, self.pidfd)
             self.code = -signal.SIGKILL if code is None else code  # it sent no Goodbye: it was killed
         return self.code
 
     def send_signal(self, number: int, /) -> None:
-        """Send a signal, unless the process has ended or announced its exit code."""
         with suppress(OSError):
             if self.poll() is None:
                 signal.pidfd_send_signal(self.pidfd, number)
 
     def wait(self, timeout: float, /) -> int | None:
-        """Wait up to `timeout` seconds for the process to end."""
-        wait_readable([self], timeout)
+        control.wait_readable([self], timeout)
         return self.poll()
 
 
-class AttachedWorkers(Workers):
-    """The attached ranks of one node. They are ended only if `plan.may_end`."""
+class AttachedWorkers(Workers, control.StopOrders):
+    """The attached ranks of one node, and the orders to its agent. Ranks are ended only if `plan.may_end`.
+
+    Signals are not orders: they reach all processes of a job, and the ranks handle them. The only order is the end of
+    the launcher, if the agent may end the ranks.
+    """
 
     def __init__(self, plan: NodePlan) -> None:
         super().__init__(plan, 0, 0)
-        self.meeting: Rendezvous | None = None  # the address of node 0's agent, from a rank
+        self.signals, self.launcher_gone = [], False
+        self._looked_seconds, self._reported = time.monotonic(), False  # for the end of the launcher
+        self.meeting: control.Rendezvous | None = None  # the address of node 0's agent, from a rank
         self._listener = socket.socket(fileno=plan.attach)
         self._listener.setblocking(False)
         self._connections: dict[socket.socket, int] = {}  # -> the pid of the peer
         self._first: socket.socket | None = None  # the connection to rank 0
         self._goodbyes: dict[socket.socket, float] = {}  # connections to leaving ranks -> deadline for releasing them
         self._processes: list[ForeignProcess] = []
-        self._started: dict[int, int] = {}  # pid -> start time of the ranks' descendants when `stop` was called
+        self._descendants: set[psutil.Process] = set()  # of the ranks that ran when `stop` was called
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that have attached."""
         return tuple(worker.rank for worker in self._workers)
 
     @property
     def all_here(self) -> bool:
-        """Whether all ranks of this node have attached."""
         return len(self._workers) >= self.plan.nproc
 
     @property
     def running(self) -> list[ForeignProcess]:
-        """The running processes."""
         return [process for process in self._processes if process.code is None]
 
     # ---- messages of the ranks ----
 
-    def wait(self, seconds: float, also: Sequence[Readable]) -> bool:
-        """As `StopOrders.wait`: wait up to `seconds`; return True early if a rank attaches, sends a message or ends."""
+    def wait(self, seconds: float, also: Sequence[control.Readable] = ()) -> bool:
+        """Wait up to `seconds` until a rank attaches, sends a message or ends, the launcher ends, or for `also`."""
         self.release_departing_ranks()
         running = self.running
         readables = [*running, *self._connections, *([] if self.all_here else [self._listener])]
-        ready = wait_readable([*readables, *also], seconds)
+        ready = control.wait_readable([*readables, *also], seconds)
         is_woken = not ready.isdisjoint([readable.fileno() for readable in readables])
         for process in running:
             if process.fileno() in ready:
                 process.poll()
         for connection in [connection for connection in self._connections if connection.fileno() in ready]:
             with suppress(BlockingIOError):
-                self._process(connection, *receive(connection))
+                self._process(connection, *control.receive(connection))
         if not self.all_here and self._listener.fileno() in ready:
             connection = self._listener.accept()[0]
             connection.setblocking(False)
-            if (pid := peer_pid(connection)) > 0:
+            if (pid := control.peer_pid(connection)) > 0:
                 self._connections[connection] = pid
             else:  # a process of another user, or one in a different PID namespace, which the agent cannot see
                 connection.close()
-        return is_woken
+        return self._notice_launcher_end() or is_woken
 
-    def _process(self, connection: socket.socket, message: Message | None, descriptors: Sequence[int]) -> None:
+    def _notice_launcher_end(self) -> bool:
+        if self._reported or time.monotonic() < self._looked_seconds + LAUNCHER_CHECK_SECONDS:
+            return False
+        self._looked_seconds = time.monotonic()
+        if pids := [process.pid for process in self.running if process.is_orphan]:
+            self._reported, self.launcher_gone = True, self.plan.may_end
+            remedy = "stopping them" if self.launcher_gone else f"to end them: kill {' '.join(map(str, pids))}"
+            print_to_stderr(
+                f"the launcher of the ranks on {os.uname().nodename} has ended, but the ranks still run; {remedy}"
+            )
+        return self._reported
+
+    def _process(self, connection: socket.socket, message: control.Message | None, descriptors: Sequence[int]) -> None:
         pid = self._connections[connection]
         match message:
-            case Hello(rank) if self._add(rank, pid, descriptors):
+            case control.Hello(rank) if self._add(rank, pid, descriptors):
                 if rank == 0:
                     self._first = connection
                 if self.all_here:
                     self._listener.close()  # the next start uses the same socket name
-            case Rendezvous():
+            case control.Rendezvous():
                 self.meeting = message
-            case Goodbye(code):
+            case control.Goodbye(code):
                 for process in self.running:
                     if process.pid == pid:
                         process.code = code
@@ -214,23 +212,21 @@ class AttachedWorkers(Workers):
             del self._goodbyes[connection]
             connection.close()
 
-    def send_address_to_rank_0(self, meeting: Rendezvous) -> None:
-        """Send the address of this agent to rank 0, which passes it to the other nodes."""
+    def send_address_to_rank_0(self, meeting: control.Rendezvous) -> None:
         with suppress(OSError):
             if self._first is not None:
-                send(self._first, meeting)
+                control.send(self._first, meeting)
 
     # ---- overridden methods of Workers ----
 
     def _sample(self, worker: Worker) -> WorkerSample:
-        """The sample. A rank that its launcher has ended is a victim in it."""
         sample = super()._sample(worker)
         if sample.failure is not None or sample.code is None or sample.code >= 0:
             return sample
         # If a rank fails or the user stops a launcher, it signals all ranks, and kills those that do not end
-        stop_times = [at for code, at in self._ended.values() if -code in STOP_SIGNALS]
+        stop_times = [at for code, at in self._ended.values() if -code in control.STOP_SIGNALS]
         is_killed_later = sample.code == -signal.SIGKILL and any(at < sample.ended_seconds for at in stop_times)
-        if -sample.code not in STOP_SIGNALS and not is_killed_later:
+        if -sample.code not in control.STOP_SIGNALS and not is_killed_later:
             return sample
         name = signal.Signals(-sample.code).name
         rank, cause = (sample.rank, sample.host, sample.pid), f"ended by {name} from another process"
@@ -238,9 +234,10 @@ class AttachedWorkers(Workers):
         return replace(sample, error_text=cause, failure=failure)
 
     def stop(self, grace_seconds: float, number: int = signal.SIGTERM) -> None:
-        """As `Workers.stop`, if the plan allows it."""
         if self.plan.may_end:
-            self._started |= _descendants({process.pid for process in self.running})
+            for process in self.running:
+                with suppress(psutil.Error):
+                    self._descendants.update(psutil.Process(process.pid).children(recursive=True))
             super().stop(grace_seconds, number)
 
     def sweep(self) -> None:
@@ -254,15 +251,13 @@ class AttachedWorkers(Workers):
             deadline = time.monotonic() + KILL_SECONDS
             for process in self.running:
                 process.wait(max(0.0, deadline - time.monotonic()))
-            for pid, start in self._started.items():
-                if (child := read_process(pid)) is not None and child.runs and child.start_ticks == start:
-                    with suppress(ProcessLookupError, PermissionError):
-                        os.kill(pid, signal.SIGKILL)
+            for child in self._descendants:
+                with suppress(psutil.Error):  # the child has ended
+                    child.kill()
         self.left = [process.pid for process in self.running if process.poll() is None]
         self.swept = True
 
     def close(self) -> None:
-        """Close all descriptors and connections."""
         super().close()
         for process in self._processes:
             os.close(process.pidfd)
@@ -270,46 +265,11 @@ class AttachedWorkers(Workers):
             connection.close()
 
 
-def _descendants(pids: Collection[int]) -> dict[int, int]:
-    procs, starts = [*processes()], dict[int, int]()
-    while added := {
-        p.pid: p.start_ticks for p in procs if p.pid not in starts and (p.parent in pids or p.parent in starts)
-    }:
-        starts |= added
-    return starts
-
-
-class AttachOrders(StopOrders):
-    """Orders to an agent of attached ranks. The only order is the end of the launcher, if the agent may end the ranks.
-
-    Signals are not orders: they reach all processes of a job, and the ranks handle them.
-    """
-
-    def __init__(self, workers: AttachedWorkers) -> None:
-        self.signals, self.launcher_gone, self._workers = [], False, workers
-        self._looked_seconds, self._reported = time.monotonic(), False
-
-    def wait(self, seconds: float, also: Sequence[Readable] = ()) -> bool:
-        """Wait up to `seconds`, until a rank attaches, sends a message or ends, or one of `also` is readable."""
-        is_woken = self._workers.wait(seconds, also)
-        if self._reported or time.monotonic() < self._looked_seconds + LAUNCHER_CHECK_SECONDS:
-            return is_woken
-        self._looked_seconds = time.monotonic()
-        if pids := [process.pid for process in self._workers.running if process.is_orphan]:
-            self._reported, self.launcher_gone = True, self._workers.plan.may_end
-            remedy = "stopping them" if self.launcher_gone else f"to end them: kill {' '.join(map(str, pids))}"
-            print_to_stderr(
-                f"the launcher of the ranks on {os.uname().nodename} has ended, but the ranks still run; {remedy}"
-            )
-            return True
-        return is_woken
-
-
 class AttachedFollower(Follower):
     """The agent of a node other than node 0. It follows the agent of node 0 and starts no ranks."""
 
-    def __init__(self, plan: NodePlan, orders: StopOrders, attached: AttachedWorkers) -> None:
-        super().__init__(plan, orders, InheritedResources(), lambda: None)
+    def __init__(self, plan: NodePlan, attached: AttachedWorkers) -> None:
+        super().__init__(plan, attached, InheritedResources(), lambda: None)
         self._ranks, self._attached, self._over_seconds = attached.ranks, attached, 0.0
 
     def _start(self, start: StartOrder) -> StartReply:
@@ -336,9 +296,10 @@ class AttachedCoordinator:
     """Watches the ranks of one node, or on node 0 those of all nodes, until the last rank has ended."""
 
     def __init__(self, workers: AttachedWorkers) -> None:
-        self.plan, self.workers, self.orders = workers.plan, workers, AttachOrders(workers)
-        plan, self.is_head = self.plan, self.plan.ranks.first == 0 and self.plan.nodes > 1
-        self.cluster = RemoteNodes(plan if self.is_head else replace(plan, nodes=1), self.orders)
+        plan = self.plan = workers.plan
+        self.workers = workers
+        self.is_head = plan.ranks.first == 0 and plan.nodes > 1
+        self.cluster = RemoteNodes(plan if self.is_head else replace(plan, nodes=1), workers)
         self._generation = Generation(plan, workers, self.cluster)
         self._stall_seconds: float | None = None  # time of the report of a stall that still lasts
         self._has_reported = False  # it has reported a failure
@@ -346,7 +307,6 @@ class AttachedCoordinator:
         self._over_seconds = 0.0
 
     def run(self) -> None:
-        """Watch until the last rank has ended."""
         self._wait_for_ranks()
         try:
             self._watch()
@@ -358,7 +318,7 @@ class AttachedCoordinator:
         while not self.workers.all_here and (remaining := deadline - time.monotonic()) > 0:
             if not self.workers.running:  # also if no rank has attached yet
                 deadline = min(deadline, time.monotonic() + (LATE_SECONDS if self.workers.ranks else remaining))
-            self.orders.wait(min(remaining, 0.25))
+            self.workers.wait(min(remaining, 0.25))
         if not self.workers.all_here and self.workers.running:
             attached = format_ranks(self.workers.ranks)
             print_to_stderr(
@@ -368,7 +328,7 @@ class AttachedCoordinator:
     def _watch(self) -> None:
         if self.is_head:
             addresses = tuple(dict.fromkeys((*self.plan.node0, os.uname().nodename)))
-            self.workers.send_address_to_rank_0(Rendezvous(addresses, self.cluster.port, self.plan.secret))
+            self.workers.send_address_to_rank_0(control.Rendezvous(addresses, self.cluster.port, self.plan.secret))
         monitor = Monitor(self._generation)
         while self._continues():
             is_failing = diagnosis_due_seconds(self._generation.samples()) is not None and not self._has_reported
@@ -378,7 +338,7 @@ class AttachedCoordinator:
             if self._accept_nodes() and self._has_all_ranks:
                 monitor = Monitor(self._generation)  # a new monitor for all ranks
             if self.cluster.launcher_gone and not self._has_reported:
-                self._end_all(LIFELINE_GRACE_SECONDS)
+                self._end_all(control.LIFELINE_GRACE_SECONDS)
             if not self._has_reported:
                 self._judge(monitor, self._generation.samples())
 
@@ -407,14 +367,13 @@ class AttachedCoordinator:
         self._generation.members = [*self.cluster.members.values()]
         return self._generation.members != old_members
 
-    def _follow(self, meeting: Rendezvous) -> None:
-        """Follow the agent of node 0 in the guard of all nodes, until it ends."""
+    def _follow(self, meeting: control.Rendezvous) -> None:
         plan = replace(
             self.plan, node0=meeting.addresses, node0_ports=(meeting.port,), secret=meeting.secret, join_seconds=30.0
         )
         try:
             # the agent of node 0 prints the reports, unless it is lost
-            self._has_reported = AttachedFollower(plan, self.orders, self.workers).run() == ExitCode.DONE
+            self._has_reported = AttachedFollower(plan, self.workers).run() == ExitCode.DONE
         except PacelineError as error:
             print_to_stderr(f"cannot detect hangs between this node and others: {error}")
         self._is_apart = True
@@ -422,7 +381,6 @@ class AttachedCoordinator:
     # ---- detection ----
 
     def _judge(self, monitor: Monitor, samples: Sequence[WorkerSample]) -> None:
-        """Run the detectors that are due, and report a finding once."""
         now = time.monotonic()
         if (due := diagnosis_due_seconds(samples)) is not None:
             # only the samples of all ranks show which ranks are victims of a failure on a different node
@@ -456,7 +414,7 @@ class AttachedCoordinator:
     def _report_failure(self, monitor: Monitor, samples: Sequence[WorkerSample]) -> None:
         self._has_reported = True
         first = first_to_fail(samples)
-        if first is not None and first.failure is not None and -(first.code or 0) in STOP_SIGNALS:
+        if first is not None and first.failure is not None and -(first.code or 0) in control.STOP_SIGNALS:
             return print_to_stderr(f"another process ended the ranks ({first.failure.type})")
         page = changed(monitor.judge_failure(samples), attempt_dir="").screen_text(self._generation.oom_kills())
         is_complete = self._has_all_ranks or self.plan.nodes == 1
@@ -474,7 +432,7 @@ class AttachedCoordinator:
 
 def run_attached_agent(plan: NodePlan) -> int:
     """Run the agent of the ranks that attach at `plan.attach`. The exit code has no meaning."""
-    for number in STOP_SIGNALS:  # they reach all processes of a job; the ranks decide how to react
+    for number in control.STOP_SIGNALS:  # they reach all processes of a job; the ranks decide how to react
         signal.signal(number, signal.SIG_IGN)
     workers = AttachedWorkers(replace(plan, secret=secrets.token_hex(32), node0_ports=(0,)))
     try:

@@ -18,12 +18,14 @@ import hmac
 import math
 import os
 import select
+import selectors
 import signal
 import socket
 import struct
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from typing import cast
 
 import msgspec
 
@@ -40,71 +42,35 @@ SILENCE_SECONDS = 15.0  # without a message; then the other side is lost. TCP re
 PROOF_FILE = ".shared"  # the file in the attempt's folder that all nodes must see
 
 
-class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Node to coordinator, the first message: its number, its workers, and the port of its probe socket."""
+# ---- node to coordinator ----
 
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
     node: int  # -1: any free node of a running run
     nodes: int
     nproc: int
-    probe_port: int
+    probe_port: int  # of a socket to which other nodes connect to test the network
     facts: Facts
     ranks: tuple[int, ...] = ()  # if another launcher has assigned the ranks: see attach.py
 
 
 class StoreConnectionRequest(msgspec.Struct, frozen=True, tag=True):
-    """Node to coordinator, first on a separate link, which relays store traffic after a `CoordinatorHeartbeat`."""
-
-
-class PeerAddress(msgspec.Struct, frozen=True):
-    """The address of the probe socket of a node: other nodes connect to it to test the network."""
-
-    host: str
-    address: str
-    port: int
-
-
-class ReachabilityRequest(msgspec.Struct, frozen=True, tag=True):
-    """Coordinator to node: try to connect to all these peers."""
-
-    peers: tuple[PeerAddress, ...]
+    """The first message on a separate link, which relays store traffic after a `CoordinatorHeartbeat`."""
 
 
 class ReachabilityReply(msgspec.Struct, frozen=True, tag=True):
-    """Node to coordinator: the unreachable peers, each with the reason."""
-
-    unreachable: tuple[str, ...]
-
-
-class StartOrder(msgspec.Struct, frozen=True, tag=True):
-    """Coordinator to node: start these workers."""
-
-    generation: int
-    ranks: NodeRanks
-    attempt_dir: str
-    proof: str  # content of the file `.shared` in the attempt folder; empty if nodes need not share the folder
-
-
-class JoinOrder(msgspec.Struct, frozen=True, tag=True):
-    """Coordinator to a node that joins a running run: take this node number, from the next generation on.
-
-    The node checks that it sees the attempt's folder (see `StartOrder.proof`), and answers with a `StartReply` of
-    generation -1.
-    """
-
-    node: int
-    attempt_dir: str
-    proof: str
+    unreachable: tuple[str, ...]  # the peers, each with the reason
 
 
 class StartReply(msgspec.Struct, frozen=True, tag=True):
-    """Node to coordinator: the workers run, or the reason why they cannot."""
+    """The workers run, or the reason why they cannot."""
 
     generation: int
     refusal: str = ""
 
 
 class NodeHeartbeat(msgspec.Struct, frozen=True, tag=True):
-    """Node to coordinator, a heartbeat: the state of the workers, at each sample and when a worker ends."""
+    """The state of the workers, at each sample and when a worker ends."""
 
     generation: int
     workers: tuple[WorkerSample, ...] = ()  # with ages instead of times
@@ -116,54 +82,82 @@ class NodeHeartbeat(msgspec.Struct, frozen=True, tag=True):
     alive_took_seconds: float | None = None
 
 
-class EvidenceRequest(msgspec.Struct, frozen=True, tag=True):
-    """Coordinator to node: report details of each worker's state. Wait for their answers at most `patience_seconds`."""
-
-    question: int
-    patience_seconds: float
-
-
 class EvidenceReply(msgspec.Struct, frozen=True, tag=True):
-    """Node to coordinator: the details of one worker, because they can be large; None at the end."""
+    """The details of one worker, because they can be large; None at the end."""
 
     question: int
     evidence: Evidence | None
 
 
+class StopSignalNotice(msgspec.Struct, frozen=True, tag=True):
+    signal: int  # the stop signal that the agent has received; 0: its launcher has ended
+
+
+# ---- coordinator to node ----
+
+
+class PeerAddress(msgspec.Struct, frozen=True):
+    host: str
+    address: str
+    port: int  # `Hello.probe_port`
+
+
+class ReachabilityRequest(msgspec.Struct, frozen=True, tag=True):
+    peers: tuple[PeerAddress, ...]
+
+
+class StartOrder(msgspec.Struct, frozen=True, tag=True):
+    generation: int
+    ranks: NodeRanks
+    attempt_dir: str
+    proof: str  # content of the file `.shared` in the attempt folder; empty if nodes need not share the folder
+
+
+class JoinOrder(msgspec.Struct, frozen=True, tag=True):
+    """To a node that joins a running run: take this node number, from the next generation on.
+
+    The node checks that it sees the attempt's folder (see `StartOrder.proof`), and answers with a `StartReply` of
+    generation -1.
+    """
+
+    node: int
+    attempt_dir: str
+    proof: str
+
+
+class EvidenceRequest(msgspec.Struct, frozen=True, tag=True):
+    """Report details of each worker's state. Wait for the workers' answers at most `patience_seconds`."""
+
+    question: int
+    patience_seconds: float
+
+
 class UnblockOrder(msgspec.Struct, frozen=True, tag=True):
-    """Coordinator to node: abort the collective in which these ranks wait, with `StopReport.unblock_message`."""
+    """Abort the collective in which these ranks wait."""
 
     ranks: tuple[int, ...]
-    word: str
-
-
-class StopSignalNotice(msgspec.Struct, frozen=True, tag=True):
-    """Node to coordinator: the agent has received this stop signal; 0: its launcher has ended."""
-
-    signal: int
+    word: str  # `StopReport.unblock_message`
 
 
 class StopOrder(msgspec.Struct, frozen=True, tag=True):
-    """Coordinator to node: stop the generation. The workers get a signal and this time. Later orders can shorten it."""
+    """Stop the generation. The workers get a signal and this time. Later orders can shorten it."""
 
     grace_seconds: float
     signal: int = signal.SIGTERM  # a worker gets each signal only once
 
 
 class StopStep(msgspec.Struct, frozen=True, tag=True):
-    """Coordinator to node: ranks of an unmodified script stop after this number of steps; 0: wait for the number."""
+    """Ranks of an unmodified script stop after this number of steps; 0: they wait for the number."""
 
     step: int = 0
 
 
 class CoordinatorHeartbeat(msgspec.Struct, frozen=True, tag=True):
-    """Coordinator to node, a heartbeat: at the beginning and then every two seconds."""
-
     unix_time: float | None = None  # send time, by the coordinator's clock
 
 
 class RunOver(msgspec.Struct, frozen=True, tag=True):
-    """Coordinator to node: the run is over for this node. Print `words`, if there are any, and exit with this code."""
+    """The run is over for this node. Print `words`, if there are any, and exit with this code."""
 
     code: int
     words: str = ""
@@ -204,7 +198,6 @@ class Link:
         self.peer_port: int = connection.getpeername()[1]
 
     def fileno(self) -> int:
-        """The descriptor for select; -1 once the link is closed."""
         return self._socket.fileno()
 
     def send(self, message: Message) -> None:
@@ -298,7 +291,6 @@ class Handshake:
         self._send(MAGIC + self._nonce)
 
     def fileno(self) -> int:
-        """The descriptor for select."""
         return self._socket.fileno()
 
     def try_complete(self) -> Link | None:
@@ -324,12 +316,10 @@ class Handshake:
         return Link(self._socket, _proof(self._secret, b"key", nonces), mine=b"coordinator", theirs=b"node")
 
     def refuse(self) -> None:
-        """Close the connection."""
         self._socket.close()
 
     @property
     def closed(self) -> bool:
-        """Whether the connection is closed, by either side."""
         return self._socket.fileno() < 0
 
     def _send(self, data: bytes) -> None:
@@ -372,53 +362,33 @@ def _proof(secret: bytes, role: bytes, nonces: bytes) -> bytes:
 
 
 def unmap_ipv4_address(address: str) -> str:
-    """An address without the prefix of IPv4-mapped IPv6 addresses."""
     return address.removeprefix("::ffff:") if "." in address else address
 
 
-class Poller:
-    """Finds the readable links. It uses epoll, so the cost does not grow with the number of links.
+class Poller(selectors.EpollSelector):
+    """Finds the readable links. The cost does not grow with their number.
 
     The poller can be polled itself: it is readable if a link is readable.
     """
 
-    def __init__(self) -> None:
-        self._kernel = select.epoll()
-        self._links: dict[int, Link] = {}  # by descriptor
-
-    def fileno(self) -> int:
-        """The descriptor for select."""
-        return self._kernel.fileno()
-
     def set_links(self, links: Iterable[Link]) -> None:
-        """Poll these links, and no others."""
         open_links = {link.fileno(): link for link in links if not link.ended}
-        for number in self._links.keys() - open_links.keys():
-            if self._links.pop(number).fileno() >= 0:  # the kernel removes closed sockets itself
-                self._kernel.unregister(number)
-        for number, link in open_links.items():
-            if self._links.get(number) is not link:  # new, or it has reused the number of a closed link
-                self._kernel.register(number, select.EPOLLIN)
-                self._links[number] = link
+        for key in [*self.get_map().values()]:
+            if open_links.get(key.fd) is not key.fileobj:  # ended, or a new link has reused its number
+                self.unregister(key.fileobj)
+        for number in open_links.keys() - self.get_map():
+            self.register(open_links[number], selectors.EVENT_READ)
 
     def readable_links(self) -> list[Link]:
         """The links that can be read now. Never waits."""
-        return [self._links[number] for number, _ in self._kernel.poll(0, max(1, len(self._links)))]
-
-    def close(self) -> None:
-        """Stop polling."""
-        self._kernel.close()
+        return [cast(Link, key.fileobj) for key, _ in self.select(0)]
 
 
 MAX_HANDSHAKES = 256  # limit of concurrent handshakes. The oldest is closed: a peer with the secret is quick
 
 
 class Listener:
-    """Accepts the connections of the other agents. It never waits.
-
-    Raises:
-        UsageError: all `ports` are in use.
-    """
+    """Accepts the connections of the other agents. It never waits."""
 
     def __init__(self, ports: Sequence[int], secret: bytes) -> None:
         self._socket, self._secret = _listen(ports), secret
@@ -427,7 +397,6 @@ class Listener:
         self.port: int = self._socket.getsockname()[1]
 
     def sockets(self) -> list[Readable]:
-        """The sockets to wait for."""
         return [self._socket, *self._handshakes, *self._authenticated]
 
     def take_new_links(self) -> list[tuple[Link, list[Message]]]:
@@ -454,7 +423,6 @@ class Listener:
         return arrivals
 
     def close(self) -> None:
-        """Stop accepting connections, and close the new ones without a message."""
         for link in self._authenticated:
             link.end("the run is over")
         for handshake in self._handshakes:
@@ -475,6 +443,12 @@ def _listen(ports: Sequence[int]) -> socket.socket:
     taken = ", ".join(f"{port} (by {holder})" if holder else str(port) for port, holder in holders.items())
     taken = f"port {taken} is" if len(holders) == 1 else f"ports {taken} are"
     raise UsageError(code="ports-in-use", host=socket.gethostname(), ports=taken)
+
+
+def port_taken_error(name: str, port: int, error: OSError) -> UsageError:
+    holder = port_holder(port)
+    holder_text = f" by {holder}" if holder else ""
+    return UsageError(code="port-taken", port=name, by=holder_text, strerror=error.strerror)
 
 
 # ---- the clocks of two nodes ----
@@ -504,7 +478,6 @@ class ClockBounds:
 
     @property
     def ahead_seconds(self) -> float:
-        """The most likely difference."""
         return self.least_seconds + self.error_seconds
 
     def narrow(self, now_seconds: float, *, least_seconds: float = -math.inf, most_seconds: float = math.inf) -> None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from msgspec.structs import replace
 
@@ -21,7 +21,6 @@ from paceline.guard.collect import ADVANCE_INTERVAL_SECONDS, NATIVE_STACK_SECOND
 from paceline.guard.deaths import diagnosis_due_seconds
 from paceline.host.procfs import raise_open_file_limit
 from paceline.launch.agent import channel
-from paceline.launch.agent.store import StoreProxy
 from paceline.launch.agent.workers import InheritedResources, Workers
 from paceline.protocol.balance import speeds_of_ranks
 from paceline.protocol.control import LIFELINE_GRACE_SECONDS, STOP_SIGNALS, StopOrders
@@ -30,10 +29,11 @@ from paceline.protocol.job import NodePlan
 from paceline.runs import writing
 from paceline.runs.console import print_to_stderr
 
+if TYPE_CHECKING:
+    from paceline.launch.agent.store_proxy import StoreProxy
+
 
 class RemoteNode:
-    """One of the other nodes."""
-
     def __init__(self, hello: channel.Hello, link: channel.Link) -> None:
         self.hello, self.link = hello, link
         self.clock_ahead_seconds = hello.facts.wall_seconds - time.time()  # too small by the network latency
@@ -55,22 +55,18 @@ class RemoteNode:
 
     @property
     def name(self) -> str:
-        """The name in messages."""
         return f"node {self.hello.node} ({self.hello.facts.host})"
 
     @property
     def address(self) -> channel.PeerAddress:
-        """The address at which other nodes can try to reach it."""
         return channel.PeerAddress(self.hello.facts.host, self.link.peer_address, self.hello.probe_port)
 
     def start(self, start: channel.StartOrder) -> None:
-        """Order the node to start its workers of a generation."""
         self.ranks = self.hello.ranks or range(start.ranks.first, start.ranks.first + self.hello.nproc)
         self.beat, self._samples, self.started = channel.NodeHeartbeat(start.generation), {}, None
         self.link.send(start)
 
     def samples(self) -> Sequence[WorkerSample]:
-        """The last state of its workers in this generation, also if the node is lost."""
         if self._cached is None or self._cached[0] is not self._samples or self._cached[1] != self.lost:
             self._cached = self._samples, self.lost, [self._sample(rank) for rank in self.ranks]
         return self._cached[2]
@@ -83,7 +79,6 @@ class RemoteNode:
         return replace(sample, lost_reason=lost, ended_seconds=self.link.heard_seconds, failure=None, error_text="")
 
     def request_evidence(self, question: channel.EvidenceRequest) -> None:
-        """Request details of the state of its workers."""
         self.asked, self.shown, self._partial_answer = question.question, None, []
         self.link.send(question)
 
@@ -92,8 +87,11 @@ class RemoteNode:
         match message:
             case channel.NodeHeartbeat():
                 return self._process_beat(message)
-            case channel.EvidenceReply():
-                self._process_answer(message)
+            case channel.EvidenceReply(question, evidence):
+                if question == self.asked and evidence is None:
+                    self.shown = self._partial_answer
+                elif question == self.asked and evidence and len(self._partial_answer) < self.hello.nproc:
+                    self._partial_answer.append(evidence.swap_times_and_ages(time.monotonic()))
                 return False  # the caller of `request_evidence` polls ten times a second
             case channel.StartReply():
                 self.started = message
@@ -116,12 +114,6 @@ class RemoteNode:
             if beat.workers:
                 self._samples = {worker.rank: worker.swap_times_and_ages(now) for worker in beat.workers}
         return self._ends != previous_ends
-
-    def _process_answer(self, answer: channel.EvidenceReply) -> None:
-        if answer.question == self.asked and answer.evidence is None:
-            self.shown = self._partial_answer
-        elif answer.question == self.asked and answer.evidence and len(self._partial_answer) < self.hello.nproc:
-            self._partial_answer.append(answer.evidence.swap_times_and_ages(time.monotonic()))
 
 
 NODE_END_SECONDS = 3.0
@@ -159,12 +151,10 @@ class RemoteNodes:
 
     @property
     def present_nodes(self) -> list[RemoteNode]:
-        """The nodes that take part, by number."""
         return [member for _, member in sorted(self.members.items()) if not member.lost]
 
     @property
     def launcher_gone(self) -> bool:
-        """Whether any agent has lost its launcher."""
         return self._orders.launcher_gone or any(0 in orders for orders in self._orders_by_node.values())
 
     @property
@@ -175,7 +165,6 @@ class RemoteNodes:
 
     @property
     def is_stop_ordered(self) -> bool:
-        """Whether there is an order to stop."""
         return self.launcher_gone or bool(self.signals)
 
     def note_signals(self, ranks: Sequence[WorkerSample]) -> None:
@@ -184,7 +173,6 @@ class RemoteNodes:
             self._orders.signals += [signal.Signals(r.stop_signal) for r in ranks if r.stop_signal in STOP_SIGNALS][:1]
 
     def wait(self, seconds: float) -> None:
-        """Wait up to `seconds` for news, and process all messages of other nodes."""
         if self._listener is None:
             self._orders.wait(seconds)
             return
@@ -284,12 +272,10 @@ class RemoteNodes:
         return has_news
 
     def send_to_all(self, message: channel.Message) -> None:
-        """Send a message to all nodes that take part."""
         for member in self.present_nodes:
             member.link.send(message)
 
     def stopped(self) -> bool:
-        """Whether all workers have ended, on the nodes that are not lost."""
         return all(member.beat.stopped for member in self.present_nodes)
 
     def end(self, code: int) -> None:
@@ -336,12 +322,7 @@ class Generation:
 
     @classmethod
     def start(cls, plan: NodePlan, number: int, cluster: RemoteNodes, inherited: InheritedResources) -> Self:
-        """Start a generation on all present nodes. `plan` is that of the coordinator, with the ranks on its node.
-
-        Raises:
-            UsageError: a port is in use. No worker was started then.
-            OSError: the workers of this node cannot be started. No worker was started then.
-        """
+        """Start a generation on all present nodes. `plan` is that of the coordinator, with the ranks on its node."""
         members = cluster.present_nodes
         total = plan.nproc + sum(member.hello.nproc for member in members)
         nprocs = [plan.nproc, *(member.hello.nproc for member in members)]
@@ -383,11 +364,7 @@ class Generation:
     # ---- its state ----
 
     def samples(self) -> list[WorkerSample]:
-        """The present state of all workers, including those of a lost node."""
-        samples = self.own.samples()
-        for member in self.members:
-            samples += member.samples()
-        return samples
+        return [*self.own.samples(), *(sample for member in self.members for sample in member.samples())]
 
     @property
     def interrupted(self) -> bool:
@@ -395,16 +372,10 @@ class Generation:
         return self.cluster.is_stop_ordered or diagnosis_due_seconds(self.samples()) is not None
 
     def running(self) -> list[WorkerSample]:
-        """The state of the workers that have not ended."""
         return [sample for sample in self.samples() if sample.is_running]
 
     def oom_kills(self) -> int:
-        """The number of processes that the kernels have killed for lack of memory."""
         return self.own.oom_kills() + sum(member.beat.oom_kills for member in self.cluster.present_nodes)
-
-    def surviving_pids(self) -> list[int]:
-        """The pids of processes that SIGKILL has not ended."""
-        return [*self.own.left, *(pid for member in self.cluster.present_nodes for pid in member.beat.left)]
 
     def collect_evidence(self, patience_seconds: float, *, to_its_end: bool = False) -> list[Evidence]:
         """Details of the state of each rank, sorted by rank. A worker may take `patience_seconds` to answer.
@@ -422,11 +393,14 @@ class Generation:
                 break
         by_rank = {evidence.rank: evidence for evidence in collection.evidence(self.own.samples())}
         by_rank |= {evidence.rank: evidence for member in self.cluster.present_nodes for evidence in member.shown or ()}
-        samples = sorted(self.samples(), key=lambda sample: sample.rank)
-        return [_complete(sample, by_rank.get(sample.rank)) for sample in samples]
+        completed: list[Evidence] = []
+        for sample in sorted(self.samples(), key=lambda sample: sample.rank):
+            found = by_rank.get(sample.rank) or Evidence.from_sample(sample)
+            failure, text = sample.failure or found.failure, sample.error_text or found.error_text
+            completed.append(replace(found, failure=failure, error_text=text))
+        return completed
 
     def write_clocks(self) -> None:
-        """Record the clock differences of other nodes, if their bounds have become narrower."""
         if (machine := self.own.machine) is None:
             return
         for member in self.cluster.present_nodes:
@@ -464,11 +438,9 @@ class Generation:
     def stop(self, grace_seconds: float, number: int = signal.SIGTERM, *, signals_heard: int = 0) -> None:
         """End all workers and their child processes, on all nodes.
 
-        Args:
-            grace_seconds: time for the workers to end after the signal. It becomes shorter once a worker has failed,
-                since the ranks can no longer save together (ranks of a script may), or once the launcher has ended.
-            number: signal to send first. After a signal other than SIGTERM, a script also gets SIGTERM.
-            signals_heard: number of stop signals so far. A further one ends the grace.
+        The grace becomes shorter once a worker has failed, since the ranks can no longer save together (ranks of a
+        script may), or once the launcher has ended. After a signal `number` other than SIGTERM, a script also gets
+        SIGTERM. `signals_heard` is the number of stop signals so far. A further one ends the grace.
         """
         last_seconds = self.plan.term_grace_seconds if number != signal.SIGTERM else 0.0
         self._await_end(grace_seconds, last_seconds, number, signals_heard)
@@ -528,10 +500,3 @@ def _proof(plan: NodePlan) -> str:
     proof = secrets.token_hex(8)
     writing.replace_file(Path(plan.attempt_dir) / channel.PROOF_FILE, proof.encode(), sync=True)
     return proof
-
-
-def _complete(sample: WorkerSample, found: Evidence | None) -> Evidence:
-    """The evidence of a rank, completed from its sample. Without evidence, the sample alone."""
-    if found is None:
-        return Evidence.from_sample(sample)
-    return replace(found, failure=sample.failure or found.failure, error_text=sample.error_text or found.error_text)

@@ -18,7 +18,7 @@ from typing import Any, Literal, Self
 import msgspec
 from msgspec.structs import replace
 
-from paceline.errors import ExitCode, UsageError, plural
+from paceline.errors import ExitCode, FaultyRankError, UsageError, plural
 from paceline.guard.deaths import RankEnd, diagnosis_due_seconds, first_to_fail, rank_end
 from paceline.guard.judge import judge_samples
 from paceline.guard.report import RunEvent, same_diagnosis
@@ -46,8 +46,6 @@ POLL_FAILING_SECONDS = 0.05  # between checks for failure records after a failur
 
 @dataclass(frozen=True)
 class FailedGeneration:
-    """The first failure of a generation, and the progress of the generation."""
-
     rank_end: RankEnd | None  # of the rank that failed first; None: ranks made no progress or disagreed
     rank: int
     exit_code: int
@@ -63,10 +61,7 @@ class FailedGeneration:
         cls, diagnosis: Diagnosis, ranks: Sequence[WorkerSample], exit_code: int, *, step: int, nproc: int,
         regroups: bool = False,
     ) -> Self:  # fmt: skip
-        """Create the record of a generation that ended with this diagnosis.
-
-        With `regroups`, its ranks end for the next generation: one that has saved does not mean a requested stop.
-        """
+        """With `regroups`, ranks end for the next generation: one that has saved does not mean a requested stop."""
         first = next((sample for sample in ranks if sample.rank == diagnosis.failed), None)
         if first is None:
             rank = diagnosis.causes[0] if diagnosis.causes else -1
@@ -90,7 +85,6 @@ class FailedGeneration:
         return self.step, 0 if self.step or op is None else op.seq
 
     def is_like(self, other: Self) -> bool:
-        """Whether the two failures are the same."""
         if self.diagnosis is not None and other.diagnosis is not None:
             return same_diagnosis(self.diagnosis, other.diagnosis)
         return (self.rank_end, self.rank, self.exit_code) == (other.rank_end, other.rank, other.exit_code)
@@ -98,9 +92,8 @@ class FailedGeneration:
 
 @dataclass(frozen=True)
 class Restart:
-    """A restart with this number of ranks."""
-
     nproc: int
+    after_failure: bool = True
 
 
 def _restart_message(ranks: int, nodes: int, number: str, *, joined: int, lost: int, fewer: bool) -> str:
@@ -185,7 +178,6 @@ class EventCommand:
 
     @property
     def running(self) -> bool:
-        """Whether a command runs or waits for an earlier one."""
         return self._last is not None and self._last.is_alive()
 
     def send(self, kind: Literal["diagnosis", "restart", "requeue", "end"], generation: int, **fields: Any) -> None:
@@ -245,8 +237,6 @@ def is_queued_again(plan: NodePlan, signals: Sequence[int]) -> bool:
 
 
 class Coordinator:
-    """The whole run, from the first start to the last end."""
-
     def __init__(
         self, plan: NodePlan, orders: StopOrders, inherited: InheritedResources, on_started: Callable[[], None]
     ) -> None:
@@ -318,7 +308,6 @@ class Coordinator:
         return self._meter.speeds
 
     def _balance(self, generation: Generation, ranks: Sequence[WorkerSample]) -> None:
-        """Restart the ranks if another assignment of virtual ranks is faster (--balance auto)."""
         if not self._is_balance_checked and any(sample.script and sample.step for sample in ranks):
             self._is_balance_checked = True
             print_to_stderr(f"warning: --balance {self.plan.balance} has no effect: the script has no paceline session")
@@ -330,7 +319,6 @@ class Coordinator:
             generation.regroup()
 
     def _run_generation(self, generation: Generation) -> Restart | int:
-        """Wait for the end of a generation. Return a restart or the exit code, after printing it."""
         try:
             if not generation.wait_started():
                 return self._obey(generation)
@@ -355,7 +343,6 @@ class Coordinator:
         return outcome if isinstance(outcome, int) else self._decide_restart(generation, self._end(generation, outcome))
 
     def _watch(self, generation: Generation) -> int | StopReport:
-        """Wait for the end of a generation; return the exit code, or the diagnosis of its failure."""
         monitor, status = Monitor(generation), LiveStatus(generation)
         while True:
             ranks = generation.samples()
@@ -382,7 +369,6 @@ class Coordinator:
                 return self._obey(generation)
 
     def _obey(self, generation: Generation) -> int:
-        """Stop all workers after an order; return the exit code."""
         if self.cluster.launcher_gone:
             generation.stop(REMOTE_GRACE_SECONDS if self.plan.silence_seconds else LIFELINE_GRACE_SECONDS)
             return _launcher_gone()
@@ -393,8 +379,9 @@ class Coordinator:
     def _stopped_by_signal(self, ranks: Sequence[WorkerSample]) -> int:
         if ranks and all(sample.code in SUCCESS_EXIT_CODES for sample in ranks):
             return success_exit_code(ranks)
-        if _only_first_saves(ranks) and ranks[0].code == ExitCode.SAVED:
-            return ExitCode.SAVED  # its end ends the other ranks
+        # only rank 0 of this script reports steps after which it can stop; its end ends the other ranks
+        if [sample.rank for sample in ranks if sample.steps_ended] == [0] and ranks[0].code == ExitCode.SAVED:
+            return ExitCode.SAVED
         if lost_members := [member for member in self.cluster.members.values() if member.lost]:
             # the loss is the cause: a scheduler signals all tasks of a step when one of them is lost
             for member in lost_members:
@@ -442,14 +429,14 @@ class Coordinator:
         )
 
     def _report(self, stop: StopReport, oom_kills: int = 0) -> None:
-        """Print the diagnosis, and send it to the command of --on-event."""
         text = stop.screen_text(oom_kills)
         print_to_stderr(text)
         self._events.send("diagnosis", self._number, words=stop.line, report=text, diagnosis=stop.diagnosis)
 
     def _decide_restart(self, generation: Generation, failed: FailedGeneration) -> Restart | int:
-        """Decide on a restart after a failure, and print the decision: the restart, or the exit code."""
         plan = self.plan
+        if failed.exception == FaultyRankError.__name__:
+            return self._continue(generation, self._without_rank(generation, failed.rank), failed.exit_code)
         # a node may also be lost while the others are being stopped
         is_lost = failed.rank_end is RankEnd.LOST or len(self.cluster.present_nodes) < len(generation.members)
         is_trial = failed.step == 0 and time.monotonic() < self._began_seconds + JOIN_TRIAL_SECONDS
@@ -466,14 +453,30 @@ class Coordinator:
         return self._continue(generation, decision, failed.exit_code)
 
     def _with_remaining_nodes(self) -> Restart | str:
-        """Decide on a start with the remaining nodes. It does not count as a restart after a failure."""
-        plan, count = self.plan, 1 + sum(not member.leaves for member in self.cluster.present_nodes) + self._queue.count
+        plan, staying = self.plan, [member for member in self.cluster.present_nodes if not member.leaves]
+        count = 1 + len(staying) + len(self._queue.ready)
         if plan.elastic and count >= plan.min_nodes:
             return Restart(plan.nproc)
         option = f"--nodes {plan.min_nodes}:{plan.nodes}" if plan.elastic else f"--nodes {plan.nodes}"
         advice = "" if plan.elastic else " (over ssh, --nodes MIN:MAX continues with fewer)"
         verb = "remains" if count == 1 else "remain"
         return f"not restarted: {count} of {plan.nodes} nodes {verb}, but {option} requires more{advice}"
+
+    def _without_rank(self, generation: Generation, rank: int) -> Restart | str:
+        """Decide on a start without a rank that an audit has named. On another node, all ranks of it are left out."""
+        first, plan = generation.plan.nproc, self.plan
+        if rank < first:
+            if first == 1:
+                return f"not restarted: rank {rank} is the only one of node 0, with which the run ends"
+            devices = [device for local, device in enumerate(plan.devices or range(first)) if local != rank]
+            self.plan = replace(plan, nproc=first - 1, devices=tuple(devices))
+            return Restart(first - 1, after_failure=False)
+        for member in generation.members:
+            first += member.hello.nproc
+            if rank < first:
+                member.leaves = "an audit has found wrong numbers"
+                break
+        return self._with_remaining_nodes()
 
     def _continue(self, generation: Generation, decision: Restart | str, code: int) -> Restart | int:
         if isinstance(decision, str):
@@ -483,23 +486,23 @@ class Coordinator:
         self.cluster.wait(0.0)
         if self.cluster.is_stop_ordered:
             return self._obey(generation)
-        if left_pids := generation.surviving_pids():
+        if left_pids := [*generation.own.left, *(n for node in self.cluster.present_nodes for n in node.beat.left)]:
             # such a process may still write to files that the next generation reads
             pids = ", ".join(f"pid {pid}" for pid in left_pids)
             print_to_stderr(f"Not restarting: {pids} did not exit after SIGKILL (stuck in the kernel?)")
             return code
-        self._entered = self._queue.admit()
+        self._entered, is_counted = self._queue.admit(), code != ExitCode.SAVED and decision.after_failure
         members, joined = self.cluster.present_nodes, len(self._entered)
         message = _restart_message(
             decision.nproc + sum(member.hello.nproc for member in members),
             1 + len(members),
-            f"{len(self._failures)} of {self.plan.max_restarts}" if code != ExitCode.SAVED else "",
+            f"{len(self._failures)} of {self.plan.max_restarts}" if is_counted else "",
             joined=joined,
             lost=len(generation.members) + joined - len(members),
             fewer=generation.plan.nproc > decision.nproc,
         )
         origin = "" if self.plan.plain_store else ", from the newest snapshot or checkpoint"
-        message = f"{message} as generation {self._number + 1}{origin}"
+        message += f" as generation {self._number + 1}{origin}"
         print_to_stderr(message)
         self._events.send("restart", self._number + 1, words=message)
         return decision
@@ -508,11 +511,6 @@ class Coordinator:
 def _launcher_gone() -> ExitCode:
     print_to_stderr("the launcher has ended: stopping its workers")
     return ExitCode.FAILED
-
-
-def _only_first_saves(ranks: Sequence[WorkerSample]) -> bool:
-    """Whether only rank 0 of this script reports steps after which it can stop."""
-    return [sample.rank for sample in ranks if sample.steps_ended] == [0]
 
 
 def success_exit_code(ranks: Sequence[WorkerSample]) -> ExitCode:

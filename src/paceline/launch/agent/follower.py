@@ -4,6 +4,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -25,8 +26,6 @@ COORDINATOR_STOP_SECONDS = 20.0  # beyond the grace: within it the coordinator e
 
 
 class Follower:
-    """A node of a run. The coordinator is on a different node."""
-
     def __init__(
         self, plan: NodePlan, orders: StopOrders, inherited: InheritedResources, on_started: Callable[[], None]
     ) -> None:
@@ -106,7 +105,6 @@ class Follower:
                 link.end("it sent a message that only a node sends")
 
     def _enter(self, order: channel.JoinOrder) -> channel.StartReply:
-        """Join a running run with the node number that the coordinator has assigned."""
         self.plan = replace(self.plan, node=order.node)
         try:
             self._find_folder(Path(order.attempt_dir).resolve(), order.proof)
@@ -137,7 +135,10 @@ class Follower:
             writing.make_folder(attempt_dir, exist_ok=True)
             return
         deadline = time.monotonic() + 5.0  # a network file system may show a new file with a delay
-        while not _has_proof(attempt_dir, proof):
+        while True:
+            with suppress(OSError):  # the file does not exist yet
+                if read(attempt_dir / channel.PROOF_FILE, limit_bytes=100, ours=True) == proof.encode():
+                    return
             if time.monotonic() > deadline:
                 raise UsageError(code="run-dir-not-shared", run_dir=attempt_dir.parent)
             time.sleep(0.1)
@@ -199,12 +200,10 @@ class Follower:
             self._news, self._sent_seconds, self._alive_took_seconds = news, now, None
 
     def _coordinator_lost(self, link: channel.Link) -> str:
-        """Why this node has lost the coordinator; empty if it has not."""
         is_late = time.monotonic() > self._deadline_seconds
         return link.ended or ("it did not end the run after a stop order" if is_late else "")
 
     def _stop_without_coordinator(self, reason: str) -> int:
-        """Stop the workers of this node after the coordinator is lost; return the exit code."""
         if workers := self._workers:
             workers.stop(self.plan.grace_seconds)
             while seconds := workers.seconds_until_kill:
@@ -216,10 +215,3 @@ class Follower:
             f"stopped its workers{resume if self.plan.run_dir and not self.plan.plain_store else ''}"
         )
         return 128 + self.orders.signals[0] if self.orders.signals else ExitCode.FAILED
-
-
-def _has_proof(attempt_dir: Path, proof: str) -> bool:
-    try:
-        return read(attempt_dir / channel.PROOF_FILE, limit_bytes=100, ours=True) == proof.encode()
-    except OSError:  # does not exist yet
-        return False

@@ -52,12 +52,7 @@ CONNECT_RETRY_SECONDS = 0.5
 
 
 def gather_nodes(plan: NodePlan, cluster: RemoteNodes) -> NodePlan:
-    """Wait until all nodes are connected and can reach each other, or an order comes; return the plan of node 0.
-
-    Raises:
-        PacelineError: nodes are missing after --join-timeout. The error lists them.
-        UsageError: a node cannot take part, for example because of its version of paceline or a firewall.
-    """
+    """Wait until all nodes are connected and can reach each other, or an order comes; return the plan of node 0."""
     count = len(plan.hosts) or plan.nodes  # the run starts with the listed hosts; up to `nodes` may join later
     if count == 1:
         return plan
@@ -79,7 +74,6 @@ def gather_nodes(plan: NodePlan, cluster: RemoteNodes) -> NodePlan:
 
 
 def use_reachable_address(plan: NodePlan, cluster: RemoteNodes) -> NodePlan:
-    """The plan of node 0 with the address and the interface at which the other nodes reach it."""
     address = cluster.present_nodes[0].link.own_address if cluster.present_nodes else plan.master_addr
     if address == plan.master_addr:
         return plan
@@ -122,7 +116,6 @@ def probe_partners(place: int, count: int) -> list[int]:
 
 
 def find_unreachable_nodes(cluster: RemoteNodes, seconds: float, interrupted: Callable[[], bool]) -> list[str]:
-    """The nodes that cannot reach a partner at a free port, with the reasons, from all answers within `seconds`."""
     members, host = cluster.present_nodes, os.uname().nodename
     if not members:
         return []
@@ -143,7 +136,6 @@ def find_unreachable_nodes(cluster: RemoteNodes, seconds: float, interrupted: Ca
 
 
 def try_to_reach(host: str, peers: Sequence[PeerAddress]) -> list[str]:
-    """The peers that this host cannot reach, with the reasons."""
     with ThreadPoolExecutor(MAX_PROBES) as pool:  # in parallel, since the coordinator waits for the answer
         reasons = pool.map(why_unreachable, [peer.address for peer in peers], [peer.port for peer in peers])
         return [f"{host} cannot reach {peer.host}: {why}" for peer, why in zip(peers, reasons, strict=True) if why]
@@ -175,7 +167,6 @@ def check_compatible(plan: NodePlan, own: Facts, members: Sequence[RemoteNode]) 
 
 
 def join(plan: NodePlan, orders: StopOrders) -> Link | None:
-    """Connect to the coordinator; return None if an order to stop comes first."""
     start = time.monotonic()
     next_message = start + FIRST_MESSAGE_SECONDS
     other_programs: dict[int, str] = {}  # port -> message, from all tries: the coordinator may be gone at the timeout
@@ -248,8 +239,6 @@ FIND_COORDINATOR_SECONDS = 20.0  # how long a host searches the coordinator of a
 
 
 class JoinQueue:
-    """The coordinator's queue of hosts that join a running run. `plan` is that of the coordinator."""
-
     def __init__(self, plan: NodePlan, cluster: RemoteNodes) -> None:
         self._plan, self._cluster = plan, cluster
         self._workers: dict[int, int] = {}  # node -> its number of workers at the start
@@ -258,7 +247,7 @@ class JoinQueue:
         self._deadline_seconds = self._sent_seconds = 0.0
         self._gone: dict[tuple[int, str], NodeStatus] = {}  # (node, host) -> why it has left
         self._written: NodesStatus | None = None
-        self._ready: list[RemoteNode] = []
+        self.ready: list[RemoteNode] = []  # hosts that can join between two steps
 
     @cached_property
     def _facts(self) -> Facts:
@@ -267,12 +256,7 @@ class JoinQueue:
     @property
     def is_regroup_wanted(self) -> bool:
         """Whether hosts are ready to join or want to leave, which is possible between steps."""
-        return bool(self._ready) or any(member.leaves for member in self._cluster.present_nodes)
-
-    @property
-    def count(self) -> int:
-        """The number of hosts that are ready to join."""
-        return len(self._ready)
+        return bool(self.ready) or any(member.leaves for member in self._cluster.present_nodes)
 
     # ---- a host asks to join ----
 
@@ -311,14 +295,14 @@ class JoinQueue:
             self._reject(self._tried, reason, "refused")
         elif self._failures is not None and not self._failures:
             print_to_stderr(f"{self._tried.name} is ready and will join after the current step")
-            self._ready.append(self._tried)
+            self.ready.append(self._tried)
             self._tried = None
         elif self._failures and time.monotonic() > self._sent_seconds + JOIN_RECHECK_SECONDS:
             self._test_connections(self._tried)  # a lost node may have caused the failures: test again
         self._write(Path(attempt_dir))
 
     def _check_next(self, attempt_dir: str, proof: str) -> None:
-        node = next((node for node in self._cluster.waiting if node not in self._ready), None)
+        node = next((node for node in self._cluster.waiting if node not in self.ready), None)
         if node is None:
             return
         self._tried, self._deadline_seconds = node, time.monotonic() + CHECK_SECONDS
@@ -334,7 +318,6 @@ class JoinQueue:
             member.link.send(ReachabilityRequest(peers))
 
     def _why_not(self, node: RemoteNode) -> str:
-        """Why a host may not join, from the results of its checks so far."""
         if node.started is not None and node.started.refusal:
             return node.started.refusal
         replies = [member.reached for member in (node, *self._cluster.present_nodes)]
@@ -350,7 +333,7 @@ class JoinQueue:
         message = f"{node.name} cannot join: {reason}" if reason else ""
         self._cluster.dismiss(node, ExitCode.USAGE if reason else ExitCode.DONE, message)
         self._cluster.waiting = [other for other in self._cluster.waiting if other is not node]
-        self._ready = [other for other in self._ready if other is not node]
+        self.ready = [other for other in self.ready if other is not node]
         self._tried = None if self._tried is node else self._tried
         self._note(node, state, reason or node.lost or node.leaves)
 
@@ -363,16 +346,15 @@ class JoinQueue:
             cluster.dismiss(member, ExitCode.DONE)
             member.lost = f"it has left: {member.leaves}"
             self._note(member, "left", member.leaves)
-        entered = [node for node in self._ready if not node.link.ended]
+        entered = [node for node in self.ready if not node.link.ended]
         for node in entered:
             cluster.members[node.hello.node] = node
             self._gone.pop((node.hello.node, node.hello.facts.host), None)
-        self._ready.clear()
+        self.ready.clear()
         cluster.waiting = [node for node in cluster.waiting if node not in entered]
         return entered
 
     def dismiss(self, member: RemoteNode, why: str) -> None:
-        """Remove a node that has joined, since the first step with it failed."""
         message = f"{member.name} is removed: the first step with it failed: {why}"
         print_to_stderr(message)
         self._cluster.dismiss(member, ExitCode.USAGE, message)
@@ -420,6 +402,5 @@ class JoinQueue:
             writing.replace_file(Path(plan.attempt_dir) / JOIN_FILE, msgspec.json.encode(invitation))
 
     def withdraw(self, attempt_dir: str) -> None:
-        """Remove the file for `paceline join` at the end of the run."""
         with suppress(OSError):
             writing.remove(Path(attempt_dir) / JOIN_FILE)

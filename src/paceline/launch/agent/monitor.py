@@ -32,7 +32,6 @@ from paceline.protocol.evidence import (
     WATCHED_FILE,
     Diagnosis,
     Evidence,
-    LiveRank,
     LiveState,
     StopKind,
     WorkerSample,
@@ -55,8 +54,6 @@ EARLY_DIAGNOSIS_KINDS = (StopKind.LEFT, StopKind.NOT_MET, StopKind.STOPPED)
 
 @dataclass(frozen=True)
 class StopReport:
-    """The reason to end a run, with the report."""
-
     diagnosis: Diagnosis
     evidence: Sequence[Evidence]
     attempt_dir: str
@@ -65,7 +62,6 @@ class StopReport:
 
     @property
     def ranks_to_unblock(self) -> tuple[int, ...]:
-        """The ranks that only wait for other ranks."""
         return detectors.ranks_to_interrupt(self.diagnosis, self.evidence)
 
     @property
@@ -76,13 +72,11 @@ class StopReport:
 
     @property
     def unblock_message(self) -> str:
-        """The message to the unblocked ranks, as JSON."""
         message = {"kind": self.diagnosis.kind.name, "page": self.screen_text(), "exit_code": int(self.exit_code)}
         return msgspec.json.encode(message | {"causes": self.diagnosis.causes}).decode()
 
     @property
     def line(self) -> str:
-        """The cause in one line."""
         return self.report.partition("\n")[0] or summarize(self.diagnosis, self.evidence, self.waited_seconds)
 
     def screen_text(self, oom_kills: int = 0) -> str:
@@ -93,8 +87,6 @@ class StopReport:
 
 
 class Monitor:
-    """The guard of one generation."""
-
     def __init__(self, generation: Generation) -> None:
         self._generation, self._plan = generation, generation.plan
         self._windows = self._plan.hang_timeout
@@ -121,14 +113,12 @@ class Monitor:
             return self._give_up(error)
 
     def check_at_end(self) -> StopReport | None:
-        """Look for silent faults after all ranks have ended without a failure."""
         try:
             return None if self._off else self._look_for_silent_faults(last=True)
         except Exception as error:
             return self._give_up(error)
 
     def judge_failure(self, samples: Sequence[WorkerSample]) -> StopReport:
-        """Diagnose a generation with failed ranks."""
         if not self._off:
             try:
                 evidence = self._generation.collect_evidence(FAILURE_ANSWER_SECONDS, to_its_end=True)
@@ -177,7 +167,6 @@ class Monitor:
         return None
 
     def _look_for_silent_faults(self, *, last: bool = False) -> StopReport | None:
-        """Report silent faults of a script; a diagnosis if the run is to be ended."""
         samples = self._generation.samples()
         if not any(sample.script for sample in samples):
             return None
@@ -196,14 +185,12 @@ class Monitor:
         return self._make_stop_report(faults[0], self._generation.collect_evidence(WAITING_CALLS_TIMEOUT_SECONDS), 0.0)
 
     def _notify(self, message: str, step: int = 0, *, kind: str = "", on_screen: bool = True) -> None:
-        """Record a message in the attempt's folder, and print it if `on_screen`."""
         if on_screen:
             print_to_stderr(message)
         if self._plan.attempt_dir:
             write_notice(Path(self._plan.attempt_dir), ScriptNotice(round(time.time(), 3), message, step, kind))
 
     def _straggler_warning(self, running: Sequence[WorkerSample]) -> str:
-        """The warning of a slow rank, with the state of its GPU; empty if there is none."""
         warning_text = self._stragglers.update(running)
         if warning_text and self._stragglers.rank is not None:
             evidence = self._generation.collect_evidence(WARNING_ANSWER_SECONDS)
@@ -320,16 +307,13 @@ class LiveStatus:
         self._off = not generation.plan.attempt_dir
 
     def update(self, ranks: Sequence[WorkerSample]) -> None:
-        """Write the state and forward requests for a checkpoint, once a second."""
         now = time.monotonic()
         if self._off or now < self._looked_seconds + STATUS_INTERVAL_SECONDS:
             return
         self._looked_seconds = now
         try:
             if self._is_watched(now):
-                live = LiveState(
-                    round(time.time(), 3), self._generation.own.number, tuple(LiveRank.from_sample(r) for r in ranks)
-                )
+                live = LiveState(round(time.time(), 3), self._generation.own.number, tuple(map(_live_part, ranks)))
                 writing.replace_file(self._folder / LIVE, msgspec.json.encode(live))
             if [*take_requests(self._folder, CHECKPOINT_REQUEST_PATTERN)]:
                 self._generation.own.ask_to_save()  # rank 0 runs on this node, and its vote counts for all ranks
@@ -348,6 +332,14 @@ class LiveStatus:
         if touched != self._touched:
             self._touched, self._touched_seconds = touched, now_seconds
         return now_seconds < self._touched_seconds + WATCH_TIMEOUT_SECONDS
+
+
+def _live_part(sample: WorkerSample) -> WorkerSample:
+    """A sample without the parts that `paceline watch` does not show: the file has thousands of ranks."""
+    seconds = tuple(round(seconds, 6) for seconds in sample.phase_seconds)
+    return replace(
+        sample, phase_seconds=seconds, failure=None, error_text="", fingerprints=b"", orders=b"", findings=()
+    )
 
 
 def take_requests(folder: Path, pattern: re.Pattern[str]) -> Iterator[str]:

@@ -20,16 +20,7 @@ import msgspec
 
 from paceline.host.procfs import read_process
 from paceline.host.sweep import agent_mark
-from paceline.protocol.control import (
-    AGENT_MARK,
-    MAX_FORK_REQUEST_BYTES,
-    READY,
-    ForkRequest,
-    StopOrders,
-    WorkerSpec,
-    as_bytes,
-    import_time_variables,
-)
+from paceline.protocol import control
 from paceline.runs.console import print_to_stderr
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -46,7 +37,6 @@ class ForkedProcess:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """The exit code, -n if signal n killed the process; None while it runs."""
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -54,7 +44,6 @@ class ForkedProcess:
         return self.returncode
 
     def wait(self, timeout: float) -> int:
-        """Wait for the exit code. Raises subprocess.TimeoutExpired after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
@@ -63,7 +52,6 @@ class ForkedProcess:
         return code
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless the process has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
@@ -79,7 +67,7 @@ class Preloader:
         self._ready = self._gone = False
         channel.settimeout(ANSWER_SECONDS)
 
-    def wait_ready(self, orders: StopOrders) -> None:
+    def wait_ready(self, orders: control.StopOrders) -> None:
         """Wait until the imports are done, have failed, or an order has come; give up after a minute."""
         deadline = time.monotonic() + READY_SECONDS
         while not (self._ready or self._gone or orders.has_order):
@@ -93,35 +81,29 @@ class Preloader:
 
     def _receive_ready(self) -> None:
         try:
-            message = self._channel.recv(MAX_FORK_REQUEST_BYTES)
+            message = self._channel.recv(control.MAX_FORK_REQUEST_BYTES)
         except OSError as error:
             return self.give_up(f"does not answer: {error}")
-        self._ready = message == READY
+        self._ready = message == control.READY
         return None if self._ready else self.give_up(message.decode(errors="replace") or "died while importing")
 
     def fork(self, env: Mapping[str, str], descriptors: Mapping[int, int]) -> ForkedProcess | None:
-        """Fork a worker, which becomes a child of the agent. Main thread only.
+        """Fork a worker, which becomes a child of the agent; None: the agent has to start it. Main thread only.
 
-        Args:
-            env: its complete environment.
-            descriptors: its open files: number in the worker -> descriptor in the agent. They include 1 and 2; 0 is
-                /dev/null.
-
-        Returns:
-            None if the agent has to start the worker itself.
+        `descriptors` maps numbers in the worker, which include 1 and 2, to descriptors of the agent; 0 is /dev/null.
         """
         if not self._ready or self._gone:
             return None
-        if import_time_variables(env) != self._env:
+        if control.import_time_variables(env) != self._env:
             self.give_up("was started with a different environment")
             return None
         start_reader, start_writer = os.pipe()
         try:
             _set_subreaper(True)  # only during the fork: the agent must not inherit orphans of the workers
             blocked = tuple(int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, []))
-            order = msgspec.msgpack.encode(ForkRequest(as_bytes(env), tuple(descriptors), blocked))
+            order = msgspec.msgpack.encode(control.ForkRequest(control.as_bytes(env), tuple(descriptors), blocked))
             socket.send_fds(self._channel, [order], [start_reader, *descriptors.values()])
-            answer = self._channel.recv(MAX_FORK_REQUEST_BYTES).decode(errors="replace")
+            answer = self._channel.recv(control.MAX_FORK_REQUEST_BYTES).decode(errors="replace")
             if not answer.isdecimal():
                 raise OSError(answer or "it has died")
             worker = read_process(int(answer))
@@ -139,14 +121,12 @@ class Preloader:
                 _set_subreaper(False)
 
     def give_up(self, why: str) -> None:
-        """Print why workers are no longer forked, and end the preloader."""
         if not self._gone:
             slower = "each worker imports torch itself, so startup is slower"
             print_to_stderr(f"Preloading disabled (the preloader {why}); {slower}")
         self.close()
 
     def close(self) -> None:
-        """End the preloader. Workers forked from it continue."""
         if not self._gone:
             self._gone = True
             self._channel.close()
@@ -155,21 +135,18 @@ class Preloader:
 
 
 def start_preloader(argv: Sequence[str], env: Mapping[str, str]) -> Preloader | None:
-    """Start a preloader for workers with this command and environment; None if that is not possible.
-
-    Main thread only, as for workers: the kernel treats the end of the starting thread as the end of the parent.
-    """
+    """Start a preloader for workers with this command and environment. Main thread only, as for workers."""
     agent = read_process(os.getpid())
     if sys.platform != "linux" or agent is None:
         return None
-    import_env = import_time_variables(env)
+    import_env = control.import_time_variables(env)
     agent_socket, preloader_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     # The output of the imports is kept in memory: each worker prints it, as if it had imported torch itself
     output = os.memfd_create("paceline-preload-stdout"), os.memfd_create("paceline-preload-stderr")
     preload_env = {
-        **WorkerSpec(agent_pid=os.getpid(), preload=preloader_socket.fileno()).to_environment(),
+        **control.WorkerSpec(agent_pid=os.getpid(), preload=preloader_socket.fileno()).to_environment(),
         # the mark is as long as that of a worker, which overwrites it
-        AGENT_MARK: agent_mark(agent.pid, agent.start_ticks) + "preloader-",
+        control.AGENT_MARK: agent_mark(agent.pid, agent.start_ticks) + "preloader-",
     }
     try:
         process = subprocess.Popen(
@@ -192,7 +169,6 @@ def start_preloader(argv: Sequence[str], env: Mapping[str, str]) -> Preloader | 
 
 
 def _set_subreaper(is_subreaper: bool) -> None:
-    """Set whether the kernel makes this process the parent of its orphaned descendants."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_CHILD_SUBREAPER, int(is_subreaper), 0, 0, 0):
         raise OSError(ctypes.get_errno(), "no PR_SET_CHILD_SUBREAPER")

@@ -6,6 +6,7 @@ A worker starts with an environment, a log, and inherited descriptors.
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 import msgspec
 
@@ -24,36 +25,98 @@ from paceline.host.cgroup import oom_kills
 from paceline.host.machine_log import MachineLog
 from paceline.host.procfs import read_process
 from paceline.host.sweep import Roster, RosterWorker, agent_mark, roster_path, sweep
+from paceline.launch.agent.channel import port_taken_error
 from paceline.launch.agent.preload import ForkedProcess, Preloader
-from paceline.launch.agent.store import Store, StoreProxy
 from paceline.launch.output import relay_output
 from paceline.protocol.control import AGENT_MARK, RANK_PACKAGE, RUN_ID, SHARED_MEMORY, WorkerSpec
 from paceline.protocol.evidence import SUCCESS_EXIT_CODES, Failure, WorkerSample
 from paceline.protocol.job import NodePlan
 from paceline.protocol.marks import read_names
 from paceline.protocol.status_page import (
-    ask_to_regroup,
-    ask_to_save,
-    ask_to_stop,
     make_status_page,
     read_counters,
     release_from_collective,
+    set_counter,
     takes_signal,
 )
 from paceline.runs import writing
 from paceline.runs.attempt import LogTimesWriter
 from paceline.runs.folder import compile_cache
 
+if TYPE_CHECKING:
+    from paceline.launch.agent.store_proxy import StoreProxy
+
 VARIABLE_PREFIX = "PACELINE_"
 USER_VARIABLES = (SHARED_MEMORY,)  # variables with our prefix that the user sets for a run
 
 
 @dataclass(frozen=True)
-class InheritedResources:
-    """Resources that last as long as the agent. The workers of every generation inherit the descriptors.
+class Store:
+    """The rendezvous store of a generation.
 
-    A descriptor has the same number in all workers.
+    On one host, the store is in `memory_fd`: an anonymous file that the ranks inherit, and that no other user can
+    open. On several hosts, it is at a port, and the ranks reach it through a `proxy`: see store_proxy.py. Rank 0
+    inherits the socket bound and listening, since another process could take a port that is closed in between.
+
+    A script opens its store itself, at a port that is open to all. The agent only binds this port. So the kernel does
+    not assign it to another process that asks for any free port, and the script can still bind it with SO_REUSEADDR.
     """
+
+    listening_socket: socket.socket | None
+    memory_fd: int = -1
+    proxy: "StoreProxy | None" = None
+
+    @classmethod
+    def make(cls, plan: NodePlan) -> Self:
+        if plan.nodes > 1 and not plan.plain_store:
+            from paceline.launch.agent import store_proxy  # it imports asyncio, which takes time
+
+            if plan.node:
+                port, secret = plan.node0_ports[0], bytes.fromhex(plan.secret)
+                return cls(None, proxy=store_proxy.remote_store_proxy(plan.master_addr, port, secret))
+            store, gate = store_proxy.open_node0_store(plan.ranks.master_port)
+            return cls(store, proxy=gate)
+        return cls(_bound(plan), os.memfd_create("paceline-store") if plan.nodes == 1 else -1)
+
+    def inherited_fd(self, rank: int, *, plain: bool) -> int:
+        """The descriptor of the store that this rank inherits; -1 if the rank connects instead."""
+        if self.memory_fd >= 0:
+            return self.memory_fd
+        return self.listening_socket.fileno() if rank == 0 and self.listening_socket is not None and not plain else -1
+
+    def port_number(self, plan: NodePlan) -> int:
+        if self.proxy is not None:
+            return self.proxy.port
+        return self.listening_socket.getsockname()[1] if self.listening_socket is not None else plan.ranks.master_port
+
+    def address(self, plan: NodePlan) -> str:
+        return plan.master_addr if self.proxy is None else "127.0.0.1"
+
+    def close(self) -> None:
+        """Close the agent's descriptors. With its socket open, connections to an ended rank 0 would not be refused."""
+        if self.listening_socket is not None:
+            self.listening_socket.close()
+        if self.memory_fd >= 0:
+            os.close(self.memory_fd)
+
+
+def _bound(plan: NodePlan) -> socket.socket | None:
+    if plan.node != 0:
+        return None
+    port = plan.ranks.master_port
+    store = socket.socket(socket.AF_INET6 if ":" in plan.master_addr else socket.AF_INET)
+    store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # despite closing connections of the last run
+    try:
+        store.bind(("" if plan.plain_store else plan.master_addr, port))
+    except OSError as error:
+        store.close()
+        raise port_taken_error(f"port {port} on {plan.master_addr}", port, error) from error
+    return store
+
+
+@dataclass(frozen=True)
+class InheritedResources:
+    """They last as long as the agent. Workers of every generation inherit the descriptors, with the same numbers."""
 
     snapshot_fds: tuple[tuple[int, int], ...] = ()  # two memory files for each local rank, which writes and reads them
     keep_open: tuple[int, ...] = ()  # e.g. a lock that must last until the last worker has ended
@@ -63,7 +126,6 @@ class InheritedResources:
 
     @property
     def descriptors(self) -> list[int]:
-        """All inherited descriptors."""
         return [*(descriptor for pair in self.snapshot_fds for descriptor in pair), *self.keep_open]
 
 
@@ -76,24 +138,18 @@ def create_snapshot_files(nproc: int) -> tuple[tuple[int, int], ...]:
 
 
 class Process(Protocol):
-    """The methods of a process that an agent uses."""
-
     pid: int
 
-    def poll(self) -> int | None:
-        """The exit code, once the process has ended."""
+    def poll(self) -> int | None: ...
 
     def wait(self, timeout: float, /) -> int | None:
         """Wait for the process to end. On a timeout, return None or raise subprocess.TimeoutExpired."""
 
-    def send_signal(self, number: int, /) -> None:
-        """Send a signal, unless the process has ended."""
+    def send_signal(self, number: int, /) -> None: ...
 
 
 @dataclass(frozen=True)
 class Worker:
-    """One worker, its memory files that the agent reads, and the threads that relay its output."""
-
     member: RosterWorker
     process: Process
     log: Path
@@ -104,7 +160,6 @@ class Worker:
 
     @property
     def rank(self) -> int:
-        """The rank in the world."""
         return self.member.rank
 
     def log_tail(self, size_bytes: int, *, wait_seconds: float) -> str:
@@ -125,7 +180,6 @@ class Worker:
 
 
 def worker_environment(plan: NodePlan, local_rank: int, port: int, generation: int = 0) -> dict[str, str]:
-    """The environment of a worker: torchrun's variables and paceline's."""
     ranks, rank = plan.ranks, plan.ranks.first + local_rank
     suffix = f"-{generation}" if generation else ""
     ours = {name for name in os.environ if name.startswith(VARIABLE_PREFIX) and name not in USER_VARIABLES}
@@ -177,9 +231,6 @@ def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inhe
 
     Main thread only: the kernel treats the end of the starting thread as the end of the parent
     (host.procfs.die_with_parent).
-
-    Raises:
-        OSError: the command cannot be started, or a log file cannot be opened.
     """
     agent = read_process(os.getpid())
     for local_rank in range(plan.nproc):
@@ -206,6 +257,7 @@ def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inhe
             shares_gradients=plan.collectives == "shared",
             speeds=plan.ranks.speeds,
             balance=plan.balance,
+            devices=plan.devices,
         )
         env = worker_environment(plan, local_rank, store.port_number(plan), generation) | spec.to_environment()
         env["MASTER_ADDR"] = store.address(plan)
@@ -275,10 +327,7 @@ LAST_OUTPUT_SECONDS = 0.2
 
 
 class Workers:
-    """The workers of an agent in one generation. Its methods do not wait for the workers: its owner does.
-
-    `plan` is that of the agent, with the ranks of this generation. `port` is the port of the store.
-    """
+    """The workers of an agent in one generation. Its methods do not wait for the workers: its owner does."""
 
     def __init__(self, plan: NodePlan, number: int, port: int) -> None:
         self.plan, self.number, self.port = plan, number, port
@@ -294,19 +343,12 @@ class Workers:
         self._drained: set[int] = set()  # ranks with complete last output
         self._oom_kills_before = oom_kills()
         self._idle_clock, self._saves_asked = IdleClock(), 0
-        self.machine: MachineLog | None = None
-        """Log of the use of this machine in the run folder; None for a run without a folder."""
-        self.gate: StoreProxy | None = None
-        """Relays the workers' connections to the store, for several hosts."""
+        self.machine: MachineLog | None = None  # in the run folder; None for a run without a folder
+        self.gate: StoreProxy | None = None  # relays the workers' connections to the store, for several hosts
 
     @classmethod
     def start(cls, plan: NodePlan, number: int, inherited: InheritedResources) -> Self:
-        """Start all workers of generation `number`, or none.
-
-        Raises:
-            UsageError: the port is in use.
-            OSError: the command cannot be started, or a log file cannot be opened.
-        """
+        """Start all workers of generation `number`, or none."""
         if inherited.janitor_fd >= 0:
             os.write(inherited.janitor_fd, os.fsencode(plan.attempt_dir) + b"\0")  # the folder of the roster
         store = Store.make(plan)
@@ -323,14 +365,11 @@ class Workers:
             raise
         finally:
             store.close()
-        workers._log_machine()
+        folder = Path(plan.run_dir).resolve()  # each node may have different links
+        if plan.run_dir and folder.is_dir():
+            pids = {worker.rank: worker.process.pid for worker in workers._workers}
+            workers.machine = MachineLog(folder, plan.node, pids)
         return workers
-
-    def _log_machine(self) -> None:
-        folder = Path(self.plan.run_dir).resolve()  # each node may have different links
-        if self.plan.run_dir and folder.is_dir():
-            pids = {worker.rank: worker.process.pid for worker in self._workers}
-            self.machine = MachineLog(folder, self.plan.node, pids)
 
     def _write_roster(self) -> None:
         agent = read_process(os.getpid())
@@ -381,12 +420,14 @@ class Workers:
         """Have each rank that stops by step stop after this number of steps; 0: have it wait for the number."""
         for worker in self._workers:
             if read_counters(worker.status_page_fd).stops_by_step:
-                ask_to_stop(worker.status_page_fd, step)
+                if step:
+                    set_counter(worker.status_page_fd, "stop_step", step)
+                set_counter(worker.status_page_fd, "stop_asked", 1)
 
     @staticmethod
     def _handles_stops(worker: Worker) -> bool:
         counters = read_counters(worker.status_page_fd)
-        return counters.notes_stops or counters.stops_by_step
+        return bool(counters.notes_stops or counters.stops_by_step)
 
     @property
     def seconds_until_kill(self) -> float:
@@ -400,11 +441,9 @@ class Workers:
         return max(0.0, self._deadline_seconds - time.monotonic())
 
     def _codes(self) -> list[int | None]:
-        """The exit code of each worker; None while it runs, -n if signal n killed it."""
         return [worker.process.poll() for worker in self._workers]
 
     def samples(self) -> list[WorkerSample]:
-        """The present state of each worker."""
         now = time.monotonic()
         for worker, code in zip(self._workers, self._codes(), strict=True):
             if code is not None:
@@ -427,7 +466,6 @@ class Workers:
         )  # fmt: skip
 
     def collect_evidence(self, question: int, patience_seconds: float) -> EvidenceCollection:
-        """Begin to collect details of the state of all workers; see `EvidenceCollection`."""
         status_pages = {worker.rank: worker.status_page_fd for worker in self._workers}
         return EvidenceCollection(self.samples(), status_pages, question, patience_seconds=patience_seconds)
 
@@ -438,28 +476,22 @@ class Workers:
                 release_from_collective(worker.status_page_fd, word)
 
     def ask_to_save(self) -> None:
-        """Have the first worker vote for a checkpoint after its next step. A script does not react.
-
-        Only the first worker gets the request: two workers that vote at different steps would save twice.
-        """
+        """Have the first worker vote for a checkpoint after its next step: two votes at different steps save twice."""
         self._saves_asked += 1
-        ask_to_save(self._workers[0].status_page_fd, self._saves_asked)
+        set_counter(self._workers[0].status_page_fd, "saves_asked", self._saves_asked)
 
     def ask_to_regroup(self) -> None:
         """Have all ranks save and end after their next step, by a vote of the first worker. A script does not react."""
-        ask_to_regroup(self._workers[0].status_page_fd)
+        set_counter(self._workers[0].status_page_fd, "regroups", 1)
 
     def tensor_names(self) -> Mapping[str, Sequence[str]]:
-        """The names of the tensors of a script, by layout."""
         return read_names(self._workers[0].status_page_fd).tensors
 
     def oom_kills(self) -> int:
-        """The number of processes that the kernel has killed for lack of memory since the start of this generation."""
         before, now = self._oom_kills_before, oom_kills()
         return 0 if before is None or now is None else now - before
 
     def sweep(self) -> None:
-        """Kill all workers and all processes that they have started."""
         self.stopping = True
         if self.machine is not None:
             self.machine.close()
@@ -475,7 +507,6 @@ class Workers:
         self.swept = True
 
     def close(self) -> None:
-        """Close all descriptors, after `sweep`."""
         for worker in self._workers:
             os.close(worker.failure_record_fd)
             os.close(worker.status_page_fd)
@@ -486,7 +517,6 @@ class Workers:
 
 
 def read_failure_record(descriptor: int) -> Failure | None:
-    """The failure that a worker has recorded; None if there is none."""
     try:
         return msgspec.json.decode(os.pread(descriptor, MAX_RECORD_BYTES, 0), type=Failure)
     except (OSError, msgspec.MsgspecError):  # no record, or an incomplete one

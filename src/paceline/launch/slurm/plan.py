@@ -54,7 +54,6 @@ RESERVED_OPTIONS = {  # option of sbatch that paceline sets -> remedy or reason
 
 
 def plan_slurm(job: JobSpec) -> Plan:
-    """The plan for a Slurm cluster: a batch script, and the plan of the agents."""
     _check(job)
     # The script loads modules and activates the environment itself. Slurm tells each agent the number of its node
     plan = node_plan(replace(job, modules=(), activate="", queues_again=True), node=-1)
@@ -108,7 +107,6 @@ def check_no_control_characters(name: str, text: str) -> None:
 
 
 def batch_script(job: JobSpec) -> str:
-    """The text of the batch script."""
     q, folder = shlex.quote, job.submit_dir
     setup = "\n".join(_environment(job))
     return _SCRIPT.format(

@@ -42,8 +42,6 @@ OVERRIDE_VARIABLE_PATTERN = re.compile(  # variables that override options in th
 
 
 class JobState(NamedTuple):
-    """The state of a job in Slurm."""
-
     state: str  # Slurm's name: PENDING, RUNNING, COMPLETED, ...
     reason: str = ""  # why it waits or has ended; empty: none
     nodes: str = ""  # its nodes in Slurm's notation: n[1-2]
@@ -52,12 +50,10 @@ class JobState(NamedTuple):
 
     @property
     def lives(self) -> bool:
-        """Whether the job waits or runs."""
         return self.state in ACTIVE_JOB_STATES
 
     @property
     def exit_code(self) -> int:
-        """The exit code of a job that has ended, as a shell would report it."""
         return self.code or (ExitCode.DONE if self.state == "COMPLETED" else ExitCode.FAILED)
 
     def __str__(self) -> str:
@@ -70,7 +66,6 @@ class JobState(NamedTuple):
 
 
 def run_slurm(*argv: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run one of Slurm's commands."""
     environment = {**(os.environ if env is None else env), "LC_ALL": "C", "SLURM_TIME_FORMAT": "standard"}
     try:
         return subprocess.run(
@@ -84,14 +79,12 @@ def run_slurm(*argv: str, env: Mapping[str, str] | None = None) -> subprocess.Co
 
 
 def slurm_error(done: subprocess.CompletedProcess[str]) -> str:
-    """The error message of a Slurm command, without the name of the command."""
     prefix = re.compile(r"^(?:\w+: )?(?:error|fatal): |^allocation failure: ")
     lines = [prefix.sub("", line) for line in done.stderr.splitlines()]
     return "; ".join(dict.fromkeys(line.strip() for line in lines if line.strip())) or f"exit code {done.returncode}"
 
 
 def without_script_overrides(env: Mapping[str, str], *, partition: bool, minutes: bool) -> dict[str, str]:
-    """`env` without the variables that would override the batch script."""
     in_script = [name for name, is_set in (("SBATCH_PARTITION", partition), ("SBATCH_TIMELIMIT", minutes)) if is_set]
     overriding = {name for name in env if OVERRIDE_VARIABLE_PATTERN.fullmatch(name) or name in in_script}
     return {name: value for name, value in env.items() if name not in overriding}
@@ -111,7 +104,6 @@ def submit(plan: Plan, env: Mapping[str, str]) -> str:
 
 
 def query_job_state(job_id: str) -> JobState | None:
-    """The state of a job; None if Slurm has no record of it any more."""
     done = run_slurm("scontrol", "show", "job", "-o", job_id)
     if done.returncode == 0:
         return parse_job(done.stdout)
@@ -127,10 +119,7 @@ def writes_to(job_id: str, folder: Path) -> bool:
 
 
 def parse_job(text: str) -> JobState:
-    """Parse the output of `scontrol show job -o`.
-
-    The output begins with the name of the job, which paceline sets, so a user's text cannot be read as a field.
-    """
+    """Parse `scontrol show job -o`. It begins with the job's name, which paceline sets: a user's text is no field."""
 
     def value(name: str) -> str:
         match = re.search(rf"(?:^| ){name}=(\S*)", text)
@@ -149,7 +138,6 @@ def _code(text: str) -> int:
 
 
 def _from_accounting(job_id: str) -> JobState | None:
-    """The state of a job from Slurm's accounting; None if it has no record."""
     try:
         done = run_slurm("sacct", "-n", "-P", "-X", "-j", job_id, "-o", "State,ExitCode,NodeList")
     except PacelineError:
@@ -178,17 +166,10 @@ def cancel(job_id: str, *, now: bool = False) -> None:
 def follow(
     job_id: str, output: Path, say: Callable[[str], None], show: Callable[[str], None], *, cancel_on_interrupt: bool
 ) -> int:
-    """Show the states and the output of a job until its end, or Ctrl-C.
+    """Show the states and the output of a job until its end, or Ctrl-C. Return its exit code, or 130 if it continues.
 
-    Args:
-        job_id: a submitted job.
-        output: the file with its output.
-        say: called with every change of state.
-        show: called with new output, in complete lines.
-        cancel_on_interrupt: whether Ctrl-C cancels the job. A second Ctrl-C then stops following.
-
-    Returns:
-        The exit code of the job; 130 after Ctrl-C, if the job continues.
+    `say` gets every change of state, `show` new output in complete lines. With `cancel_on_interrupt`, Ctrl-C cancels
+    the job, and a second Ctrl-C stops following.
     """
     tail = Tail(output)
     try:
@@ -234,8 +215,6 @@ INTERACTIVE_STEP = "4294967290"  # the shell that salloc starts on a node at som
 
 @dataclass(frozen=True)
 class NodeSet:
-    """Nodes of a partition with equal resources."""
-
     partition: str
     count: int
     cpus: int
@@ -246,12 +225,6 @@ class NodeSet:
 
 
 def check_fits(job: JobSpec, env: Mapping[str, str]) -> None:
-    """Check that the partitions of the cluster have the nodes of a job. sbatch checks the other options.
-
-    Raises:
-        UsageError: the job does not fit. The error lists the partitions.
-        PacelineError: Slurm does not answer.
-    """
     all_nodes, names = _partitions(job, env)
     if not names:
         raise UsageError(code="no-default-partition", partitions=_choices(all_nodes))
@@ -273,7 +246,6 @@ def _partitions(job: JobSpec, env: Mapping[str, str]) -> tuple[list[NodeSet], st
 
 
 def misfit(name: str, nodes: Sequence[NodeSet], job: JobSpec) -> str:
-    """Why a job cannot run in a partition; empty if it can."""
     alloc, cpus = job.slurm, job.nproc * job.slurm.cpus_per_rank
     if not any(n.up for n in nodes):
         return f"partition {name} is down"
@@ -373,7 +345,6 @@ def _number(text: str) -> int:
 
 
 def check_allocation(allocation: HeldAllocation, job: JobSpec) -> None:
-    """Raise UsageError if the job needs a different allocation."""
     alloc, where = job.slurm, f"this shell is inside the allocation of Slurm job {allocation.job_id}"
     if allocation.nodes and job.nodes != allocation.nodes:
         raise UsageError(code="more-nodes-than-held", value=job.nodes, where=where, nodes=allocation.nodes)
@@ -417,5 +388,4 @@ def run_in_allocation(script: Path) -> int:
 
 
 def _stop_with_parent() -> None:
-    """If this process is killed, the kernel signals the script, which saves and stops the run."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGUSR2, 0, 0, 0)

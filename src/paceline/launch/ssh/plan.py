@@ -54,7 +54,6 @@ def plan_ssh(job: JobSpec) -> Plan:
 
 
 def session_commands(ssh: Sequence[str], hosts: tuple[Host, ...], python: str, *arguments: str) -> tuple[Command, ...]:
-    """The ssh commands that run `python` with these arguments on each host."""
     remote = "exec " + shlex.join([python, *arguments])  # exec: no shell stays between the session and the program
     return tuple(
         Command(label, (*client_command(ssh, host), "--", destination(host), remote))
@@ -69,16 +68,12 @@ def client_command(command: Sequence[str], host: Host) -> tuple[str, ...]:
 
 
 def destination(host: Host) -> str:
-    """The host in the syntax of ssh: IPv6 addresses have no brackets."""
     user, at, _ = host.name.rpartition("@")
     return f"{user}{at}{plain_name(host)}"
 
 
 def rsync_commands(job: JobSpec) -> list[Command]:
-    """One rsync command for each host. It copies the working folder to the same path on the host.
-
-    There is no --delete, so other files on the hosts stay.
-    """
+    """One rsync command for each host, to the same path. There is no --delete, so other files on the hosts stay."""
     if not job.cwd.startswith("/"):
         raise UsageError(code="sync-relative-folder", value=job.cwd)
     folder = job.cwd.rstrip("/") + "/"
@@ -91,11 +86,6 @@ def rsync_commands(job: JobSpec) -> list[Command]:
 
 
 def run_rsync(commands: Sequence[Command]) -> None:
-    """Run all rsync commands in parallel.
-
-    Raises:
-        UsageError: rsync is missing here, or has failed for some hosts; lists them with the reasons.
-    """
     processes: list[tuple[Command, subprocess.Popen[str]]] = []
     failures: list[str] = []
     try:

@@ -47,11 +47,7 @@ STABLE_CONNECTION_SECONDS = 60.0  # a host that was back for this time begins wi
 
 
 def run_remote(plan: Plan) -> int:
-    """Run the plan on other hosts to its end; return the exit code. Main thread only. See supervise.run.
-
-    Raises:
-        UsageError: some hosts cannot be used; lists them. No process was started then.
-    """
+    """Run the plan on other hosts to its end; return the exit code. Main thread only. See supervise.run."""
     with signal_wakeup((*STOP_SIGNALS, signal.SIGCHLD)) as wakeup, open_sessions(plan.agents, wakeup) as sessions:
         # a detached agent on this machine does not announce itself
         announces = any(command.argv[-1].endswith("--announce") for command in plan.agents)
@@ -67,8 +63,6 @@ def run_remote(plan: Plan) -> int:
 
 
 class _RemoteRun:
-    """The sessions of a run, from its start to its end."""
-
     def __init__(self, plan: Plan, sessions: Sessions, facts: Sequence[Facts]) -> None:
         self._plan, self._sessions, self._head = plan, sessions, sessions.all[0]
         self._addresses = [address.address for fact in facts[:1] for address in fact.addresses]  # of node 0
@@ -89,11 +83,6 @@ class _RemoteRun:
         session.has_plan = True
 
     def run(self) -> int:
-        """Send every agent its plan, and wait until the agent of node 0 ends or a deadline expires.
-
-        Returns:
-            The exit code of the run.
-        """
         for session in self._sessions.all:
             self._send_plan(session)
         while not self._head.is_drained:
@@ -121,7 +110,6 @@ class _RemoteRun:
         return self._detached_code() if self._plan.nodes[0].detached and code == ExitCode.DONE else code
 
     def end(self) -> None:
-        """Close the lifelines, wait for the agents to end, and show all output."""
         self._sessions.close_lifelines()
         deadline = time.monotonic() + CLOSING_SECONDS
         while not all(session.is_drained for session in self._sessions.all) and time.monotonic() < deadline:
@@ -136,7 +124,6 @@ class _RemoteRun:
                 return
 
     def _pump(self, deadline: float) -> None:
-        """Wait for the next event, at most until the time `deadline`, and process it."""
         seconds = min(deadline - time.monotonic(), self._relay.flush(), self._reconnector.start_due_sessions())
         is_full = self._screen.full
         seconds = min(seconds, SCREEN_POLL_SECONDS) if is_full else seconds
@@ -229,17 +216,13 @@ class _LostHost:
     received: bytes = b""
 
     def schedule_retry(self) -> None:
-        """Schedule the next try. The pause grows each time."""
         self.is_connecting, self.returned_at_seconds, self.received = False, math.inf, b""
         self.due_seconds = time.monotonic() + self.pause_seconds
         self.pause_seconds = min(LAST_PAUSE_SECONDS, self.pause_seconds * GROWTH)
 
 
 class Reconnector:
-    """Reconnects to the lost hosts of a run, with growing pauses. A host that answers gets a new agent, which joins.
-
-    `send_plan` sends an agent its plan; `say` prints a message.
-    """
+    """Reconnects to the lost hosts of a run, with growing pauses. A host that answers gets a new agent, which joins."""
 
     def __init__(
         self, sessions: Sessions, send_plan: Callable[[HostSession], object], say: Callable[[str], object]
@@ -250,7 +233,6 @@ class Reconnector:
         self._over = False
 
     def handle_lost(self, session: HostSession, *, for_good: bool) -> None:
-        """Handle the end of an agent. If `for_good`, do not reconnect to its host."""
         if for_good or self._over:
             self._lost.pop(session.node, None)
             return
@@ -263,7 +245,6 @@ class Reconnector:
         host.schedule_retry()
 
     def has_returned(self, session: HostSession) -> bool:
-        """Whether the host was lost and has returned. The run does not depend on it."""
         return session.node in self._returned
 
     def start_due_sessions(self) -> float:
@@ -314,7 +295,6 @@ class Reconnector:
         host.session.send_signal(signal.SIGTERM)
 
     def stop(self) -> None:
-        """Stop reconnecting, since the run ends."""
         self._over = True
         for host in self._lost.values():
             if host.is_connecting:

@@ -38,8 +38,6 @@ LAST_OUTPUT_BYTES = 1 << 20  # limit of the output that is read after the end of
 
 @dataclass
 class HostSession:
-    """The ssh client of one host, and its state."""
-
     node: int
     command: Command
     process: subprocess.Popen[bytes] | None = None  # None: it has not been started yet
@@ -52,12 +50,10 @@ class HostSession:
 
     @property
     def name(self) -> str:
-        """The name of the host in messages."""
         return self.command.name
 
     @property
     def code(self) -> int:
-        """The exit code. The session must have ended."""
         assert self.process is not None and self.process.returncode is not None
         return self.process.returncode
 
@@ -68,7 +64,6 @@ class HostSession:
 
     @property
     def stdin(self) -> IO[bytes] | None:
-        """The lifeline, while it is open."""
         stdin = self.process.stdin if self.process is not None else None
         return None if stdin is None or stdin.closed else stdin
 
@@ -81,16 +76,12 @@ class HostSession:
 
 @dataclass(frozen=True)
 class Output:
-    """Output of one session, from its stdout (1) or stderr (2)."""
-
     session: HostSession
     descriptor: int
     data: bytes
 
 
 class Sessions:
-    """The sessions of all hosts, node 0 first. At most MAX_CONCURRENT_LOGINS of them log in at the same time."""
-
     def __init__(
         self, commands: Sequence[Command], wakeup: socket.socket, fan_out: int = MAX_CONCURRENT_LOGINS
     ) -> None:
@@ -131,7 +122,6 @@ class Sessions:
             self._poll.register(pipe, select.POLLIN)
 
     def send_line(self, session: HostSession, line: bytes) -> None:
-        """Send a line. If the pipe is full, the rest is sent later."""
         if session.process is None or session.stdin is not None:
             session.unsent += line + b"\n"
             self._send(session)
@@ -169,7 +159,6 @@ class Sessions:
                         session.process.poll()
 
     def reap(self) -> tuple[list[HostSession], list[Output]]:
-        """The sessions that have ended since the last call, and their last output."""
         self._poll_processes()
         ended_sessions = [session for session in self.all if session.has_ended and not session.is_drained]
         pieces: list[Output] = []
@@ -185,13 +174,11 @@ class Sessions:
         return ended_sessions, pieces
 
     def reconnect(self, session: HostSession) -> HostSession:
-        """Replace a session that has ended by a new one to the same host."""
         self.all[session.node] = new_session = HostSession(session.node, session.command)
         self._start(new_session)
         return new_session
 
     def close_lifelines(self) -> None:
-        """Close all lifelines, so that the agents end their workers."""
         for session in self.all:
             self._close_lifeline(session)
 
@@ -207,7 +194,6 @@ class Sessions:
                     process.wait(None if remaining == math.inf else max(0.0, remaining))
 
     def close(self) -> None:
-        """End all sessions, and close all pipes."""
         self._queue.clear()
         self.close_lifelines()
         self.kill()
@@ -327,13 +313,9 @@ _LOST = re.compile(
 
 
 def await_agents(sessions: Sessions, *, seconds: float) -> list[Facts] | signal.Signals:
-    """Wait until the agents of all hosts have announced themselves, at most `seconds`. Report missing ones meanwhile.
+    """Wait up to `seconds` until the agents of all hosts have announced themselves. Report missing ones meanwhile.
 
-    Returns:
-        The facts of each host, in the order of the hosts; or a stop signal, if one came first.
-
-    Raises:
-        UsageError: some hosts cannot be used; lists them with the reasons.
+    Returns the facts of each host, in the order of the hosts; or a stop signal, if one came first.
     """
     start = time.monotonic()
     deadline, next_message = start + seconds, start + FIRST_MESSAGE_SECONDS
@@ -369,11 +351,7 @@ def await_agents(sessions: Sessions, *, seconds: float) -> list[Facts] | signal.
 
 
 def parse_announcement(name: str, received: bytes) -> Facts | str | None:
-    """The announcement of an agent in the output of the host `name`. Output of a login profile may precede it.
-
-    Returns:
-        The facts; a text, if the announcement can never come; None, if it has not come yet.
-    """
+    """The announcement of an agent in the output of a host; a text, if it can never come; None, if it may yet come."""
     *lines, _ = received.split(b"\n")
     for number, line in enumerate(lines):
         if not line.startswith(b"{") or b'"host"' not in line:
@@ -401,13 +379,7 @@ def _quote(line: bytes) -> str:
 
 
 def why_no_agent(argv: Sequence[str], code: int | None, stderr: bytes) -> str:
-    """Why a session has no agent, and the remedy.
-
-    Args:
-        argv: the user's ssh command, our options from `-T` on, `--`, the host, a command.
-        code: the exit code of the session; None if it still ran at the timeout.
-        stderr: the output of the session.
-    """
+    """Why a session has no agent, and the remedy. `code` is None if it still ran at the timeout."""
     text = "\n".join(sanitize_line(line) for line in stderr.split(b"\n"))
     lines = [line.strip() for line in text.split("\n") if line.strip()]
     quote = f" ({lines[-1][:MAX_REASON_CHARS]})" if lines else ""
@@ -434,7 +406,6 @@ def why_no_agent(argv: Sequence[str], code: int | None, stderr: bytes) -> str:
 
 
 def why_lost(code: int, stderr: bytes) -> str:
-    """Why a session with an agent is lost."""
     if code < 0:
         return f"the ssh client on this machine was killed by signal {-code}"
     messages = _LOST.findall("\n".join(sanitize_line(line) for line in stderr.split(b"\n")))

@@ -1,8 +1,7 @@
 """`launch --check`: runs a script with shorter epochs, and writes the facts of the run to a file.
 
-`lab.check` evaluates the facts. This module writes the file, and observes everything except loaders (loaders.py),
-replicas and optimizers (steps.py), and checkpoints of frameworks (saved.py): other files, seeds, threads, losses that
-ignore padding, output.
+`lab.check` evaluates the facts. This module writes the file, and observes files, seeds, threads, losses that ignore
+padding, and output.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +37,7 @@ from paceline.rank.check.saved import SavedStateWatch
 from paceline.rank.check.steps import StepWatch
 from paceline.rank.guard import HangGuard
 from paceline.rank.imports import when_imported
-from paceline.rank.probes import ScriptListener, wrap_function
+from paceline.rank.probes import ScriptListener, leaves, wrap_function
 from paceline.rank.probes.steps import JointOptimizerDetector
 from paceline.rank.sites import format_frame, short_filename, user_site
 from paceline.runs import writing
@@ -52,8 +50,6 @@ IGNORED_PATHS = ("/dev/", "/proc/", "/sys/", "/__pycache__/", "/.cache/", "-pack
 
 
 class ScriptFactsRecorder(ScriptListener):
-    """Records facts of a process except those of loaders, replicas and optimizers."""
-
     def __init__(self, facts: ScriptFacts, own_folder: str) -> None:
         self._facts, self._own, self._pid = facts, own_folder, os.getpid()
         self._losses: dict[str, MeanLoss] = {}
@@ -69,23 +65,18 @@ class ScriptFactsRecorder(ScriptListener):
 
     def on_torch_imported(self) -> None:
         torch: Any = sys.modules["torch"]
-        functional: Any = sys.modules["torch.nn.functional"]
-        serialization: Any = sys.modules["torch.serialization"]
-        distributed: Any = sys.modules["torch.distributed"]
-        wrap_torch = partial(wrap_function, torch)
-        wrap_torch("manual_seed", before=lambda *_, **__: self._on_seed("torch"))
-        wrap_torch("set_num_threads", before=self._on_set_num_threads)
-        wrap_torch("save", before=self._on_torch_save)
-        wrap_torch("load", after=self._on_torch_load)
-        serialization.save, serialization.load = torch.save, torch.load
-        schedulers: Any = sys.modules["torch.optim.lr_scheduler"]
+        wrap_function(torch, "manual_seed", before=self._on_seed)
+        wrap_function(torch, "set_num_threads", before=self._on_set_num_threads)
+        wrap_function(torch, "save", before=self._on_torch_save)
+        wrap_function(torch, "load", after=self._on_torch_load)
+        torch.serialization.save, torch.serialization.load = torch.save, torch.load
+        schedulers = torch.optim.lr_scheduler
         for scheduler in (schedulers.LRScheduler, schedulers.ReduceLROnPlateau):  # the latter overrides `step`
             wrap_function(scheduler, "step", before=self._on_schedule_step)
-        wrap_function(distributed, "all_reduce", before=self._on_all_reduce)
-        collectives: Any = sys.modules["torch.distributed.distributed_c10d"]
-        collectives.all_reduce = distributed.all_reduce
+        wrap_function(torch.distributed, "all_reduce", before=self._on_all_reduce)
+        torch.distributed.distributed_c10d.all_reduce = torch.distributed.all_reduce
         for name in ("cross_entropy", "nll_loss"):
-            wrap_function(functional, name, after=self._record_mean_loss)
+            wrap_function(torch.nn.functional, name, after=self._record_mean_loss)
 
     def on_epoch_begin(self, batches: Any) -> None:
         number = next((n for n, x in enumerate(self._facts.loaders) if x.passes and not x.passes[-1].sizes), -1)
@@ -96,7 +87,6 @@ class ScriptFactsRecorder(ScriptListener):
         self._finish_passes()
 
     def finish(self) -> None:
-        """Record the facts that are complete only at the end."""
         self._finish_passes()
         torch: Any = sys.modules.get("torch")
         self._facts.threads = torch.get_num_threads() if torch is not None else 0
@@ -133,7 +123,8 @@ class ScriptFactsRecorder(ScriptListener):
             self._record_written_file(os.fspath(file))  # pyright: ignore[reportUnknownArgumentType]
 
     def _on_torch_load(self, loaded: Any, file: Any, *_: Any, **__: Any) -> None:
-        devices = sorted(_gpu_indices_of_state(loaded))
+        on_gpu = (leaf for leaf in leaves(loaded) if getattr(getattr(leaf, "device", None), "type", "") == "cuda")
+        devices = sorted({int(leaf.device.index or 0) for leaf in on_gpu})
         if devices and isinstance(file, (str, os.PathLike)):
             path = os.path.realpath(os.fspath(file))  # pyright: ignore[reportUnknownArgumentType]
             cuda: Any = sys.modules["torch.cuda"]
@@ -167,8 +158,8 @@ class ScriptFactsRecorder(ScriptListener):
         site = user_site()
         self.schedules[id(schedule)] = schedule, self.schedules.get(id(schedule), ("", site))[1], site
 
-    def _on_seed(self, generator: str) -> None:
-        self._facts.seeds[generator] = user_site()
+    def _on_seed(self, *_: Any, **__: Any) -> None:
+        self._facts.seeds["torch"] = user_site()
 
     def _on_set_num_threads(self, *_: Any) -> None:
         self._facts.threads_site = user_site()
@@ -180,7 +171,7 @@ class ScriptFactsRecorder(ScriptListener):
 
         return wrote
 
-    def _hook_accelerate(self, *, late: bool) -> None:
+    def _hook_accelerate(self) -> None:
         accelerator: Any = sys.modules["accelerate.accelerator"].Accelerator
 
         def gathers(*_: Any, **__: Any) -> None:
@@ -188,7 +179,7 @@ class ScriptFactsRecorder(ScriptListener):
 
         wrap_function(accelerator, "gather_for_metrics", before=gathers)
 
-    def _hook_trainer(self, *, late: bool) -> None:
+    def _hook_trainer(self) -> None:
         """Call each `compute_metrics` again with more padding. Its arguments are numpy arrays with -100 as padding."""
 
         def made(_: Any, trainer: Any, *__: Any, **___: Any) -> None:
@@ -248,16 +239,7 @@ def schedule_end_step(schedule: Any) -> int:
     return 1 + bisect_left(range(1, FAR), True, key=lambda step: abs(factor(step) - factor(FAR)) < ROUNDING)
 
 
-def _gpu_indices_of_state(state: Any, depth: int = 0) -> set[int]:
-    if getattr(getattr(state, "device", None), "type", "") == "cuda":
-        return {int(state.device.index or 0)}
-    inner = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ()
-    return {gpu for value in inner for gpu in _gpu_indices_of_state(value, depth + 1)} if depth < 5 else set()
-
-
 class FactsWriter(ScriptListener):
-    """Writes the facts every few seconds and at the end."""
-
     def __init__(self, facts: ScriptFacts, folder: Path) -> None:
         self._facts, self._path, self._pid = facts, folder / facts_file(facts.rank), os.getpid()
         self._last = 0.0
@@ -267,13 +249,11 @@ class FactsWriter(ScriptListener):
             self.write()
 
     def write(self) -> None:
-        """Write the facts."""
         with suppress(OSError):  # a full disk, which the script itself reports
             writing.replace_file(self._path, msgspec.json.encode(self._facts))
         self._last = time.monotonic()
 
     def finish(self, *watches: ScriptFactsRecorder | LoaderWatch) -> None:
-        """Write the facts at the end."""
         if os.getpid() != self._pid:
             return
         self._facts.ended = True
@@ -286,7 +266,6 @@ class FactsWriter(ScriptListener):
 
 
 def create_facts_listeners(folder: Path) -> tuple[ScriptListener, ...]:
-    """The listeners that record the facts of this process."""
     facts = ScriptFacts(
         rank=int(os.environ["RANK"]),
         world=int(os.environ["WORLD_SIZE"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import ctypes
 import gc
 import linecache
 import mmap
@@ -114,8 +115,6 @@ class TruncatedSampler:
 
 
 class LoaderWatch(ScriptListener):
-    """Records facts about the loaders of a process. `fed` is the number of the loader of the last batch."""
-
     def __init__(self, facts: ScriptFacts) -> None:
         self._facts = facts
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -124,7 +123,7 @@ class LoaderWatch(ScriptListener):
         self._fetched = LoaderRngRecorder()
         self._generators: RngSnapshots | None = None
         self.joint = set[int]()  # loaders whose batches the ranks have used in joint training
-        self.fed = -1
+        self.fed = -1  # the number of the loader of the last batch
         self.given = 0  # number of batches of all loaders
 
     def on_torch_imported(self) -> None:
@@ -146,10 +145,9 @@ class LoaderWatch(ScriptListener):
         wrap_function(loader, "__init__", after=made)
         wrap_function(dataloader._BaseDataLoaderIter, "_next_index", before=partial(self._truncate_sampler, map_style))
         for fetcher in (fetchers._MapDatasetFetcher, fetchers._IterableDatasetFetcher):
-            fetcher.fetch = self._fetched.wrap_fetch(fetcher.fetch, self._loader_number_of_data)
-
-    def _loader_number_of_data(self, data: Any) -> int:
-        return next((number for number, dataset in self._live.items() if dataset is data), -1)
+            fetcher.fetch = self._fetched.wrap_fetch(
+                fetcher.fetch, lambda data: next((n for n, dataset in self._live.items() if dataset is data), -1)
+            )
 
     def _truncate_sampler(self, map_style: Any, batches: Any) -> None:
         number = _loader_number_of(batches)
@@ -214,11 +212,10 @@ class LoaderWatch(ScriptListener):
         loader_pass.ended, loader_pass.seconds = True, time.monotonic() - self._began[number]
 
     def finish(self) -> None:
-        """Record the used generators, and digests of a few samples to compare the data of ranks."""
         for number, data in self._live.items():
             record = self._facts.loaders[number]
             try:
-                if record.batches >= 0 and not record.probes:
+                if record.batches >= 0 and record.samples > 0 and not record.probes:
                     record.probes = _probe_samples(data, record.samples)
             except Exception:  # data of the user may raise any error; they are not compared then
                 record.probes = []
@@ -230,7 +227,6 @@ def _loader_number_of(batches: Any) -> int:
 
 
 def describe_loader(loader: Any) -> SeenLoader:
-    """The record of a loader, without passes."""
     # with a custom batch sampler, the loader does not use its default sampler
     first_sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     samplers = [first_sampler, getattr(first_sampler, "batch_sampler", None), getattr(first_sampler, "sampler", None)]
@@ -264,19 +260,16 @@ def _length(function: Any, *args: Any) -> int:
 
 
 def _probe_samples(data: Any, samples: int) -> list[list[str]]:
-    """Digests of a few samples, with random generators in a fixed state, which is restored afterwards."""
     from paceline.seeding import preserve_generator_states, seed_streams  # imports torch, which the script may not use
 
     with preserve_generator_states():
         digests: list[list[str]] = []
-        for index in (
-            sorted({samples * k // NUM_PROBED_SAMPLES for k in range(NUM_PROBED_SAMPLES)}) if samples > 0 else ()
-        ):
-            looks: list[list[str]] = []
-            for _ in range(2):
-                seed_streams(0)
-                looks.append(leaf_digests(data[index]))
-            digests.append([a if a == b else "" for a, b in zip(*looks, strict=True)])  # other generators: unknown
+        for index in sorted({samples * k // NUM_PROBED_SAMPLES for k in range(NUM_PROBED_SAMPLES)}):
+            seed_streams(0)
+            first = leaf_digests(data[index])
+            seed_streams(0)
+            again = leaf_digests(data[index])  # differs with other generators: unknown
+            digests.append([a if a == b else "" for a, b in zip(first, again, strict=True)])
         return digests
 
 
@@ -290,8 +283,9 @@ class LoaderRngRecorder:
     """
 
     def __init__(self) -> None:
+        states = ctypes.c_char * DIGEST_BYTES * len(GENERATOR_NAMES) * SLOTS  # by loader and generator
         # common memory with forked loader processes
-        self._states = mmap.mmap(-1, SLOTS * len(GENERATOR_NAMES) * DIGEST_BYTES)
+        self._states: Any = states.from_buffer(mmap.mmap(-1, ctypes.sizeof(states)))
         self._count: defaultdict[int, int] = defaultdict(int)
 
     def wrap_fetch(self, fetch: Any, number_of: Callable[[Any], int]) -> Any:
@@ -310,35 +304,23 @@ class LoaderRngRecorder:
             generators = RngSnapshots()
             batch = fetch(fetcher, indices)
             for name, state in generators.used_since(len(indices) if isinstance(indices, list) else 1).items():
-                at = self._state_offset(number, name)
-                if not self._states[at]:
-                    self._states[at : at + DIGEST_BYTES] = state.encode()
+                first = self._states[number][GENERATOR_NAMES.index(name)]
+                first.value = first.value or state.encode()
             return batch
 
         return fetched
 
     def states_before_use(self, number: int) -> dict[str, str]:
-        """The states before their first use, by name."""
-        states: dict[str, str] = {}
-        for name in GENERATOR_NAMES if number < SLOTS else ():
-            at = self._state_offset(number, name)
-            if state := self._states[at : at + DIGEST_BYTES].strip(b"\0"):
-                states[name] = state.decode()
-        return states
-
-    def _state_offset(self, number: int, name: str) -> int:
-        return (number * len(GENERATOR_NAMES) + GENERATOR_NAMES.index(name)) * DIGEST_BYTES
+        states = zip(GENERATOR_NAMES, self._states[number], strict=True) if number < SLOTS else ()
+        return {name: state.value.decode() for name, state in states if state.value}
 
 
 class RngSnapshots:
-    """The existing generators with a copy of their current states."""
-
     def __init__(self) -> None:
         self._before = [(name, rng, copied) for name, rng in _find_rngs() if (copied := _copy(rng)) is not None]
         _LIVE_SNAPSHOTS.add(self)
 
     def update_copy(self, which: str) -> None:
-        """Update the copy of a global generator that has got a new state."""
         self._before = [(name, rng, _copy(rng) if name == which else before) for name, rng, before in self._before]
 
     def used_since(self, samples: int) -> dict[str, str]:
@@ -354,12 +336,11 @@ _LIVE_SNAPSHOTS: weakref.WeakSet[RngSnapshots] = weakref.WeakSet()
 
 
 def wrap_generator_setters() -> None:
-    """Record from now on when a global generator gets a new state."""
     for module in GENERATOR_STATE_SETTERS:
         when_imported(module, partial(_wrap_setters_of_module, module))
 
 
-def _wrap_setters_of_module(module: str, *, late: bool) -> None:
+def _wrap_setters_of_module(module: str) -> None:
     generator, names = GENERATOR_STATE_SETTERS[module]
     for name in names:
         wrap_function(sys.modules[module], name, after=partial(_on_generator_set, generator))

@@ -32,8 +32,6 @@ Parts = Iterator[tuple[str, Any]]  # the name and the value of each part of the 
 
 
 class SavedStateWatch(ScriptListener):
-    """Compares what Trainer, Accelerate and Lightning save with what this rank has in memory."""
-
     def __init__(self, facts: ScriptFacts, schedules: Mapping[int, tuple[Any, str, str]]) -> None:
         """`schedules`: all schedules that have stepped, first in each value."""
         self._facts, self._schedules = facts, schedules
@@ -46,7 +44,7 @@ class SavedStateWatch(ScriptListener):
     def on_step_end(self, optimizer: Any) -> None:
         self._stepped.append(optimizer)
 
-    def _hook_trainer(self, *, late: bool) -> None:
+    def _hook_trainer(self) -> None:
         def saved(_: Any, trainer: Any, model: Any, trial: Any, *__: Any) -> None:
             folder = Path(trainer._get_output_dir(trial)) / f"checkpoint-{trainer.state.global_step}"
             parts = _parts([trainer.model], [trainer.optimizer], [trainer.lr_scheduler])
@@ -56,7 +54,7 @@ class SavedStateWatch(ScriptListener):
 
         wrap_function(sys.modules["transformers.trainer"].Trainer, "_save_checkpoint", after=saved)
 
-    def _hook_accelerate(self, *, late: bool) -> None:
+    def _hook_accelerate(self) -> None:
         def saved(folder: Any, accelerator: Any, *_: Any, **__: Any) -> None:
             optimizers = [*{id(optimizer): optimizer for optimizer in self._stepped}.values()]
             schedules = [one for one, *_ in self._schedules.values() if getattr(one, "optimizer", None) in optimizers]
@@ -68,7 +66,7 @@ class SavedStateWatch(ScriptListener):
 
         wrap_function(sys.modules["accelerate.accelerator"].Accelerator, "save_state", after=saved)
 
-    def _hook_lightning(self, module: str, *, late: bool) -> None:
+    def _hook_lightning(self, module: str) -> None:
         def saved(_: Any, trainer: Any, path: Any, weights_only: bool | None = False, *__: Any) -> None:
             schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
             parts = _parts([trainer.lightning_module], trainer.optimizers, schedules)

@@ -24,9 +24,17 @@ from paceline.protocol.facts import (
 from paceline.rank.check.loaders import LoaderWatch
 from paceline.rank.guard import HangGuard
 from paceline.rank.imports import hide_from_warnings, when_imported
-from paceline.rank.probes import MAX_ELEMENTS, ScriptListener, digest_of, leaf_digests, short_hash, wrap_function
+from paceline.rank.probes import (
+    MAX_ELEMENTS,
+    ScriptListener,
+    digest_of,
+    leaf_digests,
+    leaves,
+    short_hash,
+    wrap_function,
+)
 from paceline.rank.probes.steps import JointOptimizerDetector, is_sharded
-from paceline.rank.sites import CodeOwner, call_site, code_owner, format_frame, frame_record, user_site
+from paceline.rank.sites import CodeOwner, call_site, code_owner, user_site
 
 MAX_UNJOINED_STEPS = 1000  # replaces MAX_STEPS while there is no evidence that the rank trains with others
 MAX_RECORDS, MAX_PRIVATE = 400, 100
@@ -41,8 +49,6 @@ MAX_FACTORS = 4
 
 @dataclass
 class GradientWindow:
-    """The gradients of one optimizer since its last step."""
-
     optimizer: Any
     pending_backwards: int = 0  # backwards whose gradients no step of any optimizer has followed yet
     last_batch_number: int = 0  # the number of the last batch of these backwards
@@ -53,8 +59,6 @@ class GradientWindow:
 
 
 class StepWatch(ScriptListener):
-    """Records facts about the replicas, backwards and steps of a process."""
-
     def __init__(self, facts: ScriptFacts, loading: LoaderWatch, joint: JointOptimizerDetector | None = None) -> None:
         self._facts, self._loading, self._joint = facts, loading, joint or JointOptimizerDetector(lambda: 0)
         self._meshes = ModelParallelDetector()
@@ -84,17 +88,14 @@ class StepWatch(ScriptListener):
 
     def on_torch_imported(self) -> None:
         self._meshes.wrap_fully_shard()
-        sys.modules["torch.nn.modules.module"].register_module_forward_pre_hook(self._on_module_forward)
-        wrap_function(
-            sys.modules["torch.nn.parallel.distributed"].DistributedDataParallel, "no_sync", before=self._on_no_sync
-        )
-        modules: Any = sys.modules["torch.nn.modules.module"]
-        wrap_function(sys.modules["torch.optim.optimizer"].Optimizer, "zero_grad", before=self._on_zero_grad)
-        wrap_function(modules.Module, "zero_grad", before=lambda *_, **__: self._on_zero_grad(None))
-        clipping: Any = sys.modules["torch.nn.utils.clip_grad"]
-        nn_utils: Any = sys.modules["torch.nn.utils"]
+        torch: Any = sys.modules["torch"]
+        torch.nn.modules.module.register_module_forward_pre_hook(self._on_module_forward)
+        wrap_function(torch.nn.parallel.DistributedDataParallel, "no_sync", before=self._on_no_sync)
+        wrap_function(torch.optim.Optimizer, "zero_grad", before=self._on_zero_grad)
+        wrap_function(torch.nn.Module, "zero_grad", before=lambda *_, **__: self._on_zero_grad(None))
+        clipping = torch.nn.utils.clip_grad
         scale = self.wrap_clip(clipping._clip_grads_with_norm_)  # clip_grad_norm_ also calls it
-        clipping._clip_grads_with_norm_ = nn_utils.clip_grads_with_norm_ = scale
+        clipping._clip_grads_with_norm_ = torch.nn.utils.clip_grads_with_norm_ = scale
 
     def on_session_begin(self) -> None:
         self._facts.session = True
@@ -116,8 +117,6 @@ class StepWatch(ScriptListener):
         return window
 
     def wrap_clip(self, clip: Any) -> Any:
-        """Wrap `clip_grads_with_norm_` to record the norm for the next step."""
-
         @hide_from_warnings
         @wraps(clip)
         def clipped(parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
@@ -173,8 +172,7 @@ class StepWatch(ScriptListener):
         outer = frame
         while outer is not None and id(outer.f_locals.get("self")) in self._parts:
             outer = call_site(outer.f_back).frame
-        frame = outer or frame
-        return format_frame(frame_record(frame)) if frame is not None else ""
+        return user_site(outer or frame)
 
     def on_forward_begin(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         self._inside += 1
@@ -193,7 +191,7 @@ class StepWatch(ScriptListener):
         record = self._replicas.get(id(ddp))
         if record is None or not record.find_unused or record.looked >= MAX_UNUSED_CHECKS or not ddp.training:
             return
-        used_ids = parameters_reached(grad_fns_of(output))
+        used_ids = parameters_reached([getattr(leaf, "grad_fn", None) for leaf in leaves(output)])
         if used_ids:
             # DDP reduces the parameters from its construction, not later replacements
             num_unused = sum(p.requires_grad and id(p) not in used_ids for p in ddp._module_parameters)
@@ -247,7 +245,7 @@ class StepWatch(ScriptListener):
     def on_backward_end(self) -> None:
         if self._facts.session:
             return
-        if self._called_ns and self._joint.has_called_collective:
+        if self._called_ns and self._joint.num_calls():
             calls = HangGuard.of_process().page.calls_since(self._called_ns)
             self._exchanged = sum(
                 op.kind.startswith(VARYING_SHAPE_OPS) or op.shape not in SCALAR_SHAPES for _, _, op in calls
@@ -269,7 +267,11 @@ class StepWatch(ScriptListener):
             self._facts.steps.append(SeenStep(number, user_site()))
             return
         history, private = self._joint.history_of(optimizer), self._joint.is_private(optimizer)
-        self._mark_loader_joint(private=private)
+        loader = self._at[0]
+        if loader >= 0 and self._joint.highest_evidence_level:
+            if not private:
+                self._loading.joint.add(loader)
+            self._facts.loaders[loader].local_only = loader not in self._loading.joint
         self._taken[number] += not private
         kind = "private" if private else "joint" if self._joint.highest_evidence_level else "unknown"
         self._records[kind] += 1
@@ -348,14 +350,6 @@ class StepWatch(ScriptListener):
         ):
             raise SystemExit(0)
 
-    def _mark_loader_joint(self, *, private: bool) -> None:
-        number = self._at[0]
-        if number < 0 or not self._joint.highest_evidence_level:
-            return
-        if not private:
-            self._loading.joint.add(number)
-        self._facts.loaders[number].local_only = number not in self._loading.joint
-
 
 def _parameters(optimizer: Any) -> list[Any]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -399,10 +393,9 @@ class ModelParallelDetector:
         self._fsdp_ranks = set[int]()
 
     def wrap_fully_shard(self) -> None:
-        """Record each call of `fully_shard` from now on."""
         when_imported(FULLY_SHARD_MODULES[0], self._wrap_after_import)
 
-    def _wrap_after_import(self, *, late: bool) -> None:
+    def _wrap_after_import(self) -> None:
         first: Any = sys.modules[FULLY_SHARD_MODULES[0]]
         original = first.fully_shard
         wrap_function(first, "fully_shard", before=self._record_fsdp_ranks)
@@ -445,16 +438,7 @@ def loss_factors(losses: Any) -> list[float]:
     return factors
 
 
-def grad_fns_of(output: Any, depth: int = 0) -> list[Any]:
-    """The autograd nodes that computed the tensors of an output."""
-    if getattr(output, "grad_fn", None) is not None:
-        return [output.grad_fn]
-    inner = output.values() if isinstance(output, dict) else output if isinstance(output, (list, tuple)) else ()
-    return [root for value in inner for root in grad_fns_of(value, depth + 1)] if depth < 4 else []
-
-
 def parameters_reached(nodes: list[Any]) -> set[int]:
-    """The ids of the parameters from which these nodes were computed."""
     visited, reached_ids = set[Any](), set[int]()
     while nodes:
         node = nodes.pop()

@@ -1,12 +1,6 @@
 """Probes observe an unmodified script: hooks in torch, and helpers that read tensors.
 
-`Hooks` reports when an unmodified script loads data, runs forward and backward, and steps an optimizer:
-
-    class Steps(ScriptListener):
-        def on_step_end(self, optimizer): ...
-
-    Hooks(warn_once).listen(Steps()).install()
-
+`Hooks` reports to listeners when an unmodified script loads data, runs forward and backward, and steps an optimizer.
 Two packages listen: probes/ for silent faults, in every run, and check/ for the facts of `--check`. Events without a
 listener cost nothing. The hooks are in torch itself: `DataLoader`'s iterators, `DistributedDataParallel`,
 `torch.autograd.backward` and optimizers. `wrap_function` adds other hooks, which only one listener needs. Hooks change
@@ -22,7 +16,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial, update_wrapper, wraps
 from itertools import islice
 from typing import Any, Self
@@ -54,7 +48,6 @@ class DeferredReads:
         self._pending.append((event, copy, then))
 
     def deliver_arrived(self) -> None:
-        """Handle the values that have arrived."""
         while self._pending and self._pending[0][0].query():
             _, copy, then = self._pending.popleft()
             then(copy.tolist())
@@ -66,125 +59,89 @@ def can_run_kernels(tensor: Any) -> bool:
 
 
 def short_hash(data: bytes) -> str:
-    """A hash with sixteen hexadecimal digits."""
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 def sample_elements(tensor: Any, most: int = MAX_ELEMENTS) -> Any:
-    """At most `most` elements of a tensor, evenly spaced."""
     flat = tensor.detach().reshape(-1)
     return flat[:: -(-flat.numel() // most) or 1]
 
 
 def digest_of(tensors: Iterable[Any], most: int = MAX_ELEMENTS) -> str:
-    """One digest of several tensors, which may be None."""
     torch: Any = sys.modules["torch"]
     samples = (None if t is None else sample_elements(t, most).cpu().contiguous().view(torch.uint8) for t in tensors)
     return short_hash(b"".join(b"-" if t is None else bytes(t.numpy()) for t in samples))
 
 
-def leaf_digests(batch: Any, depth: int = 0, most: int = MAX_ELEMENTS, *, constants: bool = False) -> list[str]:
+def leaves(value: Any, depth: int = MAX_DEPTH) -> Iterator[Any]:
+    """The values in nested mappings, lists and tuples, in order."""
+    inner: Any = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else None
+    if inner is None or not depth:
+        yield value
+    else:
+        for part in inner:
+            yield from leaves(part, depth - 1)
+
+
+def leaf_digests(batch: Any, most: int = MAX_ELEMENTS, *, constants: bool = False) -> list[str]:
     """The digests of all tensors, arrays and numbers in a batch, in order; with prefix "f:" for floating point.
 
     The digest is empty for a tensor whose elements are all equal, except with `constants`.
     """
-    torch: Any = sys.modules["torch"]
-    if isinstance(batch, torch.Tensor):
-        elements = sample_elements(batch, most)
-        if not constants and batch.dim() and elements.numel() and bool((elements == elements[0]).all()):
-            return [""]
-        return [("f:" if batch.is_floating_point() else "") + digest_of([elements], most)]
-    inner: Any = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else None
-    if depth < MAX_DEPTH and inner is not None:
-        leaves = (leaf for value in inner for leaf in leaf_digests(value, depth + 1, most, constants=constants))
-        return [*islice(leaves, MAX_DIGESTS)]
-    if type(batch).__module__ == "numpy" and (data := getattr(batch, "tobytes", None)) is not None:
-        return [short_hash(data())]
-    return [short_hash(repr(batch).encode())] if isinstance(batch, (str, bytes, int, float)) else [""]
+    return [_leaf_digest(leaf, most, constants) for leaf in islice(leaves(batch), MAX_DIGESTS)]
 
 
-def sample_count(batch: Any, depth: int = 0) -> int:
+def _leaf_digest(leaf: Any, most: int, constants: bool) -> str:
+    if isinstance(leaf, sys.modules["torch"].Tensor):
+        elements = sample_elements(leaf, most)
+        if not constants and leaf.dim() and elements.numel() and bool((elements == elements[0]).all()):
+            return ""
+        return ("f:" if leaf.is_floating_point() else "") + digest_of([elements], most)
+    if type(leaf).__module__ == "numpy" and (data := getattr(leaf, "tobytes", None)) is not None:
+        return short_hash(data())
+    return short_hash(repr(leaf).encode()) if isinstance(leaf, (str, bytes, int, float)) else ""
+
+
+def sample_count(batch: Any) -> int:
     """The number of samples in a batch: the first dimension of its first tensor; 0 if unknown."""
-    if hasattr(batch, "shape") and len(batch.shape):
-        return int(batch.shape[0])
-    inner = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
-    return next((size for value in inner if depth < MAX_DEPTH and (size := sample_count(value, depth + 1))), 0)
+    return next((int(leaf.shape[0]) for leaf in leaves(batch) if len(getattr(leaf, "shape", ()))), 0)
 
 
 class ScriptListener:
-    """A listener: subclasses override some events. All events except `on_thread_failed` run in the script's thread."""
+    """A listener: subclasses override some events. All events except `on_thread_failed` run in the script's thread.
 
-    def on_torch_imported(self) -> None:
-        """The import of torch has completed. Listeners may add hooks."""
+    `batches` is the iterator of a `DataLoader`, `ddp` a `DistributedDataParallel`: a replica.
+    """
 
-    def on_epoch_begin(self, batches: Any) -> None:
-        """A `DataLoader` has made or restarted the iterator `batches`."""
-
-    def on_indices_drawn(self, batches: Any, indices: Any) -> None:
-        """The sampler has returned the indices of a batch (a list or one). Loaders with processes draw ahead."""
-
-    def on_batch_requested(self, batches: Any) -> None:
-        """The script requests a batch."""
-
-    def on_batch_received(self, batches: Any, batch: Any) -> None:
-        """The script receives a batch."""
-
-    def on_epoch_end(self, batches: Any) -> None:
-        """The iterator has no more batches."""
-
-    def on_replica_created(self, ddp: Any) -> None:
-        """The script has made a `DistributedDataParallel`; its parameters are equal on all its ranks."""
-
-    def on_forward_begin(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """The forward of a replica begins."""
-
-    def on_buffers_broadcast(self, ddp: Any) -> None:
-        """The forward of a replica waits for the buffers of rank 0."""
-
-    def on_buffers_received(self, ddp: Any) -> None:
-        """The replica has the buffers of rank 0."""
-
-    def on_forward_end(self, ddp: Any, output: Any) -> None:
-        """The forward of a replica has returned."""
-
-    def on_backward_begin(self, losses: Any) -> None:
-        """The script calls `backward()` on one or several tensors."""
-
-    def on_backward_end(self) -> None:
-        """`backward()` has returned. With DDP the gradients are reduced."""
-
-    def on_step_begin(self, optimizer: Any) -> None:
-        """The optimizer is about to change its parameters, which have gradients (from a closure or from before)."""
-
-    def on_closure_end(self, optimizer: Any) -> None:
-        """The optimizer has called its closure again (L-BFGS). It may discard the parameters of this call."""
-
-    def on_step_end(self, optimizer: Any) -> None:
-        """The optimizer has changed its parameters."""
-
-    def on_session_begin(self) -> None:
-        """The script begins a session or a training of paceline."""
-
-    def on_thread_failed(self, name: str, error: BaseException) -> None:
-        """A thread of the script has ended with this exception. Called in that thread."""
-
-    def on_exception(self, where: str, error: BaseException) -> None:
-        """An exception has left "data", "forward" or "backward". The ledger reports those of a "collective"."""
-
-    def on_script_succeeded(self) -> None:
-        """The script has ended with exit code 0."""
+    def on_torch_imported(self) -> None: ...  # listeners may add hooks
+    def on_epoch_begin(self, batches: Any) -> None: ...  # made or restarted
+    def on_indices_drawn(self, batches: Any, indices: Any) -> None: ...  # of a batch; loaders with processes draw ahead
+    def on_batch_requested(self, batches: Any) -> None: ...
+    def on_batch_received(self, batches: Any, batch: Any) -> None: ...
+    def on_epoch_end(self, batches: Any) -> None: ...  # no more batches
+    def on_replica_created(self, ddp: Any) -> None: ...  # its parameters are equal on all its ranks
+    def on_forward_begin(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None: ...
+    def on_buffers_broadcast(self, ddp: Any) -> None: ...  # the forward waits for the buffers of rank 0
+    def on_buffers_received(self, ddp: Any) -> None: ...
+    def on_forward_end(self, ddp: Any, output: Any) -> None: ...
+    def on_backward_begin(self, losses: Any) -> None: ...  # of one or several tensors
+    def on_backward_end(self) -> None: ...  # with DDP the gradients are reduced
+    def on_step_begin(self, optimizer: Any) -> None: ...  # the gradients are there, from a closure or from before
+    def on_closure_end(self, optimizer: Any) -> None: ...  # again (L-BFGS); its parameters may be discarded
+    def on_step_end(self, optimizer: Any) -> None: ...
+    def on_session_begin(self) -> None: ...  # of paceline, or a training of paceline
+    def on_thread_failed(self, name: str, error: BaseException) -> None: ...  # in the thread that has ended with it
+    def on_exception(self, where: str, error: BaseException) -> None: ...  # from "data", "forward" or "backward"
+    def on_script_succeeded(self) -> None: ...  # with exit code 0
 
 
 class Hooks:
-    """The hooks of a process."""
-
     def __init__(self, warn_once: Callable[[BaseException], None]) -> None:
         self._listeners: dict[str, list[HookCallback]] = {}
         self._warn_once = warn_once
         os.register_at_fork(after_in_child=self._listeners.clear)
 
     def add_listeners(self, *listeners: ScriptListener) -> Self:
-        """Add listeners, which are called in this order."""
         for name in vars(ScriptListener):
             added = [getattr(x, name) for x in listeners if getattr(type(x), name) is not getattr(ScriptListener, name)]
             self._listeners[name] = [*self._listeners.get(name, ()), *added]
@@ -197,11 +154,9 @@ class Hooks:
         self._tell("on_session_begin")
 
     def report_success(self) -> None:
-        """Report that the script has ended with exit code 0."""
         self._tell("on_script_succeeded")
 
     def install(self) -> Self:
-        """Install the hooks now, or when the import of torch completes."""
         when_imported("torch", self._wrap_torch)
         previous_hook = threading.excepthook
 
@@ -220,7 +175,7 @@ class Hooks:
             except Exception as error:
                 self._warn_once(error)
 
-    def _wrap_torch(self, *, late: bool) -> None:
+    def _wrap_torch(self) -> None:
         tell = self._tell
         try:
             self._wrap_loaders(sys.modules["torch.utils.data.dataloader"]._BaseDataLoaderIter)
@@ -303,7 +258,6 @@ class ObservedClosure:
         update_wrapper(self, closure)
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        """Call the closure."""
         result = self._closure(*args, **named)
         if self._begun:
             self._later()
@@ -311,7 +265,6 @@ class ObservedClosure:
         return result
 
     def notify_first_call(self) -> None:
-        """Call `first`, once."""
         if not self._begun:
             self._begun = True
             self._first()

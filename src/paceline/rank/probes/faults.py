@@ -158,16 +158,12 @@ class NonFiniteGradientDetector(ScriptListener):
             return
         self._again.discard(optimizer)
         step = self._steps.done + 1
-
-        def look(values: list[bool]) -> None:
-            if values[0] and not self._reported:
-                self._report(step)
-
-        self._later.read(_is_not_finite(sensor), look)
+        self._later.read(_is_not_finite(sensor), lambda values: self._report(step) if values[0] else None)
 
     def _report(self, step: int) -> None:
-        self._reported, local = True, self._own.get(step)
-        put_finding(self._page, ScriptFinding("not finite", step, local or "", own=local is not None))
+        if not self._reported:
+            self._reported, local = True, self._own.get(step)
+            put_finding(self._page, ScriptFinding("not finite", step, local or "", own=local is not None))
 
     def _choose_sensor(self, optimizer: Any) -> Any:
         """A small parameter among the first ones, which are near the input."""
@@ -199,13 +195,10 @@ def _keep_since(step: int, texts: dict[int, str]) -> dict[int, str]:
     return {at: text for at, text in texts.items() if at >= step}
 
 
-def _is_not_finite(gradient: Any) -> Any:
-    return _first_elements(gradient).sum().isfinite().logical_not().reshape(1)
-
-
-def _first_elements(tensor: Any) -> Any:
+def _is_not_finite(tensor: Any) -> Any:
     tensor = getattr(tensor, "_local_tensor", tensor).detach()  # the sum of a DTensor would be a collective
-    return tensor if tensor.numel() <= MAX_CHECKED_ELEMENTS else tensor.flatten()[:MAX_CHECKED_ELEMENTS]
+    checked = tensor if tensor.numel() <= MAX_CHECKED_ELEMENTS else tensor.flatten()[:MAX_CHECKED_ELEMENTS]
+    return checked.sum().isfinite().logical_not().reshape(1)
 
 
 def _is_sized(loader: Any) -> bool:

@@ -35,8 +35,6 @@ UINT32_MAX = 0xFFFFFFFF
 
 @dataclass
 class ParameterSlice:
-    """Some elements of one parameter, as integers."""
-
     name: str
     parameter: Any
     start: int
@@ -45,7 +43,6 @@ class ParameterSlice:
     integer_view: Any = None
 
     def as_integers(self) -> Any:
-        """A view of the parameter's current memory."""
         if self.integer_view is None or self.address != self.parameter.data_ptr():
             torch = sys.modules["torch"]
             integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -58,8 +55,6 @@ class ParameterSlice:
 
 @dataclass
 class WatchedOptimizer:
-    """One optimizer's parameters."""
-
     table_index: int
     has_replica: bool  # whether it belongs to a replica
     count: int = 0
@@ -154,14 +149,15 @@ class FingerprintWriter(ScriptListener):
         self._names.set_tensor_names(watched.layout_hash, [piece.name for piece in watched.pieces])
 
     def _write_fingerprint(self, watched: WatchedOptimizer, settings: tuple[float, ...]) -> None:
-        pieces, number = watched.pieces, watched.count
+        torch, pieces, number = sys.modules["torch"], watched.pieces, watched.count
         if not can_run_kernels(pieces[0].parameter):
             return
         last = len(pieces) - 1
         indices = [(number * ROTATING_PIECES + n) % last for n in range(min(ROTATING_PIECES, last))] + [last]
         sums = [pieces[at].as_integers().sum() for at in indices]
         if watched.flags & SUMMED:
-            sums += [_float_sum_bits(pieces[at]) for at in indices]
+            floats = (pieces[at].as_integers().view(pieces[at].parameter.dtype) for at in indices)
+            sums += [values.sum(dtype=torch.float64).view(torch.int64) for values in floats]
 
         def put(values: list[int]) -> None:
             hashes = [value & UINT32_MAX for value in values[: len(indices)]]
@@ -172,7 +168,7 @@ class FingerprintWriter(ScriptListener):
             )
 
         if sums[0].is_cuda:
-            self._later.read(sys.modules["torch"].stack(sums), put)
+            self._later.read(torch.stack(sums), put)
         else:
             put([total.item() for total in sums])
 
@@ -210,8 +206,3 @@ def _split_into_pieces(named: list[tuple[str, Any]]) -> Iterator[ParameterSlice]
     if len(pieces) > PARTS and len(pieces) % 2:
         yield pieces[0]
     yield from pieces
-
-
-def _float_sum_bits(piece: ParameterSlice) -> Any:
-    torch, bits = sys.modules["torch"], piece.as_integers()
-    return bits.view(piece.parameter.dtype).sum(dtype=torch.float64).view(torch.int64)

@@ -47,8 +47,6 @@ class StepCounts:
 
 @dataclass
 class OptimizerHistory:
-    """An optimizer, and the events since its last step."""
-
     has_shared_parameters: bool = False  # whether it has parameters of a replica, or sharded ones
     replica: weakref.ref[Any] | None = None
     model_id: int = 0  # id of the model in the replica; 0: no replica
@@ -62,7 +60,6 @@ class OptimizerHistory:
 
     @property
     def evidence_level(self) -> int:
-        """The evidence that it is joint: PRIVATE, BY_HAND or KEPT_EQUAL."""
         usually_met = self.steps >= MIN_CLASSIFIED_STEPS and 2 * self.communicated_steps > self.steps
         return KEPT_EQUAL if self.has_shared_parameters else BY_HAND if usually_met else PRIVATE
 
@@ -72,37 +69,25 @@ class JointOptimizerDetector(ScriptListener):
 
     def __init__(self, calls: Callable[[], int]) -> None:
         """`calls` counts the collectives that the process has called."""
-        self._calls = calls
+        self.num_calls = calls
         self._turns: WeakKeyDictionary[Any, OptimizerHistory] = WeakKeyDictionary()
-        self._replicas: WeakSet[Any] = WeakSet()
+        self.replicas: WeakSet[Any] = WeakSet()
         self._made = 0
         self._forwards: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
         self._stepped: WeakKeyDictionary[Any, StepCounts] = WeakKeyDictionary()  # by replica: until its last step
         self._taken_by: dict[int, int] = {}  # backwards until the last step of an optimizer, by its model
         self._trained: WeakSet[Any] = WeakSet()  # models in replicas with a step after a forward of the replica
         self._backwards = self._synced = 0
-        self.through = 0
-        """The number of backwards that followed a forward of a replica."""
+        self.through = 0  # the number of backwards that followed a forward of a replica
         self._pending = False  # a forward of a replica without a backward yet
         self._own = False  # whether there was an optimizer of a replica
 
     @property
-    def replicas(self) -> Iterator[Any]:
-        """The existing replicas."""
-        return iter(self._replicas)
-
-    @property
-    def has_called_collective(self) -> bool:
-        """Whether the process has called a collective."""
-        return self._calls() > 0
-
-    @property
     def replicas_version(self) -> object:
         """A value that changes with the replicas."""
-        return self._made, len(self._replicas)
+        return self._made, len(self.replicas)
 
     def history_of(self, optimizer: Any) -> OptimizerHistory:
-        """The history of an optimizer."""
         return (self._turns.get(optimizer) if self._turns else None) or OptimizerHistory()
 
     def is_private(self, optimizer: Any) -> bool:
@@ -112,13 +97,12 @@ class JointOptimizerDetector(ScriptListener):
 
     @property
     def highest_evidence_level(self) -> int:
-        """The highest level of all optimizers."""
         if self._own:
             return KEPT_EQUAL
         return max((history.evidence_level for history in self._turns.values()), default=PRIVATE)
 
     def on_replica_created(self, ddp: Any) -> None:
-        self._replicas.add(ddp)
+        self.replicas.add(ddp)
         self._made += 1
 
     def on_forward_begin(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -138,8 +122,10 @@ class JointOptimizerDetector(ScriptListener):
         history = self._turns.setdefault(optimizer, OptimizerHistory())
         self._find_replica(history, optimizer)
         now, before = self._current_counts(history), history.counts_at_last_step or StepCounts()
+        # backwards until the last step of an optimizer of another model belong to that optimizer
+        of_others = max((count for model, count in self._taken_by.items() if model != history.model_id), default=0)
         history.counts_since_step = new = StepCounts(
-            now.backwards - max(before.backwards, self._backwards_of_other_models(history)),
+            now.backwards - max(before.backwards, of_others),
             max(0, now.forwards - before.forwards),  # a deleted replica has no count
             max(0, now.synced_forwards - before.synced_forwards),
         )
@@ -165,14 +151,10 @@ class JointOptimizerDetector(ScriptListener):
             self._stepped[replica] = now
         self._own = self._own or history.has_shared_parameters
 
-    def _backwards_of_other_models(self, history: OptimizerHistory) -> int:
-        """Backwards until the last step of an optimizer of another model, which belong to that optimizer."""
-        return max((count for model, count in self._taken_by.items() if model != history.model_id), default=0)
-
     def _current_counts(self, history: OptimizerHistory) -> StepCounts:
         replica = history.replica and history.replica()
         forwards, synced = (0, 0) if replica is None else self._forwards.get(replica, (0, 0))
-        return StepCounts(self._backwards, forwards, synced, self._calls() + self._synced)
+        return StepCounts(self._backwards, forwards, synced, self.num_calls() + self._synced)
 
     def _find_replica(self, history: OptimizerHistory, optimizer: Any) -> None:
         version = self.replicas_version, [len(group["params"]) for group in optimizer.param_groups]
@@ -180,7 +162,7 @@ class JointOptimizerDetector(ScriptListener):
             return
         history.version = version
         parameters = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-        owners = (ddp for ddp in self._replicas if any(id(p) in parameters for _, p in synced_parameters(ddp)))
+        owners = (ddp for ddp in self.replicas if any(id(p) in parameters for _, p in synced_parameters(ddp)))
         replica = next(owners, None)
         if replica is not None and (history.replica is None or history.replica() is not replica):
             history.replica, history.model_id = weakref.ref(replica), id(replica.module)
@@ -227,41 +209,28 @@ class StepCounter(ScriptListener):
 
 
 class PhaseTracker(StepCounter):
-    """A step counter that also sets the phase on the status page."""
-
     def __init__(self, page: StatusPage, joint: JointOptimizerDetector | None = None) -> None:
         super().__init__(page, joint)
         self._steps_ns = {phase: deque[int](maxlen=USUAL_STEP_WINDOW) for phase in CORRECTED_PHASES}
         self._seen_ns = dict.fromkeys(CORRECTED_PHASES, 0)
 
-    def on_batch_requested(self, batches: Any) -> None:
-        self._page.enter(Phase.DATA)
+    @staticmethod
+    def _enter(phase: Phase) -> Any:
+        def enter(self: PhaseTracker, *_: Any) -> None:
+            self._page.enter(phase)
 
-    def enter_user_phase(self, *_: Any, **__: Any) -> None:
-        self._page.enter(Phase.USER)
+        return enter
 
-    on_batch_received = on_epoch_end = on_forward_end = on_backward_end = enter_user_phase
+    on_batch_requested = _enter(Phase.DATA)
+    on_batch_received = on_epoch_end = on_forward_end = on_backward_end = _enter(Phase.USER)
+    on_forward_begin = on_buffers_received = _enter(Phase.FORWARD)
+    on_buffers_broadcast = _enter(Phase.SYNC)
+    on_backward_begin = _enter(Phase.BACKWARD)
+    on_step_begin = on_closure_end = _enter(Phase.OPTIMIZER)
 
     def on_exception(self, where: str, error: BaseException) -> None:
         if not self._page.get("released"):  # an error from the guard itself is not progress
-            self.enter_user_phase()
-
-    def on_forward_begin(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        self._page.enter(Phase.FORWARD)
-
-    def on_buffers_broadcast(self, ddp: Any) -> None:
-        self._page.enter(Phase.SYNC)
-
-    def on_buffers_received(self, ddp: Any) -> None:
-        self._page.enter(Phase.FORWARD)
-
-    def on_backward_begin(self, losses: Any) -> None:
-        self._page.enter(Phase.BACKWARD)
-
-    def on_step_begin(self, optimizer: Any) -> None:
-        self._page.enter(Phase.OPTIMIZER)
-
-    on_closure_end = on_step_begin
+            self._page.enter(Phase.USER)
 
     def on_step_end(self, optimizer: Any) -> None:
         self._page.enter(Phase.USER)

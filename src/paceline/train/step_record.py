@@ -1,9 +1,8 @@
-"""The training loop. It yields after each step, so that the caller can log, evaluate, save or stop."""
+"""The record of a step, and the times of its phases."""
 
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Unpack
 
 from msgspec import Struct, field
 
@@ -13,13 +12,7 @@ from paceline.data.loader import MicroBatch
 from paceline.data.plan import combine_fingerprints, fingerprint
 from paceline.protocol.evidence import Phase
 from paceline.protocol.status_page import StatusPage
-from paceline.rank.guard import HangGuard
 from paceline.stepping.totals import StepResult
-from paceline.stepping.trained_model import LossScale
-from paceline.strategies.base import Strategy
-from paceline.tasks.task import Loss
-from paceline.train.optimizer import LRSchedule
-from paceline.train.step import StepOptions, TaskSteps
 
 PhaseStart = tuple[str, float]
 """(name of the phase, its start in seconds of CLOCK_MONOTONIC)"""
@@ -39,7 +32,6 @@ class StepRecord(Struct, frozen=True):
 
     @property
     def seconds(self) -> float:
-        """The time of the step, including the wait for its data."""
         return sum(self.phase_seconds.values())
 
     def num_tokens_and_samples(self) -> tuple[int, int]:
@@ -51,13 +43,11 @@ class StepRecord(Struct, frozen=True):
         return tokens, samples
 
     def fingerprint(self) -> int:
-        """The fingerprint of the samples that this rank used, without padding batches."""
         used = [batch.work for batch in self.microbatches if batch.work.is_counted]
         return combine_fingerprints(*(fingerprint(work.indices) for work in used))
 
     @property
     def data_seconds(self) -> float:
-        """The time spent waiting for data."""
         return self.phase_seconds.get(Phase.DATA.word, 0.0)
 
 
@@ -70,7 +60,6 @@ class PhaseClock:
     def __init__(
         self, page: StatusPage, on_device: PhaseEvents | None = None, enter: Callable[[Phase], object] | None = None
     ) -> None:
-        """`enter` is called at the start of each phase. Default: that of `page`."""
         self._page, self._on_device, self._enter = page, on_device, enter or page.enter
         self.starts: Sequence[PhaseStart] = ()
         """The start of each phase of the last step. The last entry has no name and is the end of the step."""
@@ -88,32 +77,3 @@ class PhaseClock:
             spent[phase] = spent.get(phase, 0.0) + stop - start
         on_device = self._on_device.take() if self._on_device else {}
         return on_device or spent
-
-
-def fit(
-    replica: Strategy, steps: Iterable[list[MicroBatch]], loss: Loss, schedule: LRSchedule, *, start: int = 0,
-    page: StatusPage | None = None, on_device: PhaseEvents | None = None, scale: LossScale | None = None,
-    one_each: bool = False, **options: Unpack[StepOptions],
-) -> Generator[StepRecord]:  # fmt: skip
-    """Train on `steps` and yield a record after each step.
-
-    Args:
-        replica: the model with its strategy.
-        steps: for each step, the micro-batches of this rank.
-        loss: returns one value per sample, or (values, weights).
-        schedule: sets the learning rate before each step.
-        start: the number of the first step, from 0.
-        page: has the phases of this rank. Default: that of the process.
-        on_device: device events of the phases; see PhaseClock.
-        scale, one_each, options: see TaskSteps, also for the errors.
-    """
-    replica.model.train()
-    page = page or HangGuard.of_process().page
-    clock = PhaseClock(page, on_device, options.setdefault("enter", page.enter))
-    step = TaskSteps(replica, loss, scale=scale, one_each=one_each, **options)
-    clock.start()
-    for number, microbatches in enumerate(steps, start):
-        lr = schedule.set_lr(replica.optimizer, number)
-        result = step.take_step(microbatches)
-        yield StepRecord(number + 1, result, lr, microbatches, clock.take(), clock.starts)
-        clock.start()  # the time of the caller does not count for the next step

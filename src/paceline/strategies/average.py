@@ -1,6 +1,6 @@
 """The exponential moving average (EMA) of the weights, for `--ema`. Evaluations use it, and it is saved in a file."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.state import Source, TensorShard, load_into
-from paceline.strategies.base import Strategy
 
 PREFIX = "ema/"
 
@@ -19,37 +18,32 @@ class WeightAverage:
     Each update computes `decay * average + (1 - decay) * weights`. The initial value is the current weights.
     """
 
-    def __init__(self, replica: Strategy, decay: float) -> None:
-        shards = [shard for shard in replica.state() if shard.name.startswith("model/")]
+    def __init__(self, state: Sequence[TensorShard], decay: float) -> None:
+        shards = [shard for shard in state if shard.name.startswith("model/")]
         self._shards = [shard for shard in shards if shard.tensor.is_floating_point() or shard.tensor.is_complex()]
         self._weights = [shard.tensor for shard in self._shards]
         self._average = [tensor.clone() for tensor in self._weights]
         self._decay = decay
 
     def reset(self) -> None:
-        """Set the average to the current weights."""
         _copy(self._weights, self._average)
 
     @torch.no_grad()
     def update(self) -> None:
-        """Include the weights after an optimizer step in the average."""
         torch._foreach_lerp_(self._average, self._weights, 1 - self._decay)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
 
     def state(self) -> list[TensorShard]:
-        """The tensors that a checkpoint saves, with `PREFIX` in place of "model/"."""
         pairs = zip(self._shards, self._average, strict=True)
         return [replace(shard, name=PREFIX + shard.name.removeprefix("model/"), tensor=value) for shard, value in pairs]
 
     @torch.no_grad()
     def load(self, source: Source) -> None:
-        """Load the average from a checkpoint, or reset it if the checkpoint has none."""
         self.reset()
         for shard in self.state() if [*source.names(PREFIX)] else ():
             load_into(source, shard)
 
     @contextmanager
     def use_as_weights(self) -> Generator[None]:
-        """Use the average as the weights of the model inside the `with` block."""
         weights = [tensor.clone() for tensor in self._weights]
         _copy(self._average, self._weights)
         try:

@@ -1,0 +1,166 @@
+"""Audits: in every N-th step a second rank also computes one micro-batch, and the bits must agree (docs/audit.md).
+
+A bit that flips in a forward or a backward changes the sum of gradients, and so all replicas in the same way. Their
+comparison cannot find it. An audit compares loss, gradients and buffers of one micro-batch before they are summed:
+
+    counted     its rank computes it as in every step
+    repeated    the second rank computes it before its own micro-batches; loss, gradients and buffers do not count
+    disputed    the digests differ: the step is skipped, all ranks repeat the micro-batch, and the majority is right
+"""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from paceline.collectives.control import all_gather_object, report_on_one_rank
+from paceline.collectives.torch_collectives import name_collective
+from paceline.data.loader import MicroBatch
+from paceline.data.plan import BatchPlan, MicroBatchPlan
+from paceline.errors import ExitCode, FaultyRankError, PacelineError, TrainingError, UsageError
+from paceline.rank.world import World
+from paceline.strategies.base import Strategy
+
+LoadAgain = Callable[[BatchPlan, int, int, int], MicroBatch | None]
+"""(plan, epoch, step, virtual rank) -> its first micro-batch, not counted; None if it has no samples."""
+COUNTED, REPEATED = 0, 1
+CHUNK = 1 << 20  # numbers that are hashed at once
+FACTOR = 6364136223846793005  # odd, so that multiplying loses no bit of an int64
+
+
+class Audits:
+    """The audits of a training on this rank. All ranks make all calls at the same steps.
+
+    Before its first audit each rank repeats one of its own micro-batches. If the bits differ, the body is not
+    repeatable, and every comparison would raise a false alarm.
+    """
+
+    def __init__(self, every: int, world: World, virtual_ranks: int, on_audit: str, save: Callable[[], object]) -> None:
+        """`on_audit`: the setting. `save` saves the state before the step (a collective)."""
+        self._every, self._world, self.save = every, world, save
+        self._error_class = FaultyRankError if on_audit == "exclude" else TrainingError
+        self._shares = world.shares(virtual_ranks)
+        self._agreed: dict[int, str] = {}  # the last audit of each rank in which the bits agreed
+        self._load_again: LoadAgain | None = None
+        self._hooks: list[RemovableHandle] = []
+        self._zero = torch.zeros((), dtype=torch.int64, device=world.device)
+        self._is_proven = self.is_running = self.is_disputed = False
+        """Whether the current step is audited; whether its digests differ."""
+
+    def use(self, load_again: LoadAgain, plan: BatchPlan) -> None:
+        """The next micro-batches are of this plan, and `load_again` loads them."""
+        self._is_proven = self._load_again == load_again and self._is_proven
+        self._load_again, self._plan = load_again, plan
+
+    def begin(self, replica: Strategy, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """Begin a step. Returns this rank's micro-batches, with one to repeat (a collective if the step is audited)."""
+        work = micro_batches[0].work
+        turn, steps_since = divmod(work.epoch * self._plan.steps_per_epoch + work.step + 1, self._every)
+        self.is_running, self.is_disputed = steps_since == 0 or not self._is_proven, False
+        if not self.is_running:
+            return micro_batches
+        size, rank = self._world.size, self._world.rank
+        self._replica, self._place = replica, (work.epoch, work.step)
+        self._digests = [self._zero, self._zero]
+        if not self._is_proven:
+            self._virtual_rank, self._ranks = work.virtual_rank, (rank, rank)
+        else:
+            others, self._virtual_rank = divmod(turn, self._plan.virtual_ranks)
+            owner = next(r for r, share in enumerate(self._shares) if self._virtual_rank in share)
+            self._ranks = owner, (owner + 1 + others % (size - 1)) % size
+            replica.buffers.lend(self._virtual_rank, owner)
+        batch = self.repeated() if rank == self._ranks[1] else None
+        return micro_batches if batch is None else [batch, *micro_batches]
+
+    def repeated(self) -> MicroBatch | None:
+        """The audited micro-batch."""
+        assert self._load_again is not None
+        return self._load_again(self._plan, *self._place, self._virtual_rank)
+
+    def begin_backward(self, work: MicroBatchPlan, loss: Tensor, factor: float | Tensor) -> None:
+        """Take digests of the loss, the buffers and, until `end_backward`, the gradients of the audited micro-batch."""
+        is_audited = work.virtual_rank == self._virtual_rank and work.micro_batch == 0
+        if not self.is_running or not is_audited or not (work.is_counted or work.is_repeated):
+            return
+        self._role = REPEATED if work.is_repeated else COUNTED
+        loss = torch.stack([loss.detach().double(), torch.as_tensor(factor).to(loss.device).double()])
+        self._parts = [digest(values) for values in (loss, *self._replica.model.buffers())]
+        for parameter in self._replica.parameters:
+            if parameter.requires_grad:
+                self._hooks.append(parameter.register_hook(partial(self._take, len(self._parts))))
+                self._parts.append(self._zero)
+
+    def _take(self, number: int, values: Tensor) -> None:
+        self._parts[number] = digest(values)
+
+    def end_backward(self) -> None:
+        hooks, self._hooks = self._hooks, []
+        for hook in hooks:
+            hook.remove()
+        if hooks:
+            self._digests[self._role] = self._digests[self._role] * FACTOR + digest(torch.stack(self._parts))
+
+    def compare(self, where: str) -> bool:
+        """Whether the ranks agree on the audited micro-batch of the step (a collective)."""
+        digests = self._gather()
+        if not self._is_proven:
+            self._is_proven = True
+            if unproven := [rank for rank, (counted, repeated) in enumerate(digests) if counted != repeated]:
+                raise report_on_one_rank(UsageError(code="audit-not-repeatable", ranks=unproven), self._world)
+            return True
+        owner, auditor = self._ranks
+        self._first = {owner: digests[owner][COUNTED], auditor: digests[auditor][REPEATED]}
+        self.is_disputed = len({*self._first.values()}) > 1
+        self._agreed |= {} if self.is_disputed else dict.fromkeys(self._ranks, where)
+        return not self.is_disputed
+
+    def judge(self, where: str, *, is_repeated: bool = True) -> PacelineError:
+        """The error after all ranks have repeated the disputed micro-batch, unless the loop was left (a collective)."""
+        self.is_disputed = False
+        hosts: list[str] = all_gather_object(os.uname().nodename, self._world)
+        again = [repeated for _, repeated in self._gather()] if is_repeated else [*range(self._world.size)]
+        (right, votes), *_ = Counter(again).most_common()
+        has_majority = 2 * votes > len(again)
+        wrong = [r for r in range(len(again)) if right != again[r] or self._first.get(r, right) != right]
+        named = wrong if has_majority else [*self._first]
+        error = (self._error_class if has_majority else TrainingError)(
+            code="audit-wrong-numbers" if has_majority else "audit-undecided", exit_code=ExitCode.DIVERGED,
+            where=where, ranks=[f"{rank} ({hosts[rank]})" for rank in named],
+            times="always" if any(right != again[rank] for rank in named) else "once",
+            since=self._agreed.get(named[0], "the start"),
+        )  # fmt: skip
+        return report_on_one_rank(error, self._world, by=named[0])
+
+    def _gather(self) -> list[list[int]]:
+        """The digests of each rank, (counted, repeated), since the last call."""
+        table = torch.zeros(self._world.size, 2, dtype=torch.int64, device=self._world.device)
+        table[self._world.rank], self._digests = torch.stack(self._digests), [self._zero, self._zero]
+        dist.all_reduce(name_collective(table, "digests of an audit"), group=self._world.group)
+        return table.tolist()
+
+
+def digest(values: Tensor) -> Tensor:
+    """() int64: a hash of the bits of numbers, and of their order.
+
+    It is a sum of words of at most 32 bits, each times an odd number of 64 bits, modulo 2**64. So one changed word
+    always changes it. Many words with the same flipped bit do not cancel, as in a plain sum.
+    """
+    values = values.detach()
+    flat = (torch.view_as_real(values) if values.is_complex() else values).contiguous().reshape(-1)
+    flat = flat.as_strided(flat.shape, (1,))  # the stride of a single element can be anything
+    words = flat.view({1: torch.int8, 2: torch.int16}.get(flat.itemsize, torch.int32))
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for chunk in words.split(CHUNK):
+        total = total * FACTOR + (chunk * _odd_numbers(values.device)[: len(chunk)]).sum()
+    return total
+
+
+@cache
+def _odd_numbers(device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(-(2**62), 2**62, (CHUNK,), generator=generator).mul_(2).add_(1).to(device)

@@ -1,0 +1,187 @@
+"""Audits in real runs: a run stops or continues without the rank that computes wrongly, with the right result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+from tests import warm
+from tests.ended import digest, start_steps
+from tests.errors import codes, ended_with
+from tests.run_script import run_script
+
+from paceline.protocol.control import WorkerSpec
+from paceline.rank import world
+from paceline.rank.world import World
+
+MODEL = """
+import os, torch
+from torch import nn
+from torch.nn import functional as F
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.head, self.calls = nn.Linear(8, 8), nn.Linear(8, 1), 0
+
+    def forward(self, x):
+        out = self.first(x).tanh()
+        self.calls += self.training
+        if self.training and self.calls > RIGHT and os.environ["RANK"] == "1" and os.environ["WORLD_SIZE"] == "3":
+            out = out * (1 + 2**-20)  # from step 8 on, in which an audit is of this rank
+        return self.head(F.dropout(out, 0.1, self.training))[:, 0]
+
+x = torch.randn(96, 8, generator=torch.Generator().manual_seed(0))
+""".replace("RIGHT", str(3 + 6 * 2))
+TASK = f"""{MODEL}
+from paceline import ArrayDataset, Task
+task = Task(Net, lambda split: ArrayDataset(x, x.sum(1)), lambda o, t: (o - t).square())
+"""
+SESSION = f"""{MODEL}
+import sys, paceline
+from torch.utils.data import TensorDataset
+
+audits = dict(audit_every=1, on_audit=sys.argv[1]) if len(sys.argv) > 1 else {{}}
+with paceline.session("run", strategy="zero", virtual_ranks=6, seed=0, resume=True, **audits) as s:
+    model, optimizer, scheduler = s.prepare(
+        Net(), lambda p: torch.optim.AdamW(p, lr=0.01), lambda o: torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.9)
+    )
+    loader = s.loader(TensorDataset(x, x.sum(1)), global_batch=24)
+    for epoch in s.epochs(3):
+        samples = 0
+        for a, b in loader:
+            optimizer.zero_grad()
+            s.backward(F.mse_loss(model(a), b))
+            optimizer.step()
+            scheduler.step()
+            samples += s.samples
+        assert s.sum(samples) in (96, 24)  # 24: the epoch began in step 8
+"""
+STREAM = """import sys, paceline
+class iter_of(torch.utils.data.IterableDataset):
+    def __init__(self, x):
+        self.x = x
+
+    def __iter__(self):
+        return iter(zip(self.x, self.x.sum(1)))
+"""
+TRAIN = (
+    "-m",
+    "paceline",
+    "train",
+    "mine.py:task",
+    "--strategy",
+    "exact",
+    "--virtual-ranks",
+    "6",
+    "--global-batch",
+    "24",
+)
+RUN = (*TRAIN, "--run-dir", "run", "--steps", "12", "--device", "cpu")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "healthy").mkdir()
+    for here in (tmp_path, tmp_path / "healthy"):
+        (here / "mine.py").write_text(TASK)
+        (here / "loop.py").write_text(SESSION)
+    return tmp_path
+
+
+def healthy(folder: Path, *words: str) -> str:
+    """The digest of the run on two ranks, without audits."""
+    done = run_script(2, *words, cwd=folder / "healthy")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return digest(folder / "healthy" / "run")
+
+
+def found(done: CompletedProcess[str]) -> None:
+    assert codes(done.stderr)[:1] == ["audit-wrong-numbers"], done.stdout + done.stderr
+    assert "rank 1 (" in done.stderr
+
+
+@pytest.mark.ranks
+def test_a_task_saves_the_state_before_the_step_and_resumes_elsewhere_with_the_same_bits(folder: Path) -> None:
+    done = run_script(3, *RUN, "--audit-every", "1", cwd=folder)
+    assert done.returncode == 6
+    found(done)
+    assert "audit every step" in done.stdout
+    done = run_script(2, *RUN, "--audit-every", "2", "--resume", "auto", cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert start_steps(folder / "run") == [0, 7]
+    assert digest(folder / "run") == healthy(folder, *RUN)
+
+
+@pytest.mark.ranks
+def test_a_session_does_the_same_and_keeps_its_schedule(folder: Path) -> None:
+    done = run_script(3, "loop.py", "stop", cwd=folder)
+    assert done.returncode == 6
+    found(done)
+    done = run_script(2, "loop.py", "stop", cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert start_steps(folder / "run") == [0, 7]
+    assert digest(folder / "run") == healthy(folder, "loop.py")
+
+
+@pytest.mark.ranks
+def test_a_run_continues_without_the_rank(folder: Path) -> None:
+    done = warm.run((*RUN, "--audit-every", "1", "--on-audit", "exclude", "--nproc", "3"), cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found(done)
+    assert start_steps(folder / "run") == [0, 7]
+    assert digest(folder / "run") == healthy(folder, *RUN)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_session_continues_without_the_rank(folder: Path) -> None:
+    done = warm.run(("-m", "paceline", "launch", "--nproc", "3", "loop.py", "exclude"), cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found(done)
+    assert start_steps(folder / "run") == [0, 7]
+    assert digest(folder / "run") == healthy(folder, "loop.py")
+
+
+@pytest.mark.parametrize(
+    ("flags", "code"),
+    [
+        (("--nproc", "2", "--audit-every", "0"), "not-positive"),
+        (("--nproc", "2", "--audit-every", "5", "--strategy", "ddp"), "audit-strategy"),
+        (("--audit-every", "5"), "audit-needs-ranks"),
+        (("--nproc", "2", "--on-audit", "exclude"), "on-audit-alone"),
+    ],
+)
+def test_what_cannot_be_audited_is_an_error_before_any_process_starts(
+    folder: Path, flags: tuple[str, ...], code: str
+) -> None:
+    ended_with(warm.run((*RUN, *flags), cwd=folder), code)
+    assert not (folder / "run").exists()
+
+
+@pytest.mark.ranks
+def test_what_only_the_ranks_know_is_an_error_before_the_first_step(folder: Path) -> None:
+    ended_with(run_script(2, *RUN, "--audit-every", "5", "--on-audit", "exclude", cwd=folder), "audit-without-agent")
+    (folder / "new.py").write_text(SESSION.replace("resume=True", "resume=False"))
+    assert {*codes(run_script(2, "new.py", "exclude", cwd=folder).stderr)} == {"audit-needs-resume"}
+    (folder / "stream.py").write_text(SESSION.replace("TensorDataset(x, x.sum(1))", "iter_of(x)").replace(
+        "import sys, paceline\n", STREAM))  # fmt: skip
+    ended_with(run_script(2, "stream.py", "stop", cwd=folder), "audit-of-stream")
+
+
+def test_the_device_of_an_excluded_rank_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(world, "resolve_device", lambda _, index, *__: taken.append(index) or world.torch.device("cpu"))
+    env = {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": "1",
+    }
+    for devices in ((), (0, 2)):
+        monkeypatch.setattr(WorkerSpec, "_here", WorkerSpec(agent_pid=1, devices=devices))
+        World.from_env(env, device="cpu")
+    assert taken == [1, 2]

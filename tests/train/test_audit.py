@@ -1,0 +1,137 @@
+"""Audits: a second rank repeats a micro-batch. Wrong numbers are found and named, and healthy ranks never are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.bit_flips import Flip, flipped
+from tests.run_ranks import run_ranks
+from tests.train.audited import Net, Training, are_equal, flip_always, flip_once, outcome
+from torch import Tensor, nn
+
+from paceline.stepping.audit import CHUNK, digest
+
+TYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.int64, torch.bool]
+
+
+@given(st.sampled_from(TYPES), st.integers(1, 40), st.integers(0, 2**32), st.data())
+@settings(deadline=None, max_examples=150)
+def test_every_flipped_bit_changes_the_digest(dtype: torch.dtype, size: int, seed: int, data: st.DataObject) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    storage = torch.randint(0, 256, (size * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+    storage = storage & 1 if dtype is torch.bool else storage
+    other = storage.clone()
+    other[data.draw(st.integers(0, len(storage) - 1))] ^= 1 << (
+        0 if dtype is torch.bool else data.draw(st.integers(0, 7))
+    )
+    assert int(digest(storage.view(dtype))) != int(digest(other.view(dtype)))
+
+
+def test_equal_flips_in_many_numbers_do_not_cancel_and_the_layout_does_not_count() -> None:
+    values = torch.randn(64, 4)
+    assert len({int(digest(v)) for v in (values, -values, values.flip(0), values.t(), values * 2)}) == 5
+    assert int(digest(values.t())) == int(digest(values.t().contiguous()))
+    assert int(digest(values[:1, 1])) == int(digest(values[0, 1].clone()))
+    long = torch.zeros(2 * CHUNK + 3)
+    ends = [flipped(long, place, 31) for place in (0, CHUNK, 2 * CHUNK, 2 * CHUNK + 2)]
+    assert len({int(digest(v)) for v in (long, *ends)}) == 5
+    assert int(digest(torch.zeros(0))) == 0
+
+
+def healthy(rank: int, size: int, strategy: str, virtual_ranks: int, accumulation: int) -> list[Any]:
+    """Audited steps, and the same without audits: the errors, whether both are equal, and who repeated what."""
+    options: Any = {"strategy": strategy, "accumulation": accumulation}
+    training, twin = (Training(rank, size, virtual_ranks, every, **options) for every in (1, None))
+    repeated: list[tuple[int, int]] = []
+    load_again, steps = training.audits._load_again, 2 * virtual_ranks * (size - 1)  # pyright: ignore
+    training.audits._load_again = lambda *place: repeated.append((place[-1], rank)) or load_again(*place)  # pyright: ignore
+    errors = [training.step(number) or twin.step(number) for number in range(steps)]
+    return [[str(error) for error in errors if error], are_equal(training, twin), repeated[1:]]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("size", "strategy", "virtual_ranks", "accumulation"), [(3, "exact", 5, 2), (2, "zero", 4, 1)])
+def test_audits_change_no_bit_and_every_rank_repeats_each_foreign_virtual_rank(
+    tmp_path: Path, size: int, strategy: str, virtual_ranks: int, accumulation: int
+) -> None:
+    results = run_ranks(healthy, size, tmp_path, strategy, virtual_ranks, accumulation)
+    assert [(errors, same) for errors, same, _ in results] == [([], True)] * size
+    turns = Counter(turn for *_, repeated in results for turn in repeated)
+    assert len(turns) == virtual_ranks * (size - 1) and max(turns.values()) <= 2
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("size", "strategy", "virtual_ranks", "accumulation"), [(3, "exact", 5, 2), (2, "zero", 3, 1)])
+def test_a_bit_that_flips_once_is_found_in_its_step_on_the_right_rank(
+    tmp_path: Path, size: int, strategy: str, virtual_ranks: int, accumulation: int
+) -> None:
+    results, *_ = run_ranks(flip_once, size, tmp_path, 0, 24, strategy, virtual_ranks, accumulation)
+    found = [result for result in results if "code" in result]
+    assert len(results) == 24 and all(result["same"] for result in results)  # a flip that is not found has no effect
+    assert len(found) > 12 and {result["code"] for result in found} == {"audit-wrong-numbers"}
+    assert all(result["ranks"] == [result["faulty"]] for result in found)
+
+
+@pytest.mark.ranks
+def test_a_rank_that_always_computes_wrongly_is_named_and_of_two_both(tmp_path: Path) -> None:
+    for size, code in ((3, "audit-wrong-numbers"), (2, "audit-undecided")):
+        results, *_ = run_ranks(flip_always, size, tmp_path, 0, 4, "exact", 4, 2)
+        assert {result["code"] for result in results} == {code}
+        for result in results:
+            assert result["ranks"] == [result["faulty"]] if size == 3 else sorted(result["ranks"]) == [0, 1]
+
+
+class Unseeded(Net):
+    """Draws from a generator that no seed reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + torch.rand(x.shape, generator=self.generator))
+
+
+class BufferFault(nn.Module):
+    """Its forward counts calls in a buffer, on rank 1 wrongly in the third step."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.linear, self.rank, self.calls = nn.Linear(8, 1), rank, 0
+        self.seen: Tensor
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen += 2 if self.rank == 1 and self.calls == 6 else 1
+        return self.linear(x)
+
+
+def special(rank: int, size: int) -> list[Any]:
+    """What is reported in a step whose model is not repeatable, and of a wrong buffer; whether the state was saved."""
+    unseeded = Training(rank, size, 4, 5, model=Unseeded())
+    first = outcome(unseeded, unseeded.step(0))
+    training = Training(rank, size, 2, 1, model=BufferFault(rank))
+    found = [outcome(training, training.step(number)) for number in range(4)]
+    last = Training(rank, size, 2, 1)
+    flip = Flip("backward", 4, 3, 30, 0)
+    assert last.step(0) is None
+    error = last.step(1, flip if rank == 1 else None)
+    return [first, found, last.saved, type(error).__name__, int(error.exit_code) if error else 0]
+
+
+@pytest.mark.ranks
+def test_what_is_not_repeatable_is_an_error_at_once_and_a_wrong_buffer_is_found(tmp_path: Path) -> None:
+    results = run_ranks(special, 2, tmp_path)
+    for (first, found, saved, _, exit_code), rank in zip(results, range(2), strict=True):
+        assert first == {"code": "audit-not-repeatable", "ranks": [0, 1]}
+        named = [report for report in found if report]
+        assert named == [{"code": "audit-wrong-numbers", "ranks": [1]}], (rank, found)
+        assert saved == 1 and exit_code == 6
+    assert [name for *_, name, _ in results] == ["ReportedByPeer", "TrainingError"]
