@@ -86,12 +86,10 @@ class Loader:
         """with micro_batch="auto": the number of micro-batches per virtual rank and step"""
 
     def split(self, accumulation: int) -> None:
-        """Set the number of micro-batches that trials or a checkpoint have determined."""
         self.plan = replace(self.plan, accumulation=accumulation)
         self.is_unsplit, self.found_accumulation = False, accumulation
 
     def dummy_batches(self, share: range) -> Callable[[int], MicroBatch]:
-        """Returns dummy batches of a given size, for trials: of the largest sample, which is searched now."""
         with preserve_generator_states():
             index = index_of_largest(self.dataset, self.plan.seed, self.loading)
 
