@@ -160,7 +160,7 @@ def test_the_rank_with_the_least_memory_decides(tmp_path, cgroup):
 
 @pytest.mark.root
 def test_a_sample_that_does_not_fit_is_reported_before_the_first_step(tmp_path, cgroup):
-    env = {**limited(cgroup, 200), "TOKENS": "20000"}
+    env = {**limited(cgroup, 500), "TOKENS": "60000"}
     done = train(tmp_path, "auto", "--micro-batch", "auto", "--steps", "1", env=env)
     ended_with(done, "micro-batch-of-one")
     (tmp_path / "loop.py").write_text(LOOP)

@@ -19,6 +19,7 @@ from paceline.host.cgroup import free_memory
 
 NO_CPU_MEMORY = "DefaultCPUAllocator: can't allocate memory"  # torch raises a RuntimeError
 UNLIMITED = 1 << 62
+LIMITED_FRACTION = 0.9  # of the free memory, in trials on the CPU
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -65,7 +66,9 @@ class MemoryMeter:
             soft, hard = self._limits = resource.getrlimit(resource.RLIMIT_DATA)
             lowest = min(limit for limit in (soft, hard, UNLIMITED) if limit != resource.RLIM_INFINITY)
             used_bytes = _status_bytes("VmData") - _free_heap_bytes()
-            resource.setrlimit(resource.RLIMIT_DATA, (min(lowest, used_bytes + self.free_bytes), hard))
+            # the rest is for pages that a forked process copies, and for the kernel
+            limit_bytes = used_bytes + int(LIMITED_FRACTION * self.free_bytes)
+            resource.setrlimit(resource.RLIMIT_DATA, (min(lowest, limit_bytes), hard))
 
     def remove_limit(self) -> None:
         """End the limit, if there is one."""
