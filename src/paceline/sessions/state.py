@@ -53,6 +53,7 @@ class SessionState:
         self._saved_objects: dict[str, Any] = dict(saved.get("registered", {}))
         self._loaders: list[Loader] = []  # created before the first step, in order
         self._saved_loaders: dict[str, dict[str, Any]] = dict(saved.get("loaders", {}))  # states of samplers by number
+        self._saved_accumulation: dict[str, int] = dict(saved.get("accumulation", {}))  # of loaders, by number
         self.unsaved = UnsavedStateSearch(self.notes.once)
         """The search for state that no checkpoint contains."""
         self.is_damaged = False
@@ -113,6 +114,8 @@ class SessionState:
     def add_loader(self, loader: Loader) -> None:
         if (state := self._saved_loaders.get(str(len(self._loaders)))) is not None:
             loader.restore_sampler(state)
+        if loader.is_unsplit and (found := self._saved_accumulation.get(str(len(self._loaders)))) is not None:
+            loader.split(found)
         self._loaders.append(loader)
 
     def check_saveable(self) -> None:
@@ -181,7 +184,11 @@ class SessionState:
                 raise report_on_one_rank(UsageError(code="registered-differs", name=differing[0]), world)
         samplers = {str(n): loader.sampler_state for n, loader in enumerate(self._loaders) if loader is not current}
         loaders = {number: state for number, state in samplers.items() if state is not None}
-        return {"parts": parts, "saved": saved, "registered": states, "loaders": loaders}
+        found = {str(n): loader.found_accumulation for n, loader in enumerate(self._loaders)}
+        accumulation = {number: value for number, value in found.items() if value is not None}
+        return {
+            "parts": parts, "saved": saved, "registered": states, "loaders": loaders, "accumulation": accumulation
+        }  # fmt: skip
 
 
 def _split(state: Any, name: str) -> tuple[Any, list[TensorShard]]:

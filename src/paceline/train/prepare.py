@@ -34,6 +34,7 @@ from paceline.compute.precision import (
 from paceline.compute.resources import keep_memory
 from paceline.config.definition import settings
 from paceline.config.settings import (
+    DEFAULT_BATCH_SIZE,
     BatchSizes,
     ComputeConfig,
     TrainConfig,
@@ -45,7 +46,7 @@ from paceline.config.settings import (
 from paceline.config.strategies import STRATEGY_INFO, unsupported_settings
 from paceline.data.arrays import batch_gatherer, on_device
 from paceline.data.fingerprint import data_fingerprint, hash_of
-from paceline.data.loader import Loading, fetch_pairs
+from paceline.data.loader import Loading, fetch_pairs, index_of_largest, load_dummy_batch, split_pair
 from paceline.data.plan import BatchPlan
 from paceline.data.streams import ENDLESS_NUM_SAMPLES, StreamPlan, is_stream
 from paceline.data.workers import SharedMemoryDemand, check_shared_memory
@@ -53,6 +54,7 @@ from paceline.errors import UsageError
 from paceline.host.cgroup import free_memory
 from paceline.rank.world import World
 from paceline.seeding import derive_seed, preserve_generator_states, seeded_random_stream
+from paceline.stepping.trained_model import make_loss_scale
 from paceline.strategies import STRATEGIES, Strategy
 from paceline.strategies.average import WeightAverage
 from paceline.strategies.base import MakeOptimizer
@@ -62,9 +64,10 @@ from paceline.tasks.task import SPLITS, Split, Task, call_model
 from paceline.train.compute_settings import apply_precision, set_precision
 from paceline.train.determinism import explain_missing_kernel, hardware_facts
 from paceline.train.evaluate import eval_mode, try_evaluation
+from paceline.train.memory import MicroBatchSearch, compute_first_samples
 from paceline.train.optimizer import LRSchedule, configured_optimizer_maker, describe_optimizer, scaled_lr, schedule_for
 from paceline.train.parallelism import NO_PARALLELISM, ParallelConfig, ParallelPlan, parallelize_model
-from paceline.train.step import weighted_losses
+from paceline.train.step import TaskSteps, weighted_losses
 from paceline.train.streaming import Stream
 from paceline.train.weights import load_initial_weights
 
@@ -131,6 +134,8 @@ def prepare(config: TrainConfig, world: World) -> TrainingComponents:
         shape = resolve_batch_sizes(config.data, world.data.size)
         share = world.data.share(shape.virtual_ranks)
         largest = math.ceil(shape.global_batch / (shape.virtual_ranks * shape.accumulation))
+        if config.data.micro_batch is not None:  # not found yet
+            largest = min(largest, DEFAULT_BATCH_SIZE)
         task = load_task(str(config.task), task_options(config))
         sets: dict[Split, Dataset[Any]] = {split: task.make_dataset(split) for split in SPLITS if split in task.splits}
         loading = Loading(world.device, config.data.num_workers, task.collate)
@@ -138,6 +143,8 @@ def prepare(config: TrainConfig, world: World) -> TrainingComponents:
         if stream is not None:
             if world.data is not world:
                 raise UsageError(code="stream-on-mesh")
+            if config.data.micro_batch is not None:
+                raise UsageError(code="micro-batch-of-stream")
             if config.guard.audit_every is not None:
                 raise UsageError(code="audit-of-stream")
             sets["train"] = cast("Any", stream.first_samples(largest if config.compute.precision == "auto" else 2))
@@ -164,7 +171,8 @@ def prepare(config: TrainConfig, world: World) -> TrainingComponents:
     config = replace(config, compute=replace(config.compute, precision=compute.precision))
     with raise_on_all_ranks(world):
         load = SharedMemoryDemand(largest, config.data.num_workers, world.local_size)
-        sample_bytes = check_loss(task, model, train_set, in_process, load, None if config.compute.compile else count)
+        check = partial(check_loss, task, model, train_set, in_process, load, None if config.compute.compile else count)
+        sample_bytes = compute_first_samples(check, model, world)
         with preserve_generator_states():  # an error in the evaluation must not appear only after the first epoch
             for split in list(sets)[1:]:
                 try_evaluation(model, sets[split], task.loss, task.metrics, in_process)
@@ -185,6 +193,10 @@ def prepare(config: TrainConfig, world: World) -> TrainingComponents:
     check_equal("the task's settings, optimizer and schedule", task_settings, world)
     train_set = sets.pop("train")
     average = replica.average = None if o.ema is None else WeightAverage(replica.state(), o.ema)
+    if config.data.micro_batch is not None:
+        plan, notice = split_into_micro_batches(config, task, replica, train_set, plan, share, loading)
+        compute = replace(compute, notices=[*compute.notices, notice])
+        config = replace(config, data=replace(config.data, accumulation=plan.accumulation, micro_batch=None))
     return TrainingComponents(
         config, task, train_set, sets, replica, plan, share, schedule, loading, total_steps, data, compute,
         task_settings, average, stream, count,
@@ -219,6 +231,26 @@ def make_stream(
     batch, virtual_ranks, last_batch = shape.global_batch, shape.virtual_ranks, config.data.last_batch
     plan = StreamPlan(ENDLESS_NUM_SAMPLES, batch, virtual_ranks, shape.accumulation, config.run.seed, False, last_batch)
     return Stream(data, plan, loading, world, print)
+
+
+def split_into_micro_batches(
+    config: TrainConfig, task: Task, replica: Strategy, dataset: Dataset[Any], plan: BatchPlan, share: range,
+    loading: Loading,
+) -> tuple[BatchPlan, str]:  # fmt: skip
+    """The plan with the largest micro-batches that fit on all ranks, and a text about them (a collective)."""
+    world, portion = replica.world, math.ceil(plan.global_batch / plan.virtual_ranks)
+    search = MicroBatchSearch([replica], world, portion, partial(all_gather_object, world=world))
+    steps = TaskSteps(replica, task.loss, scale=make_loss_scale(config.compute.precision))
+    merged = len(share) if config.model.batchnorm == "sync" else 1
+    is_alone = steps.can_compute_alone
+    replica.model.train()
+    with raise_on_all_ranks(world), preserve_generator_states():
+        index = index_of_largest(dataset, plan.seed, loading)
+    while size := search.next_size():
+        agreed = raise_on_all_ranks(world) if is_alone else nullcontext()
+        with agreed, search.trial(may_fail=is_alone), preserve_generator_states():
+            steps.try_batch(split_pair(load_dummy_batch(dataset, index, size * merged, plan, share, loading)))
+    return replace(plan, accumulation=search.accumulation), search.describe("--micro-batch auto", "--accumulation ")
 
 
 def parallel_config(config: TrainConfig) -> ParallelConfig:
@@ -275,9 +307,9 @@ def make_replica(
 
 def check_loss(
     task: Task, model: nn.Module, dataset: Dataset[Any], loading: Loading, load: SharedMemoryDemand | None = None,
-    count: FlopCount | None = None,
+    count: FlopCount | None = None, samples: int = 2,
 ) -> int:  # fmt: skip
-    """Run forward, loss and backward on the first two samples, so that errors appear before the first step.
+    """Run forward, loss and backward on the first `samples` samples, so that errors appear before the first step.
 
     The model does not change. With `load`, check that shared memory is sufficient. `count` counts the FLOPs.
 
@@ -288,7 +320,7 @@ def check_loss(
     if on_gpu:
         torch.accelerator.reset_peak_memory_stats(loading.device)
         before_bytes = torch.accelerator.memory_allocated(loading.device)
-    indices = torch.arange(min(2, len(dataset)))  # pyright: ignore[reportArgumentType]
+    indices = torch.arange(min(samples, len(dataset)))  # pyright: ignore[reportArgumentType]
     # eval mode: no update of batch statistics and no dropout
     buffers_before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with preserve_generator_states(), eval_mode(model), explain_missing_kernel(UsageError), torch.enable_grad():
