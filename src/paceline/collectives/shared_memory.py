@@ -114,7 +114,7 @@ class Channel:
         self.data_bytes = len(self._data[0][0])
 
     @cached_property
-    def floats(self) -> list[list[memoryview]]:
+    def floats(self) -> "list[list[memoryview[float]]]":
         """The data of all slots, as numbers."""
         return [[data.cast("d") for data in of_tick] for of_tick in self._data]
 
