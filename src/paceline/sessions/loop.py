@@ -231,14 +231,16 @@ class TrainingLoop:
 
     def explained(self, error: BaseException | None) -> PacelineError | None:
         """An explanation of an error of the loop body."""
-        micro_step = self.step.micro_step
-        if not is_out_of_memory(error) or micro_step is None or isinstance(error, PacelineError):
+        micro_step, search = self.step.micro_step, self.search
+        in_trial = search is not None and not search.is_found  # the generator of the loop may be closed already
+        if not is_out_of_memory(error) or isinstance(error, PacelineError) or not (in_trial or micro_step):
             return self.step.explain_gradient_error(error)
-        search, replicas = self.search, [part.replica for part in self._state.models]
-        where = "a trial" if self.in_trial else str(self.position)
+        samples = len(micro_step.work.indices) if micro_step else 0
         if search is not None:
-            search.meter.remove_limit()  # the generator of the trial is not closed yet
-        return explain_out_of_memory(replicas, self._run.world, where, len(micro_step.work.indices), search=search)
+            search.meter.remove_limit()  # or the generator may not be closed yet
+            samples = search.size if in_trial else samples
+        where, replicas = "a trial" if in_trial else str(self.position), [part.replica for part in self._state.models]
+        return explain_out_of_memory(replicas, self._run.world, where, samples, search=search)
 
     def _begin_loop(self, loader: Loader) -> BatchPlan | None:
         """Draw the epoch of the loop that begins. None: the loop had ended before the checkpoint of a resume."""

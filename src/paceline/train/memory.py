@@ -58,7 +58,7 @@ class MicroBatchSearch:
         self._usable_bytes = (CPU_HEADROOM if on_cpu else GPU_HEADROOM) * self._free_bytes
         self._trials = [(0, memory.gradient_bytes)]  # (samples, peak bytes)
         self._most, self._has_failed = portion, False
-        self.size = 0
+        self.is_found, self.size = False, 0
         """the size of the last trial; after the search the result"""
 
     @property
@@ -84,8 +84,8 @@ class MicroBatchSearch:
         if size < self._smallest:
             error = self.error_of_smallest()
             raise report_on_one_rank(error, self._world, by=sizes.index(size))
-        is_found, self.size = size == self.size, size
-        return 0 if is_found else size
+        self.is_found, self.size = size == self.size, size
+        return 0 if self.is_found else size
 
     def error_of_smallest(self) -> UsageError:
         """The error for a rank on which not even the smallest micro-batch fits."""
