@@ -140,6 +140,10 @@ soak-sessions: $(STAMP)  ## the six scripts of examples/classic: equal to their 
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf]'
 	PYTHONPATH=. $(BIN)/python tests/sessions/soak_classic.py --out benchmarks/results/classic.json
 
+soak-loaders: $(STAMP)  ## 200 random kills of loops over streamed, length-grouped and packed data (40 minutes; repeat to continue)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf]'
+	PYTHONPATH=. $(BIN)/python tests/sessions/soak_loaders.py --kills 200 --out benchmarks/results/loaders.json
+
 soak-lora: $(STAMP)  ## LoRA on GPT-2, Llama and BERT, four strategies, 1 to 3 ranks, each killed and resumed (30 minutes)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf]'
 	PYTHONPATH=. $(BIN)/python tests/sessions/soak_lora.py --out benchmarks/results/lora.json

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline import seeding
-from paceline.seeding import GeneratorStates, seeded_random_stream
+from paceline.seeding import GeneratorStates, generator_states, restore_generator_states, seeded_random_stream
 
 INSIDE: dict[str, Callable[[], Any]] = {
     "nothing": lambda: None,
@@ -67,3 +67,14 @@ def test_streams_that_are_put_back_have_their_cached_normal_number() -> None:
     streams.put_back()
     drawn(1)
     assert np.random.randn() == want
+
+
+def test_a_state_that_was_saved_without_numpy_leaves_its_generator() -> None:
+    cpu = torch.device("cpu")
+    state = generator_states(cpu)
+    np.random.seed(3)
+    want = np.random.rand()
+    np.random.seed(3)
+    state[-8:] = torch.tensor([float("nan")], dtype=torch.float64).view(torch.uint8)
+    restore_generator_states(state, cpu)
+    assert np.random.rand() == want

@@ -24,9 +24,10 @@ ROOMS = {
 INTERNAL = {  # used by other modules of paceline; not for users
     "Loader": (
         *("checkpoint_position", "data_checksum", "draw_epoch_plan", "draw_first_evaluation_batches"),
-        *("evaluation_batches", "fingerprint", "global_batch_samples", "is_last_batch", "order_hash"),
+        *("evaluation_batches", "fingerprint", "is_last_batch"),
         *("restore_sampler", "sampler_state", "training_batches", "uses_no_random_numbers"),
     ),
+    "Loading": ("kept_loader", "worker_settings"),
     "BatchPlan": ("known_steps_per_epoch", "size_text"),
     "Schedule": ("json_state", "load", "set_lr"),
 }

@@ -14,8 +14,10 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
-from numpy import random as numpy_random
+
+numpy_random: Any = np.random  # its types lack the bit generator and states from lists
 
 
 def derive_seed(seed: int, purpose: str, *keys: int) -> int:
@@ -134,7 +136,8 @@ def restore_generator_states(state: torch.Tensor, device: torch.device) -> None:
     words, gauss = numbers[:625], numbers[625]
     random.setstate((3, tuple(map(int, words)), None if math.isnan(gauss) else gauss))
     *keys, at, has_gauss, cached = numbers[626:]
-    numpy_random.set_state(("MT19937", [*map(int, keys)], int(at), int(has_gauss), cached))
+    if not math.isnan(cached):  # an earlier version saved NaN if numpy was not imported
+        numpy_random.set_state(("MT19937", [*map(int, keys)], int(at), int(has_gauss), cached))
     if len(on_device):
         torch.get_device_module(device).set_rng_state(on_device.clone(), device)
 
@@ -149,8 +152,7 @@ class _NumpyStream:
     _BYTES = 4 * 625  # 624 words and a position
 
     def __init__(self) -> None:
-        self.last_seed = 0
-        """the last seed of the generator by `seed_streams`"""
+        self.last_seed = 0  # by `seed_streams`
         self._saved: tuple[bytes, Any] = b"", None  # the words of a state without a cached number, and the state
         self._generator: Any = None  # `_memory` is its memory
         self._memory: Any = None
@@ -158,7 +160,7 @@ class _NumpyStream:
     def state(self) -> Any:
         words, state = self._words(), self._saved[1]
         if not words or words != self._saved[0]:
-            state: Any = numpy_random.get_state()
+            state = numpy_random.get_state()
             _, key, position, has_cached_number, _ = state
             is_known = words == key.tobytes() + position.to_bytes(4, sys.byteorder)  # else numpy's memory has changed
             self._saved = (words if is_known and not has_cached_number else b""), state
@@ -176,7 +178,7 @@ class _NumpyStream:
             self._saved = b"", None  # the same words may have a cached number now
 
     def _words(self) -> bytes:
-        generator: Any = numpy_random.get_bit_generator()
+        generator = numpy_random.get_bit_generator()
         if generator is not self._generator:
             self._generator = generator
             is_default = type(generator).__name__ == "MT19937"

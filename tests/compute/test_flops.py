@@ -243,7 +243,7 @@ def test_a_measurement_finds_a_speed_and_draws_no_random_number() -> None:
 def test_a_given_peak_is_taken_and_zero_means_none(quiet: Any) -> None:
     count = counted(nn.Linear(50, 100), torch.randn(4, 50))  # 20,000 FLOPs
     given = Utilization(WORLD, 1e-6, count)
-    given.add((12, 4))
+    given.tokens, given.samples = 12, 4
     assert given.speed(10.0) == {
         "samples_per_second": 10.0, "tokens_per_second": 30.0, "flops_per_second": 2e5, "mfu": pytest.approx(0.1)
     }  # fmt: skip

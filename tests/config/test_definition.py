@@ -15,7 +15,7 @@ from paceline.config.definition import (
     check_same,
     settings,
 )
-from paceline.config.settings import TrainConfig, with_defaults
+from paceline.config.settings import TrainConfig, load, with_defaults
 from paceline.errors import PacelineError, UsageError
 
 SAVED = {name: f"old-{name}" for name in (*FIXED_SETTINGS, *CHANGEABLE_SETTINGS)} | {"strategy": "exact"}
@@ -191,6 +191,14 @@ def test_a_checkpoint_of_before_there_was_a_choice_of_precision_is_one_in_fp32()
     with raises("another-run", saved={"precision": "fp32"}, now={"precision": "bf16"}):
         check_same(old, defined(compute__precision="bf16"), [], WHERE)
     assert check_same(old, defined(compute__precision="auto"), [], WHERE) == []  # compared when it is known
+
+
+def test_what_a_table_of_a_file_leaves_out_is_compared_too(tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_text('[network]\ncompress = "bf16"\n')
+    now = settings(load(path, must_own=True))
+    with raises("another-run", saved={"local_steps": 4}, now={"local_steps": None}):
+        check_same({**now, "local_steps": 4}, now, [], WHERE)
 
 
 def test_every_setting_of_the_definition_has_a_rule():

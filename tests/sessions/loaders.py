@@ -85,7 +85,8 @@ def split_bounds(worker: int) -> None:
     info = get_worker_info()
     assert info is not None and info.id == worker
     share = -(-SAMPLES // info.num_workers)
-    info.dataset.first, info.dataset.last = worker * share, min((worker + 1) * share, SAMPLES)
+    stream: Any = info.dataset
+    stream.first, stream.last = worker * share, min((worker + 1) * share, SAMPLES)
 
 
 class ShuffledSplit(IterableDataset[Any]):

@@ -190,7 +190,7 @@ def main() -> int:
     if options.out and options.out.exists():
         record = json.loads(options.out.read_text())
     began, kinds, whole = time.monotonic(), [*chain(*zip_longest(*KINDS.values()))], dict[str, dict[str, Any]]()
-    kinds = [kind for kind in kinds if kind]
+    kinds, this_commit = [kind for kind in kinds if kind], commit()
     with tempfile.TemporaryDirectory(prefix="soak-loaders-") as name:
         for number in count():
             is_late = time.monotonic() > began + 60 * options.minutes
@@ -205,7 +205,7 @@ def main() -> int:
             folder.mkdir()
             record["runs"][str(number)] = found = killed_run(kind, whole[kind], KILLS_OF_A_RUN, dice, folder)
             print(number, found, flush=True)
-            record |= {"commit": commit(), "date": f"{datetime.now(UTC):%Y-%m-%d}", "result": result(record)}
+            record |= {"commit": this_commit, "date": f"{datetime.now(UTC):%Y-%m-%d}", "result": result(record)}
             if options.out:
                 options.out.write_text(json.dumps(record, indent=1) + "\n")
             shutil.rmtree(folder)

@@ -12,6 +12,7 @@ from tests.run_script import run_script
 from tests.sessions import soak_loaders
 from tests.sessions.soak_loaders import KINDS, SCRIPT
 
+DIFFERS, ANOTHER_RUN, WEIGHTS = "stream-differs-from-saved", "another-run-for-good", "weights-not-of-targets"
 LIBRARIES = {"hf": "datasets", "length": "transformers", "flattened": "transformers"}
 
 
@@ -62,18 +63,18 @@ def test_a_stream_that_counts_its_epochs_is_not_continued_in_another_order(
     run = tmp_path / "run"
     assert start(2, tmp_path, [run, kind, killed, 0, 0])[0] == soak_loaders.KILLED
     code, output = start(1, tmp_path, [run, kind])
-    assert code == 2 and codes(output) == ["stream-differs-from-saved"]
+    assert code == 2 and codes(output) == [DIFFERS]
 
 
 @pytest.mark.slow
 def test_another_number_of_processes_is_another_order(tmp_path: Path) -> None:
     assert start(1, tmp_path, [tmp_path / "run", "split-1", 5, 0, 0])[0] == soak_loaders.KILLED
     code, output = start(1, tmp_path, [tmp_path / "run", "split"])
-    assert code == 2 and codes(output) == ["definition-differs"]
+    assert code == 2 and codes(output) == [ANOTHER_RUN]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["unweighted-packed", "unweighted-length"])
 def test_packed_and_padded_rows_need_the_number_of_tokens(tmp_path: Path, kind: str) -> None:
     code, output = start(2, tmp_path, [tmp_path / "run", kind])
-    assert code == 2 and codes(output)[:1] == ["weights-not-of-targets"]
+    assert code == 2 and codes(output)[:1] == [WEIGHTS]

@@ -19,7 +19,7 @@ from paceline.config.settings import BatchSizes, TrainConfig
 from paceline.data.loader import Loading
 from paceline.rank.world import World
 from paceline.seeding import derive_seed, seeded_random_stream
-from paceline.train.stream_task import make_stream
+from paceline.train.prepare import make_stream
 
 TASK = """
 import os, signal

@@ -22,17 +22,21 @@ BUFFER_NAME_PATTERN = re.compile(r"buffers/(?:([0-9]{1,9})/)?(.+)")  # of one vi
 REDUCTION_NAME_PATTERN = re.compile(r"reduction/([a-z]+)/(.+)")
 
 
-def state_dict_names_by_saved_name(model: nn.Module) -> dict[str, list[str]]:
-    """The names of a saved tensor in the state_dict, for tensors with names other than the saved one.
-
-    A tied parameter has several names, a buffer that is not persistent has none. "" has the names of entries that are
-    not saved.
-    """
+def saved_names(model: nn.Module) -> dict[str, str]:
+    """By name in the state_dict, the name under which a tensor is saved: tied ones have one. "": it is not saved."""
     saved = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    names: dict[str, list[str]] = {name: [] for name in saved.values()}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        names.setdefault(saved.get(id(tensor), ""), []).append(name)
-    return {name: exported for name, exported in names.items() if exported != [name]}
+    return {name: saved.get(id(tensor), "") for name, tensor in model.state_dict(keep_vars=True).items()}
+
+
+def state_dict_names_by_saved_name(model: nn.Module) -> dict[str, list[str]]:
+    """The inverse of `saved_names`, for tensors with names other than the saved one.
+
+    A tied parameter has several names, a buffer that is not persistent has none.
+    """
+    names: dict[str, list[str]] = {name: [] for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    for name, saved in saved_names(model).items():
+        names.setdefault(saved, []).append(name)
+    return {saved: exported for saved, exported in names.items() if exported != [saved]}
 
 
 def state_dict_from_checkpoint(path: Path, manifest: Manifest, model_index: int = 1) -> dict[str, Tensor]:

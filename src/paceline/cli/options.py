@@ -92,7 +92,6 @@ class Option:
 
     @property
     def names(self) -> list[str]:
-        """All names of the option; empty for a positional argument."""
         negated = f"--no-{self.name[2:]}" if self.is_flag else ""
         return [name for name in (self.short, self.name, negated) if name.startswith("-")]
 
@@ -184,7 +183,6 @@ class CommandLine:
     config_help: str = ""  # help of --config FILE, which the caller reads; empty: the command has no such option
 
     def options(self, file: str = "", settings: Any = None) -> list[Option]:
-        """All options and arguments. `settings` has the values of a settings `file`, which the help shows."""
         options = [*self._options(self.settings, "", file, settings)]
         if self.config_help:
             options.append(Option("--config", "config", self.settings, [Path], [], None, self.config_help))
@@ -295,7 +293,6 @@ def unknown_option_error(prog: str, name: str, names: Collection[str]) -> UsageE
 
 
 def docstring_paragraphs(settings_class: type) -> list[str]:
-    """The paragraphs of a docstring, one line each. The first one is the title of a group of options."""
     return [" ".join(block.split()) for block in re.split(r"\n\s*\n", inspect.cleandoc(settings_class.__doc__ or ""))]
 
 
@@ -394,7 +391,6 @@ def nproc_auto(device: str) -> int:
 
 
 def check_gpus(option: str, nproc: int, gpus: int | None, backend: str = "auto") -> None:
-    """Raise UsageError if there are fewer GPUs than workers, unless the `backend` lets workers use one GPU together."""
     if gpus and nproc > gpus and backend not in GPU_SHARING_BACKENDS:
         processes = plural(gpus, "process", "processes")
         raise UsageError(code="too-few-gpus", option=option, nproc=nproc, gpus=gpus, processes=processes)

@@ -289,7 +289,6 @@ def _repeat_and_compare(result: Difference, sides: tuple[Side, Side]) -> None:
 
 
 def _repeats(side: Side, recording: Recording) -> bool:
-    """Whether a replay has the logged losses."""
     known = {n: side.log[n] for n in recording.losses if n in side.log and side.log[n].steps == 1}
     return all(recording.losses[n] == step.loss for n, step in known.items() if not step.skipped)
 

@@ -102,6 +102,8 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
     # several processes resume with their default strategy
     if resumed_file and default.strategy == strategies.SINGLE_PROCESS_STRATEGY:
         default = replace(default, strategy=None)
+    if resumed_file and values.get("data.micro_batch"):  # the size that was found is restored later
+        default = replace(default, data=replace(default.data, accumulation=None))
     config = build_settings(TrainConfig, values, default)
     if config.task is None and config.checkpoint.resume == "auto" and config.run.run_dir and not help_option:
         raise UsageError(code="resume-of-nothing", run_dir=config.run.run_dir)

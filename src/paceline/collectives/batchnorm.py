@@ -63,7 +63,6 @@ class SyncBatchNorm(_BatchNorm):
         self.counted = True
 
     def forward(self, input: Tensor) -> Tensor:
-        """(N, C, ...) -> (N, C, ...) of the same dtype."""
         if input.dim() < 2 or input.shape[1] != self.num_features:
             raise ValueError(f"expected (N, {self.num_features}, ...), got {tuple(input.shape)}")
         is_alone = not dist.is_initialized() or dist.get_world_size(self.group) == 1
@@ -123,10 +122,8 @@ def convert_sync_batchnorm(module: nn.Module, group: dist.ProcessGroup | None = 
     """Turn every BatchNorm1d, 2d and 3d in `module` into a SyncBatchNorm, in place; returns `module`.
 
     Only the class of the layers changes (as with torch's lazy layers). Parameters, buffers, names, hooks and layers
-    with several names stay. An existing optimizer remains valid.
-
-    Raises:
-        TypeError: for a different kind of batch norm (lazy, torch's SyncBatchNorm, a subclass). Nothing has changed.
+    with several names stay. An existing optimizer remains valid. TypeError, before any change, for other kinds of batch
+    norm.
     """
     layers = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, _BatchNorm)]
     for name, layer in layers:

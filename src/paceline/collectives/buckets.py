@@ -19,7 +19,6 @@ ALIGNED_BYTES = 64
 
 
 def trainable(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters that receive gradients, in the module's order."""
     return [p for p in module.parameters() if p.requires_grad]
 
 
@@ -131,7 +130,6 @@ def divide(total: Tensor, divisor: float | Tensor) -> Tensor:
 
 
 def divide_each(totals: Iterable[Tensor], divisor: float | Tensor) -> None:
-    """As `divide`, for many tensors in few kernels."""
     for group, number in group_by_type(totals, divisor) if isinstance(divisor, Tensor) or divisor != 1.0 else ():
         if group[0].element_size() < 4:
             for total in group:
@@ -199,6 +197,5 @@ def check_dense(grads: Iterable[tuple[nn.Parameter, Tensor | None]], names: Mapp
 
 
 def sparse_gradient_error(what: str, strategy: str = "") -> UsageError:
-    """The error for a gradient that is not dense; `what` is its subject."""
     by = f"strategy {strategy}" if strategy else "this strategy"
     return UsageError(code="sparse-gradient", what=what, strategy=by)

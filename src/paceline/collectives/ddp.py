@@ -70,7 +70,6 @@ def register_shared_memory_hook(ddp: Any, *, in_step: bool = True) -> None:
 
 
 def _obstacle(ddp: Any, size: int) -> str:
-    """The reason why shared memory cannot give the same bits on this rank; empty if it can."""
     return _first_true({
         f"{SHARED_MEMORY}=off": os.environ.get(SHARED_MEMORY) == "off",
         "not all parameters are real numbers on the CPU": not can_use_shared_memory(ddp._module_parameters),

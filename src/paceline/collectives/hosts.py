@@ -103,8 +103,6 @@ class Subtree:
 
 @dataclass(frozen=True)
 class HierarchyPlan:
-    """Divides a sum over all ranks into sums of hosts."""
-
     node_subtrees: Sequence[Subtree]  # the sums of this host
     max_lanes: int  # the largest number of lanes of any rank of the world
     node_partition: LeafPartition  # its ranks are the hosts
@@ -153,7 +151,6 @@ class HierarchicalSum:
         scratch: Scratch,
         layouts: Sequence[Layout] | None = None,
     ) -> None:
-        """For 1 to MAX_TENSORS tensors with these numbers of elements and types, the same on all ranks."""
         self._hosts, self._memory, self._plan, self._name = hosts, hosts.memory, plan, name
         unit = ALIGNMENT_ELEMENTS * self._memory.size
         lane_sizes = {d: self._memory.bulk.data_bytes // d.itemsize // plan.max_lanes // unit * unit for d in dtypes}

@@ -138,7 +138,6 @@ class PowerSgdCodec:
         """The number of values that one sum sends."""
 
     def initial_state(self) -> CodecState:
-        """See Uncompressed. `held/i`: the residual of matrix i; `basis/i`: its Q."""
         state: dict[str, Tensor] = {}
         for i, (m, n) in self._matrices.items():
             state[f"held/{i}"] = torch.zeros(m, n, dtype=self._dtype)
@@ -173,7 +172,6 @@ class PowerSgdCodec:
 def make_codec(
     compress: str | None, rank: int | None, shapes: Sequence[torch.Size], dtype: torch.dtype, hosts: int
 ) -> UncompressedCodec | PowerSgdCodec | QuantizedCodec:
-    """The codec for a compression. `rank`: of powersgd. `dtype`: of the computation, float32 or float64."""
     if compress is None:
         return UncompressedCodec(shapes)
     if compress == "powersgd":
@@ -182,7 +180,6 @@ def make_codec(
 
 
 def flattened(tensors: Sequence[Tensor]) -> Tensor:
-    """(n,): a copy of all elements."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
@@ -245,7 +242,6 @@ class InterNodeSum:
         self._kept = self._state
 
     def restore_state(self) -> None:
-        """Restore the state of `save_state`, because the sums since then were not used."""
         self._state = self._kept
 
     def reset_residual(self) -> None:

@@ -45,7 +45,6 @@ class BlockTree:
         return first + start // BLOCK_ELEMENTS, first + -(-stop // BLOCK_ELEMENTS)
 
     def subtrees_to_send(self, run: TreeNode) -> list[TreeNode]:
-        """The subtrees whose sums the holder of a run sends."""
         nodes: list[TreeNode] = []
         for level, first, stop, left, right in _levels(run, self.blocks):
             for position in [first] * left + [stop - 1] * right:
@@ -163,7 +162,6 @@ def total_norm(gradients: Sequence[Tensor]) -> Deferred[float]:
 
 @torch.no_grad()
 def scale_to_norm(gradients: Sequence[Tensor], norm: float, max_norm: float) -> float:
-    """Scale gradients to `max_norm` if their `norm` is above it and finite. Returns `norm`."""
     factor = max_norm / (norm + 1e-6)  # as in torch's clip_grad_norm_
     if factor < 1.0 and math.isfinite(norm) and gradients:
         torch._foreach_mul_([*gradients], factor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
@@ -171,7 +169,6 @@ def scale_to_norm(gradients: Sequence[Tensor], norm: float, max_norm: float) -> 
 
 
 def merge_block_ranges(runs: Sequence[TreeNode]) -> list[TreeNode]:
-    """The same blocks in the smallest number of runs."""
     merged: list[TreeNode] = []
     for first, stop in sorted(runs):
         if merged and merged[-1][1] == first:

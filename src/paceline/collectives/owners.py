@@ -112,7 +112,6 @@ class ParameterOwners:
 
     @torch.no_grad()
     def scatter(self, *_: object) -> None:
-        """After an update: set the values of this rank's pieces."""
         self._exchange("weights after whole updates", to_owners=False, read=_values)
         for name, whole in self._owned_active().items():
             whole.parameter.grad = None

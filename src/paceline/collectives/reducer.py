@@ -27,9 +27,9 @@ class Reducer:
 
         reducer = make_leaf_reducer(model, LeafPartition([(0, 2), (2, 3)], rank))
         for virtual_rank in my_virtual_ranks:
-            reducer.enter(virtual_rank, is_last=virtual_rank == my_virtual_ranks[-1])
+            reducer.begin_backward(virtual_rank, is_last=virtual_rank == my_virtual_ranks[-1])
             loss(...).backward()
-            reducer.leave()
+            reducer.end_backward()
         reducer.finish(divisor)                  # .grad is the sum over all virtual ranks, divided
 
     A rank that does not use a parameter contributes zeros, because all ranks must join every collective. If no rank

@@ -170,7 +170,6 @@ class Shards:
 
 
 def check_assigned(name: str, values: Tensor, data: Tensor) -> None:
-    """Raise UsageError if `values`, assigned to parameter `name`, do not fit into its memory, `data`."""
     wanted, found = (f"{tuple(t.shape)}, {str(t.dtype).removeprefix('torch.')} on {t.device}" for t in (data, values))
     if wanted != found:
         raise UsageError(code="assigned-data-differs", name=name, found=found, wanted=wanted)

@@ -48,7 +48,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,9 +60,6 @@ from paceline.host.procfs import read_process
 from paceline.protocol.control import SHARED_MEMORY
 from paceline.protocol.evidence import SHARED_GROUP, Op
 from paceline.rank.guard import HangGuard
-
-if TYPE_CHECKING:
-    from paceline.collectives.memory_sum import AsyncSum
 
 SPINS = 1000  # polls of about 50 ns each
 YIELD_SECONDS = 2e-4
@@ -287,8 +284,7 @@ class SharedMemory:
     ) -> None:
         """`rank` is the index of this rank in `peers`. `group` is their name; GROUP means all ranks of the world."""
         self.rank, self.size, self.timeout_seconds = rank, len(peers), timeout_seconds
-        self.running: AsyncSum | None = None
-        """the sum that has not been read yet"""
+        self.running: Any = None  # the `AsyncSum` that has not been read yet
         self.group, self._pid = group, os.getpid()
         self._others = [(index, peer) for index, peer in enumerate(peers) if index != rank]
         at = layout.counters_offset

@@ -149,7 +149,6 @@ class TreeReduceScatter:
         return tree_sum(parts, Tensor.add_, self._nodes[-1][-1][1])
 
     def wait_and_sum_copy(self) -> Tensor:
-        """As `sum`, but in separate memory, so that the received subtrees are freed."""
         return self.sum() if self._work is None else self.sum().clone()
 
 
@@ -183,7 +182,6 @@ class TreeAllReduce:
             self._scatter = TreeReduceScatter(partition, partials, group, name)
 
     def start_gather(self) -> None:
-        """Wait for the subtrees of this rank's shard, add them up, and start to gather all shards."""
         if self._scatter is not None:
             self._mine = self._scatter.sum()  # keep it: the backend reads it until the work is done
             self._work = gather_shards(self._flat, name_collective(self._mine, self._name), self._group)

@@ -35,14 +35,13 @@ ALIGNMENT_ELEMENTS = 64  # elements: shards and segments of every type begin at 
 def split_leaf(node: tuple[int, int]) -> int:
     """The leaf at which a node of two or more leaves is split: after the largest power of two, like a binary counter.
 
-    middle((0, 6)) == 4, middle((0, 4)) == 2, middle((4, 6)) == 5
+    split_leaf((0, 6)) == 4, split_leaf((0, 4)) == 2, split_leaf((4, 6)) == 5
     """
     first, stop = node
     return first + (1 << ((stop - first - 1).bit_length() - 1))
 
 
 def is_node(node: TreeNode, leaves: int) -> bool:
-    """Whether `node` is a subtree of the tree over `leaves` leaves."""
     at = (0, leaves)
     while at != node and at[1] - at[0] > 1:
         cut = split_leaf(at)
@@ -133,7 +132,6 @@ def add_optional(left: Tensor | None, right: Tensor | None) -> Tensor | None:
 
 
 def add_each(left: Grads | None, right: Grads | None) -> Grads | None:
-    """`add_optional` for each pair of tensors of two lists."""
     if left is None and right is None:
         return None
     nothing: Grads = [None] * len(left or right or [])
@@ -156,7 +154,6 @@ class LeafPartition:
 
     @property
     def leaf_count(self) -> int:
-        """V, the number of leaves."""
         return self.ranges[-1][1]
 
     def subtrees_by_rank(self) -> list[list[TreeNode]]:

@@ -67,6 +67,8 @@ def settings(config: TrainConfig) -> dict[str, Any]:
         "strategy": config.strategy,
         "threads_per_rank": values["threads_per_rank"] if config.strategy in EXACT_STRATEGIES else None,
     }
+    if values["micro_batch"] is not None:  # not found yet
+        del definition["accumulation"]
     if values["precision"] == "auto":  # not resolved yet
         del definition["precision"]
     return definition

@@ -57,6 +57,9 @@ class DataConfig:
     virtual_ranks: int | None = None
     """number of ranks that defines the run; any smaller number of processes computes the same run. Default: the number
     of processes"""
+    micro_batch: Literal["auto"] | None = None
+    """auto: split the global batch into the largest micro-batches that fit into the memory of every rank, found by
+    trials before the first step"""
     last_batch: Literal["keep", "drop", "pad"] = "keep"
     """last incomplete batch of an epoch: keep, drop, or pad with repeats"""
 
@@ -363,7 +366,7 @@ def resolve_batch_sizes(data: DataConfig, world_size: int) -> BatchSizes:
         accumulation = data.accumulation or 1
         return BatchSizes(virtual_ranks, accumulation, virtual_ranks * accumulation * batch_size)
     portion = math.ceil(data.global_batch / virtual_ranks)
-    accumulation = data.accumulation or math.ceil(portion / batch_size)
+    accumulation = data.accumulation or (1 if data.micro_batch else math.ceil(portion / batch_size))
     if data.batch_size and data.accumulation and portion > data.batch_size * accumulation:
         raise UsageError(
             code="batch-does-not-fit", global_batch=data.global_batch, virtual_ranks=virtual_ranks,
@@ -377,6 +380,8 @@ def with_defaults(config: TrainConfig, world_size: int) -> TrainConfig:
     shape = dataclasses.asdict(resolve_batch_sizes(config.data, mesh_of(config.launch.mesh, world_size).replicas))
     # absolute: a run may be resumed from a different folder
     data_dir, init_from = (path and path.absolute() for path in (config.data.data_dir, config.model.init_from))
+    if config.data.micro_batch is not None:  # not found yet
+        shape["accumulation"] = None
     data = dataclasses.replace(config.data, **shape, batch_size=None, data_dir=data_dir)
     model = dataclasses.replace(config.model, init_from=init_from)
     strategy, launch = default_strategy(config, world_size), config.launch
@@ -527,7 +532,7 @@ _NOT_NEGATIVE = (
 
 
 def _check_compute(config: TrainConfig) -> None:
-    compute, exact = config.compute, config.strategy in EXACT_STRATEGIES
+    compute, data, exact = config.compute, config.data, config.strategy in EXACT_STRATEGIES
     recomputes = compute.checkpoint_activations is not None
     info = STRATEGY_INFO.get(config.strategy or DEFAULT_STRATEGY, STRATEGY_INFO[DEFAULT_STRATEGY])
     moves_weights = info.sharded or info.splits_over_gpus  # it gathers or copies them
@@ -541,6 +546,8 @@ def _check_compute(config: TrainConfig) -> None:
         "cuda-graphs-with-hooks": compute.cuda_graphs and info.uses_grad_hooks,
         "tf32-on-cpu": compute.precision == "tf32" and config.launch.device == "cpu",
         "cuda-graphs-with-cpu": compute.cuda_graphs and config.launch.device == "cpu",
+        "micro-batch-with-cuda-graphs": compute.cuda_graphs and data.micro_batch is not None,
+        "micro-batch-set": data.micro_batch is not None and bool(data.accumulation or data.batch_size),
         "nothing-to-recompute": recomputes
         and not all(pattern.strip() for pattern in str(compute.checkpoint_activations).split(",")),
     }, strategy=config.strategy, default=DEFAULT_STRATEGY)  # fmt: skip
@@ -584,6 +591,7 @@ def _check_mesh(config: TrainConfig) -> None:
         "pipeline-with-tensor": stages > 1 and mesh.size_of("tensor") > 1,
         "pipeline-with-shard": stages > 1 and mesh.size_of("shard") > 1,
         "pipeline-with-fsdp": stages > 1 and name == "fsdp",
+        "micro-batch-on-mesh": shares_model and config.data.micro_batch is not None,
         "mesh-with-recomputation": shares_model and compute.checkpoint_activations is not None,
         "context-with-tensor": mesh.size_of("context") > 1 and mesh.size_of("tensor") > 1,
         "context-with-pipeline": mesh.size_of("context") > 1 and mesh.size_of("pipeline") > 1,

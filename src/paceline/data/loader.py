@@ -47,6 +47,7 @@ Item = TypeVar("Item")
 CPU = torch.device("cpu")
 BatchRequest = tuple[int, Tensor]
 """(epoch, indices (n,)): one micro-batch to fetch."""
+LOADED_TO_COMPARE = 128  # samples, to find the largest
 
 
 class PrefetchTrigger:
@@ -160,6 +161,34 @@ def load_planned_batches(
             step = ready.popleft()
             yield [MicroBatch(next(batches), None, work, work.random_seed(seed)) for work in step]
             advance()
+
+
+def index_of_largest(dataset: Dataset[Any], seed: int, loading: Loading) -> int:
+    """The index of the sample that probably needs most memory.
+
+    It has the maximum of `dataset.lengths`, if there is such a list. Otherwise it has most bytes among
+    LOADED_TO_COMPARE evenly spaced samples. Samples of arrays are equally large.
+    """
+    if loading.collate is None and batch_gatherer(dataset) is not None:
+        return 0
+    if (lengths := getattr(dataset, "lengths", None)) is not None:
+        return int(torch.as_tensor(lengths).argmax())
+    size = len(dataset)  # pyright: ignore[reportArgumentType]
+    candidates = range(0, size, -(-size // LOADED_TO_COMPARE))
+    requests = ((0, torch.tensor([index])) for index in candidates)
+    with closing(fetch_batches(dataset, requests, seed, replace(loading, num_workers=0, workers={}))) as batches:
+        sizes = [sum(tensor.nbytes for tensor in tensors(batch)) for batch in batches]
+    return candidates[sizes.index(max(sizes))]
+
+
+def load_dummy_batch(
+    dataset: Dataset[Any], index: int, size: int, plan: BatchPlan, share: range, loading: Loading
+) -> MicroBatch:
+    """A micro-batch of `size` times the sample `index`, which does not count."""
+    indices, loading = torch.full((size,), index), replace(loading, num_workers=0, workers={}, evaluates=True)
+    work = MicroBatchPlan(0, 0, share[0], 0, indices, is_counted=False, global_samples=plan.global_batch)
+    with closing(load_planned_batches(dataset, [[work]], plan.seed, loading)) as steps:
+        return next(steps)[0]
 
 
 def load_again(

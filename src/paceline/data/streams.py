@@ -89,7 +89,7 @@ class StreamPart:
         """Go to sample `start` of `epoch`: load the `state` at that position, or skip samples if it is None.
 
         The first `num_alike` samples have the same random numbers in each part. So all parts shuffle in the same way,
-        and parts that read the same samples can be found.
+        and a comparison finds parts that read the same samples.
         """
         self._epoch, self.taken, self._num_alike, self.last = epoch, 0, num_alike, None
         self._numbered = self._drawn()

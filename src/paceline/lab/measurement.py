@@ -77,7 +77,6 @@ class Measurement(msgspec.Struct, frozen=True):
 
     @property
     def rate(self) -> float:
-        """Samples per second, over all ranks."""
         return self.samples / self.seconds
 
 

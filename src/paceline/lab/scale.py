@@ -162,7 +162,6 @@ def ran_over_network(runs: Runs) -> bool:
 
 
 def estimate_exchanged_bytes(folders: Sequence[Path]) -> int:
-    """The bytes that ranks exchange in a step, estimated by the size of the saved weights."""
     return max((path.stat().st_size for folder in folders if is_file(path := folder / WEIGHTS)), default=0)
 
 
@@ -307,7 +306,6 @@ def traffic_reducing_settings(machine: TrainingProperties, count: int) -> list[t
 
 
 def ring_messages(ranks: int) -> float:
-    """The number of sequential messages of a ring all-reduce."""
     return 2.0 * (ranks - 1)
 
 

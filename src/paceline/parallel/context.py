@@ -65,8 +65,6 @@ def split_along_context(model: nn.Module, world: World, probe: Callable[[], floa
 
 
 class ContextMode(DTensorMode):
-    """Active during a forward of the model."""
-
     calls = 0
     """number of layers that have computed a part of the positions so far"""
     by_rows = False
@@ -138,7 +136,6 @@ class ContextMode(DTensorMode):
         return value
 
     def _as_whole_tensor(self, value: Any) -> Any:
-        """The value as a whole plain tensor, with the memory layout of one process."""
         whole = full_tensor(self._check_mesh(value))
         return whole.contiguous() if isinstance(value, DTensor) and value.is_contiguous() else whole
 

@@ -89,7 +89,6 @@ def concatenated(parts: Sequence[DTensor], dim: int) -> Tensor:
 
 
 def full_tensor(value: Any) -> Any:
-    """The whole tensor, plain, on every rank; any other value as it is."""
     value = concatenated(value.parts, -1) if isinstance(value, FusedProjection) else value
     return value.redistribute(placements=REPLICATED).to_local() if isinstance(value, DTensor) else value
 
@@ -117,8 +116,6 @@ class InputCache:
 
 
 class LayerCommunication:
-    """Receives the inputs of a sharded layer, and sends its outputs."""
-
     def __init__(
         self, mesh: DeviceMesh, count: Callable[[int], None], cache: InputCache, *, sequence: bool = False
     ) -> None:

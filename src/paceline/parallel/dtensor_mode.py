@@ -111,8 +111,6 @@ def _attention_with_dropout(
 
 
 class DTensorMode(TorchFunctionMode):
-    """Active during a forward of the model, see the module's docstring."""
-
     def __init__(self, mesh: DeviceMesh, shards: Mapping[str, ShardedParameter], model: nn.Module) -> None:
         super().__init__()
         self._mesh = mesh

@@ -35,7 +35,6 @@ def _weight(module: Any) -> Tensor:
 
 
 def widths(module: nn.Module) -> tuple[int, int]:
-    """(inputs, outputs) of a linear layer as one process has it."""
     outputs, inputs = _weight(module).shape
     return inputs, outputs
 
@@ -65,8 +64,6 @@ def shard_colwise(module: nn.Module, comm: LayerCommunication, parts: Sequence[i
 
 
 def shard_rowwise(module: nn.Module, comm: LayerCommunication) -> None:
-    """Let a linear layer compute its summand of the output, and sum over ranks. The bias is added once."""
-
     def forward(self: Any, x: Any) -> Tensor:
         return comm.reduce_output(F.linear(comm.shard_input(x), _weight(self)), self.bias)
 
@@ -74,8 +71,6 @@ def shard_rowwise(module: nn.Module, comm: LayerCommunication) -> None:
 
 
 def shard_vocabulary(module: nn.Module, comm: LayerCommunication, first: int) -> None:
-    """Let an embedding look up the words of this rank, from `first` on, and sum over ranks."""
-
     def forward(self: Any, indices: Tensor) -> Tensor:
         count = len(self.weight)
         local = full_tensor(indices) - first

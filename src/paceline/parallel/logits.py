@@ -97,7 +97,6 @@ def _on_shard(func: Any, logits: ShardedLogits, args: Any, kwargs: Any) -> Any:
 
 
 def wrap_output(value: Any) -> Any:
-    """An output of the model for its caller: logits as a shard, any other tensor whole."""
     return ShardedLogits.of(value) if _is_sharded(value) else full_tensor(value)
 
 

@@ -32,8 +32,6 @@ INFINITE = float("inf")
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """The layers between two split points."""
-
     forward_seconds: float = 0.0
     """seconds for two samples"""
     backward_seconds: float = 0.0
@@ -191,7 +189,6 @@ class _DataFlow(TorchFunctionMode):
         self.calls[name][-1].stop = self.now
 
     def points(self) -> list[tuple[str, _Call]]:
-        """The calls before which the model can be split, in order."""
         by_start: dict[int, tuple[str, _Call]] = {}
         for name, calls in self.calls.items():  # outer modules come first
             if name and len(calls) == 1 and calls[0].start not in by_start and self._can_split(calls[0]):

@@ -189,11 +189,7 @@ class ModelStage:
             wrap_forward(module, partial(self._skipped, {}, module))
 
     def forward(self, compute: Callable[[], Any]) -> StageRun:
-        """Run `compute()`, which calls the model: receive, compute and send. The last stage has the result.
-
-        Raises:
-            TrainingError: if the forward does not pass the begin and the end of the stage.
-        """
+        """Run `compute()`, which calls the model: receive, compute and send. The last stage has the result."""
         self._now, self._inside = StageRun(), self._begin is None
         with ExitStack() as self._skipping:
             if self._begin is not None:
@@ -263,7 +259,6 @@ class ModelStage:
 
 @contextmanager
 def _in_shapes(module: nn.Module) -> Generator[None]:
-    """Inside, all parameters and buffers of the module are shapes. Several stages may use a layer."""
     owners: list[Any] = [tensors for m in module.modules() for tensors in (m._parameters, m._buffers)]  # pyright: ignore[reportPrivateUsage]
     kept = [dict(tensors) for tensors in owners]
     for tensors in owners:
@@ -323,7 +318,6 @@ class Pipeline:
         return actions(self._schedule, self.number, self.stages, microbatches)
 
     def backward(self, run: StageRun, propagate: Callable[[], object] | None) -> None:
-        """Run the backward: on the last stage by `propagate`, on the others from the received gradients."""
         if propagate is not None:
             propagate()
         elif run.sent:

@@ -144,7 +144,6 @@ def run_in_mode(model: nn.Module, mode: DTensorMode, after: Callable[[], object]
 
 
 def compare_losses(probe: Callable[[], float], expected: float, world: World, advice: str) -> None:
-    """Check that the loss of a split model is that of the whole model (a collective)."""
     loss, error = math.nan, None
     try:
         loss = probe()

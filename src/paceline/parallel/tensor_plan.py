@@ -243,7 +243,6 @@ def _plan_vocabulary(
 
 
 def _is_plain(module: nn.MultiheadAttention) -> bool:
-    """Whether queries, keys and values have the same width, and no extra keys and values."""
     same_width: Any = module.in_proj_weight
     return same_width is not None and module.bias_k is None and not module.add_zero_attn
 

@@ -38,7 +38,6 @@ class LineFilter:
 
 
 def rank_logs(attempt: Path) -> dict[int, Path]:
-    """The logs of a start, by rank."""
     return numbered_files(attempt, _LOG)
 
 

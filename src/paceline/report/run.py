@@ -295,7 +295,6 @@ def _flat(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def pick_evenly(rows: Sequence[int], limit: int) -> Sequence[int]:
-    """At most `limit` of the rows, evenly spaced, including the first and the last."""
     if len(rows) <= limit:
         return rows
     return [rows[round(index * (len(rows) - 1) / (limit - 1))] for index in range(limit)]

@@ -53,7 +53,6 @@ class RecordedSteps:
 
     @property
     def mean_step_seconds(self) -> float:
-        """The mean over steps and ranks."""
         total = sum(spent.seconds for step in self.steps for spent in step.values())
         return total / (len(self.steps) * self.world_size)
 
@@ -68,14 +67,8 @@ class StepParts:
     slowest: int | None = None  # the rank for which others wait, if it is mostly the same
     slow_phase: str = ""  # in which it loses the most time
 
-    @property
-    def work_seconds(self) -> float:
-        """The work of the slowest rank of each step."""
-        return self.compute + self.data + self.waiting
-
 
 def common_rows(logs: Sequence[RankLog], after: int) -> dict[int, list[int]]:
-    """The steps after step `after` that all ranks have recorded: for each step its row in each log."""
     rows = [{log.steps.step[row]: row for row in log.valid_rows if log.steps.step[row] > after} for log in logs]
     return {step: [of[step] for of in rows] for step in sorted(set(rows[0]).intersection(*rows[1:]))}
 

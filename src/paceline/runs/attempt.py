@@ -43,7 +43,6 @@ def write_ended(attempt_dir: Path, ended: AttemptEnd) -> None:
 
 
 def read_ended(attempt_dir: Path) -> AttemptEnd | None:
-    """The end of a start; None if its agent is running, or was killed."""
     return decode_if_readable(attempt_dir / "ended.json", AttemptEnd)
 
 

@@ -174,12 +174,10 @@ _decode = msgspec.json.Decoder(_KnownEvent).decode
 
 
 def event_files(run_dir: Path) -> dict[int, Path]:
-    """The files of events in a run folder, by rank."""
     return numbered_files(run_dir, _FILE)
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """The records of a file, in order, without unknown kinds and without an incomplete last line."""
     return _decode_lines(read_lines(path))
 
 

@@ -55,7 +55,6 @@ def _check_private(run_dir: Path, *, trust: bool) -> None:
 
 
 def check_usable_as_run_dir(run_dir: Path, *, trust: bool = False) -> None:
-    """Check that a folder has a run, or is new or empty."""
     if is_folder(run_dir):
         _check_private(run_dir, trust=trust)
     if is_folder(run_dir) and entry_names(run_dir) and not is_file(run_dir / CONFIG) and not _has_no_steps(run_dir):
@@ -72,7 +71,6 @@ def archive_checkpoints(run_dir: Path) -> None:
 
 
 def check_not_finished(run_dir: Path) -> None:
-    """Check that a start at step 0 would not overwrite the weights of a finished run."""
     if any(os.path.lexists(run_dir / name) for name in (WEIGHTS, ADAPTER)):
         raise UsageError(code="run-has-ended", run_dir=run_dir)
 

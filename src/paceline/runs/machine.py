@@ -70,7 +70,6 @@ def file_name(node: int) -> str:
 
 
 def machine_files(run_dir: Path) -> dict[int, Path]:
-    """The files in a run folder, by node."""
     return numbered_files(run_dir, _FILE)
 
 

@@ -92,7 +92,6 @@ def other_writers(folder: Path) -> str:
 
 
 def check_owned_by_us(folder: Path) -> None:
-    """Check that no other user owns or could have written the files in a folder."""
     if strangers := _other_writers_message(folder):
         raise UsageError(code="run-of-others", whose=strangers)
 

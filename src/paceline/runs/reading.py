@@ -101,12 +101,10 @@ def real_path(path: Path) -> Path:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether it is a folder, or a link to one."""
     return stat.S_ISDIR(_mode(path))
 
 
 def is_file(path: Path) -> bool:
-    """Whether it is a plain file, or a link to one."""
     return stat.S_ISREG(_mode(path))
 
 

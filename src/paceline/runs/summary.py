@@ -93,7 +93,6 @@ def write_summary(run_dir: Path, summary: Summary) -> None:
 
 
 def read_summary(run_dir: Path) -> Summary | None:
-    """The summary of a run; None if it does not exist or cannot be read."""
     return decode_if_readable(run_dir / "summary.json", Summary)
 
 

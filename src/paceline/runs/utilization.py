@@ -36,14 +36,12 @@ def format_speed(record: object) -> list[str]:
 
 
 def format_flops(flops: float) -> str:
-    """'1.23 GFLOP'."""
     units = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (0.0, ""))
     size, prefix = next((unit for unit in units if flops >= unit[0]), units[-1])
     return f"{flops / (size or 1):.3g} {prefix}FLOP"
 
 
 def explain_mfu(samples_per_second: float, flops_per_sample: float, peak_tflops: float, devices: int) -> str:
-    """The formula of an MFU with its numbers; empty if no FLOPs were counted."""
     if not flops_per_sample:
         return ""
     peak = f" / ({devices} x {format_flops(peak_tflops * 1e12)}/s peak)" if peak_tflops > 0 else ""

@@ -51,7 +51,6 @@ def _mkdir(folder: Path, *, exist_ok: bool) -> None:
 
 
 def rename(source: Path, target: Path) -> Path:
-    """Rename a file or folder; return the new path."""
     with _open_parent(source) as (parent, name), _open_parent(target) as (target_parent, target_name):
         os.rename(name, target_name, src_dir_fd=parent, dst_dir_fd=target_parent)
     return target
@@ -67,7 +66,6 @@ def remove(path: Path) -> None:
 
 
 def create_file(path: Path) -> int:
-    """A descriptor of a new file."""
     with _open_parent(path) as (parent, name):
         return _make_private(os.open(name, NEW_FILE_FLAGS, FILE, dir_fd=parent), path)
 

@@ -76,8 +76,6 @@ def _is_allowed(value: object, hint: Any) -> bool:
 
 @dataclass(frozen=True)
 class SessionConfig:
-    """The arguments of `session()`, which documents them."""
-
     run_dir: str | os.PathLike[str] | None
     resume: bool
     strategy: str
@@ -156,7 +154,6 @@ class SessionConfig:
 
 
 def format_argument(option: str, value: Any = None) -> str:
-    """An option as an argument of session() or s.loader()."""
     if option in COMMAND_OPTIONS:
         return format_option(option, value)
     return ARGUMENT_SPELLINGS.get(option) or (option if value is None else f"{option}={value}")

@@ -11,8 +11,6 @@ from paceline.errors import UsageError
 
 @dataclass(frozen=True)
 class Assumption:
-    """An assumption, as text for the documentation."""
-
     statement: str
     """the assumption, as a sentence"""
     check_description: str

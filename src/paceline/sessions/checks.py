@@ -43,8 +43,6 @@ WEIGHT_RATIO_TOLERANCE = 1e-6  # counts are sums in float32
 
 
 class LoopChecks:
-    """The checks of one session, and the state that they compare over steps."""
-
     def __init__(
         self, world: World, state: SessionState, step: SessionStep, position: LoopPosition, order: CollectiveOrderCheck
     ) -> None:
@@ -179,7 +177,6 @@ class LoopChecks:
         self._foreign_tensors.keep(leaves if begins else ())
 
     def _check_loss_weights(self) -> None:
-        """Raise UsageError if losses are means over targets, and their weights are not proportional to the targets."""
         targets = [None if count is None else (float(count), float(weight)) for count, weight in self._step.targets]
         by_rank: list[list[Any]] = all_gather_object(targets, self._world)
         if any(target is None for rank_targets in by_rank for target in rank_targets):

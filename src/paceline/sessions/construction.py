@@ -110,7 +110,6 @@ def prepare_model(
     gate: SessionStep,
     precision: str | None = None,
 ) -> PreparedModel:
-    """This rank's replica of the model, with optimizer and scheduler; see `Session.prepare` (a collective)."""
     with raise_on_all_ranks(world):
         if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise UsageError(code="not-a-module-to-train", kind=type(model).__name__)
@@ -134,7 +133,6 @@ def prepare_model(
 
 
 def prepare_optimizer(part: PreparedModel, optimizer: Any, scheduler: Any, world: World) -> Optimizer:
-    """Add an optimizer, or several, to a model that is already prepared (a collective)."""
     with raise_on_all_ranks(world):
         optimizer = optimizer_factory(optimizer)(part.replica.model.parameters())
         optimizers = each_optimizer(optimizer)
@@ -155,7 +153,6 @@ def schedulers_of(optimizers: Sequence[Optimizer], scheduler: Any) -> list[Any]:
 
 
 def optimizer_factory(optimizer: Any) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
-    """A function that creates the optimizer. `optimizer`: the user's function, or an existing optimizer, or several."""
     if isinstance(optimizer, (Optimizer, list, tuple)):
         existing = check_optimizer_type(optimizer)
         states = [state for one in each_optimizer(existing) for state in one.state.values()]

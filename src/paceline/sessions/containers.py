@@ -18,7 +18,6 @@ class TensorContainer:
     """A dict or list of tensors, numbers and strings, also in nested dicts, lists and tuples."""
 
     def __init__(self, thing: dict[Any, Any] | list[Any], name: str, device: torch.device, models: set[int]) -> None:
-        """`device`: for tensors that a resume adds. `models`: the storages of the models' tensors."""
         self.thing, self._name, self._device, self._models = thing, name, device, models
 
     def state_dict(self) -> dict[str, Any]:
@@ -48,7 +47,6 @@ class TensorContainer:
         return {"value": value}
 
     def _restored(self, current: Any, saved: Mapping[str, Any]) -> Any:
-        """The inverse of `_described`. Existing objects are reused if they fit."""
         if "tensor" in saved:
             tensor: Tensor = saved["tensor"]
             fits = isinstance(current, Tensor) and current.shape == tensor.shape and current.dtype == tensor.dtype
@@ -88,7 +86,6 @@ class GeneratorStateAdapter:
 
 
 def elements_of(container: Any) -> Iterable[Any]:
-    """The values of a dict, or the elements of a list or tuple; empty for any other object."""
     if issubclass(type(container), dict):
         return [*dict.values(container)]
     return [*container] if issubclass(type(container), (list, tuple)) else []
@@ -100,7 +97,6 @@ def storage_address(tensor: Tensor) -> int:
 
 
 def owns_storage(value: Any) -> bool:
-    """Whether it is a tensor with its own storage, as an average has."""
     cls = type(value)
     if not issubclass(cls, Tensor) or not (cls in (Tensor, torch.nn.Parameter) or is_dtensor(value)):
         return False

@@ -39,7 +39,6 @@ class SessionRun:
     """The run of a session on this rank: the process group, the run folder, the resumed checkpoint, and the records."""
 
     def __init__(self, config: SessionConfig) -> None:
-        """Join the ranks and the run folder (a collective)."""
         self.observer = current_observer()
         attach()
         self.pid = os.getpid()
@@ -122,7 +121,6 @@ class SessionRun:
 
 
 def check_balance(balance: str, config: SessionConfig, virtual_ranks: int, world: World) -> None:
-    """Raise UsageError if `--balance` has no effect in this session, or would change its result."""
     if not restart_count():  # later, so many nodes may have joined that each rank has one virtual rank
         check_can_balance(balance, config.strategy, virtual_ranks, world.size)
     for setting in ("local_steps", "compress"):

@@ -15,7 +15,14 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from paceline.collectives.control import all_gather_object, check_equal, report_on_one_rank
 from paceline.data.fingerprint import data_fingerprint, hash_of_probes
-from paceline.data.loader import Loading, MicroBatch, load_again, load_planned_batches
+from paceline.data.loader import (
+    Loading,
+    MicroBatch,
+    index_of_largest,
+    load_again,
+    load_dummy_batch,
+    load_planned_batches,
+)
 from paceline.data.plan import BatchPlan, MicroBatchPlan, plan_rank_micro_batches
 from paceline.data.streams import StreamPlan
 from paceline.errors import UsageError
@@ -72,6 +79,26 @@ class Loader:
         self._is_torchs = existing is not None and has_torch_sampler(existing)
         self.short_epoch: Callable[[BatchPlan], tuple[int, int]] | None = None
         """of an observer: plan -> number of whole global batches of an epoch, and samples of its last, short batch"""
+
+        self.is_unsplit = False
+        """with micro_batch="auto": whether the number of micro-batches is not known yet"""
+        self.found_accumulation: int | None = None
+        """with micro_batch="auto": the number of micro-batches per virtual rank and step"""
+
+    def split(self, accumulation: int) -> None:
+        self.plan = replace(self.plan, accumulation=accumulation)
+        self.is_unsplit, self.found_accumulation = False, accumulation
+
+    def dummy_batches(self, share: range) -> Callable[[int], MicroBatch]:
+        with preserve_generator_states():
+            index = index_of_largest(self.dataset, self.plan.seed, self.loading)
+
+        def load(size: int) -> MicroBatch:
+            with preserve_generator_states():
+                batch = load_dummy_batch(self.dataset, index, size, self.plan, share, self._counting())
+            return batch if self.loading.collate is None else _with_count(batch)
+
+        return load
 
     @property
     def batch_size(self) -> int:

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from paceline.collectives.control import check_equal, raise_on_all_ranks, report_on_one_rank
+from paceline.collectives.control import all_gather_object, check_equal, raise_on_all_ranks, report_on_one_rank
 from paceline.compute.flops import can_count
+from paceline.compute.memory import is_out_of_memory
 from paceline.compute.phase_events import phase_events
 from paceline.config.choices import current_name
 from paceline.config.definition import EXACT_ONLY_SETTINGS, check_same
@@ -37,6 +38,7 @@ from paceline.stepping.audit import Audits
 from paceline.stepping.totals import ControlFlags
 from paceline.stepping.trained_model import make_loss_scale
 from paceline.train.determinism import hardware_facts
+from paceline.train.memory import MicroBatchSearch, explain_out_of_memory
 from paceline.train.step_record import PhaseClock, StepRecord
 from paceline.train.wording import audit_line, batch_line, report_hint
 
@@ -84,6 +86,10 @@ class TrainingLoop:
         self._stopped = False
         self._exit: tuple[Any, int] | None = None  # (exit code, step) of a call of sys.exit
         self._iterators = 0  # that are open
+        self.search: MicroBatchSearch | None = None
+        """The last search for the largest micro-batch."""
+        self.in_trial = False
+        """Whether the loop body runs on a dummy batch of this search."""
         self.in_epochs = False
         """Whether the script is in a loop over `epochs`."""
         self.is_open = self.is_complete = self.is_closed = False
@@ -161,6 +167,8 @@ class TrainingLoop:
             ):
                 yield from (batch.inputs for batch in micro_batches)
             return
+        if loader.is_unsplit:
+            yield from self._split(loader)
         if (plan := self._begin_loop(loader)) is None:
             return
         self._iterators += 1
@@ -196,6 +204,41 @@ class TrainingLoop:
             self._iterators -= 1
             self._restore_random_streams()
             step.keeps_stream = False
+
+    def _split(self, loader: Loader) -> Generator[Any]:
+        """Run the loop body on dummy batches, to find the largest micro-batch that fits (a collective)."""
+        run, state, plan = self._run, self._state, loader.plan
+        if run.observer is not None:
+            raise UsageError(code="micro-batch-observed")
+        if isinstance(loader, StreamLoader):
+            raise UsageError(code="micro-batch-of-stream-loader")
+        if not state.models:
+            raise UsageError(code="loop-without-model")
+        portion = math.ceil(plan.global_batch / plan.virtual_ranks)
+        gather = partial(all_gather_object, world=run.world)
+        self.search = search = MicroBatchSearch([part.replica for part in state.models], run.world, portion, gather)
+        load, self.in_trial = loader.dummy_batches(run.share), True
+        try:
+            while size := search.next_size():
+                with search.trial():
+                    for batch in self.step.run_trial(load(size)):
+                        yield batch.inputs
+        finally:
+            self.in_trial = False
+            self._page.enter(Phase.USER)
+        loader.split(search.accumulation)
+        run.print(search.describe("micro_batch='auto'", "accumulation="))
+
+    def explained(self, error: BaseException | None) -> PacelineError | None:
+        """An explanation of an error of the loop body."""
+        micro_step = self.step.micro_step
+        if not is_out_of_memory(error) or micro_step is None or isinstance(error, PacelineError):
+            return self.step.explain_gradient_error(error)
+        search, replicas = self.search, [part.replica for part in self._state.models]
+        where = "a trial" if self.in_trial else str(self.position)
+        if search is not None:
+            search.meter.remove_limit()  # the generator of the trial is not closed yet
+        return explain_out_of_memory(replicas, self._run.world, where, len(micro_step.work.indices), search=search)
 
     def _begin_loop(self, loader: Loader) -> BatchPlan | None:
         """Draw the epoch of the loop that begins. None: the loop had ended before the checkpoint of a resume."""

@@ -117,8 +117,6 @@ def _indices(batch: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class DataLoaderPlan(BatchPlan):
-    """The batches of one epoch in the order of the user's DataLoader, distributed over virtual ranks."""
-
     own_order = True
     order: SampleOrder | None = None
     steps: int = 1
@@ -166,15 +164,12 @@ def check_not_sharded(loader: DataLoader[Any]) -> None:
 
 
 class SamplerState:
-    """The state of a DataLoader's samplers: random generators, and attributes that change."""
-
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
         self._first = self._attributes()
         self._has_workers = False  # whether persistent workers exist
 
     def capture(self) -> dict[str, Any]:
-        """The state as JSON: of the samplers' generators, and of changed attributes."""
         sources: dict[str, Any] = {name: generator_state(source) for name, source in self._sources().items()}
         changed = {name: value for name, value in self._attributes().items() if value != self._first.get(name)}
         owners = {name: owner for name, owner in self._owners() if _has_state_dict(owner)}
@@ -187,7 +182,6 @@ class SamplerState:
         return draws_seed
 
     def restore_generators(self, state: Mapping[str, Any]) -> None:
-        """Restore the generators from the result of `capture` on rank 0."""
         sources = self._sources()
         for name, value in state.get("sources", {}).items():
             if name in sources:

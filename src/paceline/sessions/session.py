@@ -71,7 +71,7 @@ class Session:
         self._steps = self._loop.step
         self._evaluation = EvaluationLoop(self._run, self._state, self._steps, self._loop.checks)
         # for the hooks of `install_exit_hooks`
-        self.explained, self.note_exit = self._steps.explain_gradient_error, self._loop.note_exit
+        self.explained, self.note_exit = self._loop.explained, self._loop.note_exit
         open_sessions.append(self)
 
     @property
@@ -216,6 +216,7 @@ class Session:
         batch_size: int | None = None,
         per_rank: bool = False,
         accumulation: int = 1,
+        micro_batch: Literal["auto"] | None = None,
         shuffle: bool | None = None,
         last_batch: LastBatch = "keep",
         num_workers: int = 0,
@@ -235,6 +236,9 @@ class Session:
             batch_size: alternative to `global_batch`: samples per micro-batch of each virtual rank.
             per_rank: the batch size of the DataLoader is that of each virtual rank.
             accumulation: number of micro-batches per virtual rank and step.
+            micro_batch: "auto" finds the smallest accumulation that fits into the memory of every rank. For this the
+                loop body first runs on dummy batches of growing size (s.samples is 0), which change no state of the
+                training. A checkpoint contains the result.
             shuffle: whether to shuffle the samples in each epoch (default: True).
             last_batch: for the last, incomplete batch of an epoch: "keep", "drop", or "pad" with repeated samples.
             num_workers: loader processes of each rank.
@@ -246,12 +250,18 @@ class Session:
         """
         if split and self._config.virtual_ranks is None:
             raise UsageError(code="split-without-virtual-ranks")
+        if micro_batch is not None:
+            if accumulation != 1 or batch_size is not None:
+                raise UsageError(code="micro-batch-set")
+            if self._loop.is_open:
+                raise UsageError(code="loader-of-auto-too-late")
         loader = make_loader(
             data, self._batches, self._run, split,
             Loading(self.device, num_workers, collate, page=self._run.guard.page, ahead=self._steps.ahead),
             shuffle=shuffle, global_batch=global_batch, batch_size=batch_size, per_rank=per_rank,
             accumulation=accumulation, last_batch=last_batch,
         )  # fmt: skip
+        loader.is_unsplit = micro_batch is not None
         if self._observer is not None:
             self._observer.on_loader(loader, per_virtual_rank=per_rank or batch_size is not None)
         if not self._loop.is_open:
@@ -329,6 +339,8 @@ class Session:
 
     def log(self, values: Mapping[str, float] | None = None, **more: float) -> None:
         """Log numbers of the loop: rank 0 prints them and writes them to the run folder."""
+        if self._loop.in_trial:
+            return
         numbers = {name: float(value) for name, value in {**(values or {}), **more}.items()}
         if self._observer is not None:
             self._observer.on_numbers({f"logged {name}": value for name, value in numbers.items()})

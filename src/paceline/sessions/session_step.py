@@ -23,7 +23,6 @@ class NotePrinter:
         self._say, self._printed = say, set[str]()
 
     def once(self, text: str) -> None:
-        """Print a note, unless it was printed before."""
         if text not in self._printed:
             self._printed.add(text)
             self._say(f"NOTE: {text}")
@@ -35,8 +34,6 @@ def is_mode_dependent(model: nn.Module) -> bool:
 
 @dataclass
 class LoopPosition:
-    """The position of a custom loop in its data. All numbers count from 0."""
-
     epochs_call: int = 0  # the call of s.epochs
     epoch: int = 0  # in this call
     loop_in_epoch: int = 0  # the loop over data, in this epoch
@@ -84,7 +81,6 @@ class SessionStep(Step):
         return bool(micro_step.weights) and usual in (None, micro_step.completed_calls)
 
     def may_update(self, part: ModelInTraining, optimizer: int) -> bool:
-        """Whether `step()` of the optimizer with this number updates the model now."""
         micro_step = self.micro_step
         if micro_step is None:
             return True
@@ -110,17 +106,14 @@ class SessionStep(Step):
             raise UsageError(code="evaluated-with-buffers-of-one")
 
     def check_forward_allowed(self) -> None:
-        """Raise UsageError if not all ranks may call a model whose forward is a collective."""
         if not self.merged and self.micro_step is None:
             raise UsageError(code="sharded-model-outside-loop")
 
     def check_enough_evaluation_samples(self, samples: int, ranks: int) -> None:
-        """Raise UsageError if a rank without samples would not call a model whose forward is a collective."""
         if samples < ranks and any(part.replica.in_lockstep for part in self.parts):
             raise UsageError(code="too-few-samples-to-evaluate", samples=samples, ranks=ranks)
 
     def explain_gradient_error(self, error: BaseException | None) -> UsageError | None:
-        """An explanation of an error that comes from sharded gradients, or from .grad before the last micro-batch."""
         micro_step = self.micro_step
         if not isinstance(error, NO_GRADIENT_ERRORS) or isinstance(error, PacelineError):
             return None

@@ -53,6 +53,7 @@ class SessionState:
         self._saved_objects: dict[str, Any] = dict(saved.get("registered", {}))
         self._loaders: list[Loader] = []  # created before the first step, in order
         self._saved_loaders: dict[str, dict[str, Any]] = dict(saved.get("loaders", {}))  # states of samplers by number
+        self._saved_accumulation: dict[str, int] = dict(saved.get("accumulation", {}))  # of loaders, by number
         self.unsaved = UnsavedStateSearch(self.notes.once)
         """The search for state that no checkpoint contains."""
         self.is_damaged = False
@@ -73,7 +74,6 @@ class SessionState:
         self.models.append(part)
 
     def add_optimizers(self, part: PreparedModel, count: int) -> None:
-        """Restore the last optimizers of a model that was added before (a collective)."""
         if self._origin is not None:
             with raise_on_all_ranks(self._world):
                 for number, prepared in [*enumerate(part.optimizers)][-count:]:
@@ -95,7 +95,6 @@ class SessionState:
                 registered.load_state_dict(_joined(from_json(self._saved_objects[name]), self._origin.source))
 
     def _with_state(self, name: str, thing: Any) -> Any:
-        """An object, with an adapter if it has no `state_dict`."""
         if name in self._registered:
             raise UsageError(code="register-name-taken", name=name)
         if isinstance(thing, LRScheduler):
@@ -113,9 +112,10 @@ class SessionState:
         return thing
 
     def add_loader(self, loader: Loader) -> None:
-        """Add a loader, in the same order in each start of the script."""
         if (state := self._saved_loaders.get(str(len(self._loaders)))) is not None:
             loader.restore_sampler(state)
+        if loader.is_unsplit and (found := self._saved_accumulation.get(str(len(self._loaders)))) is not None:
+            loader.split(found)
         self._loaders.append(loader)
 
     def check_saveable(self) -> None:
@@ -164,7 +164,6 @@ class SessionState:
         return self._not_saved + [obj.thing if isinstance(obj, adapters) else obj for obj in self._registered.values()]
 
     def compare_replicas(self, step: int) -> None:
-        """Compare the models of all ranks bit by bit (a collective). `step`: the number of steps so far."""
         if self._world.size > 1 and self.models and step and self.models[0].replica.local_step_node is None:
             shards = [shard for part in self.models for shard in part.state()]
             check_replicas(shards, self._world, step, [part.replica.optimizer for part in self.models])
@@ -185,7 +184,11 @@ class SessionState:
                 raise report_on_one_rank(UsageError(code="registered-differs", name=differing[0]), world)
         samplers = {str(n): loader.sampler_state for n, loader in enumerate(self._loaders) if loader is not current}
         loaders = {number: state for number, state in samplers.items() if state is not None}
-        return {"parts": parts, "saved": saved, "registered": states, "loaders": loaders}
+        found = {str(n): loader.found_accumulation for n, loader in enumerate(self._loaders)}
+        accumulation = {number: value for number, value in found.items() if value is not None}
+        return {
+            "parts": parts, "saved": saved, "registered": states, "loaders": loaders, "accumulation": accumulation
+        }  # fmt: skip
 
 
 def _split(state: Any, name: str) -> tuple[Any, list[TensorShard]]:
@@ -228,7 +231,6 @@ def _joined(value: Any, source: Source) -> Any:
 
 
 def json_copy(saved: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
-    """A copy of the entries that JSON represents exactly."""
     wrong = [name for name, value in saved.items() if not _is_json({name: value})]
     if wrong and strict:
         raise UsageError(code="saved-not-plain", name=wrong[0], kind=type(saved[wrong[0]]).__name__)

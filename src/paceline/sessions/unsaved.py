@@ -47,8 +47,6 @@ class _SeenContainer:
 
 
 class UnsavedStateSearch:
-    """The search for state of the training that no checkpoint contains, such as averages of a model."""
-
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._modules: dict[int, tuple[Any, Any]] = {}  # by id: a weak reference and the fingerprint
@@ -147,7 +145,6 @@ class UnsavedStateSearch:
 
 
 def _names(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
-    """The variables of the user's running functions, and the globals of their modules."""
     while frame is not None:
         if code_owner(frame.f_code.co_filename) is USER:
             variables: Any = frame.f_locals

@@ -215,7 +215,9 @@ class _BadSampleSearch:
         self._runs += 1
         batch = self._batch
         size = len(batch.work.indices)
-        inputs, targets = (p if positions is None else _only(p, positions, size) for p in (batch.inputs, batch.targets))
+        inputs, targets = (
+            p if positions is None else select_samples(p, positions, size) for p in (batch.inputs, batch.targets)
+        )
         # not .backward(), because hooks would send the gradients to the other ranks
         with self._replica.alone(batch), _ForbidCollectives():
             loss_sum = self._forward(inputs, targets)
@@ -224,7 +226,7 @@ class _BadSampleSearch:
         return not all(bool(gradient.isfinite().all()) for gradient in gradients)
 
 
-def _only(batch: Any, positions: list[int], size: int) -> Any:
+def select_samples(batch: Any, positions: list[int], size: int) -> Any:
     return map_tensors(batch, lambda tensor: tensor[positions] if tensor.ndim and len(tensor) == size else tensor)
 
 

@@ -158,6 +158,22 @@ class Step:
         audits.save()
         raise error
 
+    def run_trial(self, batch: MicroBatch) -> Generator[MicroBatch]:
+        """Yield a dummy batch for a trial forward and backward. Nothing is summed over ranks, and no state changes."""
+        for part in self.parts:
+            part.begin_step()
+        self.phases.alone, self._own_code, self._host = False, "", None
+        self.phases.begin()
+        self._sums.begin("a trial")
+        try:
+            self._enter_batch(batch, is_last=False)
+            self.micro_step = MicroStep(batch, batch.work, is_last=False, learning_rates=[])
+            yield batch
+        finally:
+            self.give_up()
+            self.stream.leave()
+            self._value = None
+
     def _begin(
         self, place: object, micro_batches: Sequence[MicroBatch], *, one_each: bool = False
     ) -> Sequence[MicroBatch]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import chain
 from operator import add
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from msgspec import Struct
@@ -76,6 +76,7 @@ class DeferredTotals(Deferred[Totals]):
 AwaitTotals = Callable[[], Totals | DeferredTotals]
 """waits for the other ranks, but not for the device; to be called once"""
 _N = TypeVar("_N", float, Tensor, float | Tensor)
+_sum: Any = partial(reduce, add)  # from left to right: the builtin rounds differently
 
 
 class StepResult(Struct):
@@ -255,7 +256,7 @@ class StepTotals:
         self._said_scale = float(self.scale or 0)
         # One slot for each virtual rank: all others add zeros, so each rank gets the numbers unchanged. They are added
         # in the order of the tree: the bits do not depend on the world size.
-        numbers = [*chain.from_iterable(zip(losses, weights, strict=True)), *votes, self._said_scale]
+        numbers: list[Any] = [*chain.from_iterable(zip(losses, weights, strict=True)), *votes, self._said_scale]
         self._exchange = self._exchange or communicator()
         if self._on_device:
             return self._start_on_device(self._exchange, numbers)
@@ -279,7 +280,7 @@ class StepTotals:
     def _totals(self, read: Callable[[], list[float]]) -> Totals:
         numbers, ranks = read(), self._virtual_ranks
         pairs, votes = numbers[: 2 * ranks], numbers[2 * ranks :]
-        total = partial(reduce, add) if ranks <= 2 else _tree_sum  # the same order
+        total: Callable[[list[float]], float] = _sum if ranks <= 2 else _tree_sum  # the same order
         return Totals([total(pairs[::2]), total(pairs[1::2])], votes)
 
     def defer_wait(self, finish: AwaitTotals) -> float:

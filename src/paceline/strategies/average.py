@@ -33,13 +33,11 @@ class WeightAverage:
         torch._foreach_lerp_(self._average, self._weights, 1 - self._decay)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
 
     def state(self) -> list[TensorShard]:
-        """The tensors that a checkpoint saves, with `PREFIX` in place of "model/"."""
         pairs = zip(self._shards, self._average, strict=True)
         return [replace(shard, name=PREFIX + shard.name.removeprefix("model/"), tensor=value) for shard, value in pairs]
 
     @torch.no_grad()
     def load(self, source: Source) -> None:
-        """Load the average from a checkpoint, or reset it if the checkpoint has none."""
         self.reset()
         for shard in self.state() if [*source.names(PREFIX)] else ():
             load_into(source, shard)

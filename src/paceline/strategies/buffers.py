@@ -59,8 +59,6 @@ _SAVED_OF_RANK = re.compile(r"buffers/([0-9]{1,9})/(.+)")
 
 
 class VirtualRankBuffers:
-    """The buffers of this rank's virtual ranks, by virtual rank."""
-
     def __init__(self, model: nn.Module, world: World, virtual_ranks: int) -> None:
         self._world, self._virtual_ranks, self._model = world, virtual_ranks, model
         self._slots = _slots(model)
@@ -543,7 +541,6 @@ def partition_of(world: World, virtual_ranks: int) -> LeafPartition:
 
 
 def _put_into(values: Tensor, before: Tensor, current: Tensor | None) -> Tensor:
-    """A copy of `values`, in the memory of `before` if that is still the buffer."""
     is_current = current is before and before.shape == values.shape and before.dtype == values.dtype
     return before.copy_(values) if is_current else values.clone()
 
@@ -595,7 +592,6 @@ def _check_declaration(model: nn.Module, owner: nn.Module) -> None:
 
 
 def _builtin_reduction(owner: nn.Module, leaf: str) -> str:
-    """The reduction of a buffer of a torch module; `UNDECLARED` for any other."""
     if _is_in_normalization(owner, leaf):
         return _IN_NORMALIZATION[leaf]
     bases = [base.__name__ for base in type(owner).__mro__]

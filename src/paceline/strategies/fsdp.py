@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.checkpoint.shards import full_state
+from paceline.checkpoint.export import saved_names
 from paceline.checkpoint.state import Source, TensorShard, unsharded_parameter_shards
 from paceline.collectives.buckets import divide_each, sparse_gradient_error
 from paceline.collectives.communicator import communicator
@@ -37,7 +37,7 @@ from paceline.errors import UsageError
 from paceline.protocol.evidence import BLOCK_PREFIX
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
-from paceline.strategies.model_parallel import global_norm
+from paceline.strategies.model_parallel import full_weights, global_norm
 from paceline.strategies.optimizer_scope import scope_of
 from paceline.strategies.optimizer_state import load_piece_optimizer, piece_optimizer_shards
 from paceline.strategies.optimizers import each_optimizer
@@ -274,12 +274,10 @@ class _LocalShards:
     def weights(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
         """See Strategy. The weights are on the CPU, because they may not fit on the device."""
         state: dict[str, Tensor] = self._model.state_dict()
-        first = {id(p): name for name, p in self._model.named_parameters()}
-        tied = {name: first[id(p)] for name, p in self._model.named_parameters(remove_duplicate=False)}
-        wanted = {f"model/{tied[name]}" for name in (state if names is None else names) if name in tied}
+        saved = saved_names(self._model)
+        wanted = {f"model/{saved[name]}" for name in (state if names is None else names)}
         shards = [shard for shard in self.parameters() if shard.name in wanted]
-        full = {name.removeprefix("model/"): t.cpu() for name, t in full_state(shards, self._world).items()}
-        return state | {name: full[saved_name] for name, saved_name in tied.items() if saved_name in full}
+        return state | {name: t.cpu() for name, t in full_weights(self._model, shards, self._world).items()}
 
 
 def _redirect_data_writes(name: str, parameter: Any) -> None:

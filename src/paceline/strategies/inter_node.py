@@ -52,7 +52,6 @@ class InterNodeOptions(TypedDict, total=False):
 def inter_node_strategy(
     model: nn.Module, make_optimizer: MakeOptimizer, world: World, virtual_ranks: int | None, options: InterNodeOptions
 ) -> "InterNodeStrategy | None":
-    """The strategy for these `options` between nodes; None if no option applies (a collective)."""
     hosts = _node_topology(options, model, world)
     if hosts is None:
         return None

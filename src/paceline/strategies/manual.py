@@ -14,8 +14,6 @@ from paceline.strategies.validation import check_no_lazy_parameters, check_no_sp
 
 
 class Manual(Strategy):
-    """One message per parameter, after backward: correct, simple and slow."""
-
     def __init__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
     ) -> None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from paceline.checkpoint.export import saved_names
 from paceline.checkpoint.shards import ShardedParameter, ShardedSource, find_sharded_parameter, full_state
 from paceline.checkpoint.state import Source, TensorShard
 from paceline.collectives.control import Deferred, sum_over_ranks
@@ -28,7 +29,6 @@ class ModelParallelAdapter:
         shards: Mapping[str, ShardedParameter],
         is_elsewhere: Callable[[str], bool] = lambda _: False,
     ) -> None:
-        """`shards`: the sharded parameters by name. `is_elsewhere`: whether a different stage saves this tensor."""
         assert world.mesh is not None
         self._model, self._world, self._shards, self._is_elsewhere = model, world, shards, is_elsewhere
         # the number of this rank's copy of the unsharded tensors
@@ -66,19 +66,19 @@ class ModelParallelAdapter:
     def weights(
         self, weights: Callable[[], Mapping[str, Tensor]], state: Callable[[], list[TensorShard]]
     ) -> Mapping[str, Tensor]:
-        all_weights = dict(weights())
         shards = [
             shard for shard in self.as_shards_of_whole(state()) if shard.name.removeprefix("model/") in self._shards
         ]
-        full_tensors = {name.removeprefix("model/"): tensor for name, tensor in full_state(shards, self._world).items()}
-        first = {id(p): name for name, p in self._model.named_parameters()}
-        for name, parameter in self._model.named_parameters(remove_duplicate=False):  # tied ones have several names
-            if first[id(parameter)] in full_tensors:
-                all_weights[name] = full_tensors[first[id(parameter)]]
-        return all_weights
+        return {**weights(), **full_weights(self._model, shards, self._world)}
 
     def part_source(self, source: Source) -> Source:
         return ShardedSource(source, self._shards)
+
+
+def full_weights(model: nn.Module, shards: Sequence[TensorShard], world: World) -> dict[str, Tensor]:
+    """The full tensors of some `model/` shards, by all their names in the state_dict (a collective)."""
+    full = full_state(shards, world)
+    return {name: full[key] for name, saved in saved_names(model).items() if (key := f"model/{saved}") in full}
 
 
 def global_norm(gradients: Iterable[TensorShard], world: World) -> Deferred[float]:

@@ -110,7 +110,6 @@ def _trial(optimizer: Optimizer, is_trained: Callable[[int], bool]) -> dict[int,
 
 
 def _copy(optimizer: Optimizer, copies: dict[int, Any]) -> Any:
-    """A copy without the hooks of `optimizer`. `copies`: those of its parameters, by id."""
     copy: Any = object.__new__(type(optimizer))
     vars(copy).update(deepcopy({k: v for k, v in vars(optimizer).items() if k not in _NOT_TRIED}, copies))
     vars(copy).update({name: OrderedDict[int, Any]() for name in _NOT_TRIED[1:]})
@@ -133,7 +132,6 @@ class _NoCollectives(TorchDispatchMode):
 
 @contextmanager
 def _without_hooks() -> Generator[None]:
-    """Inside, the hooks of the process on steps of all optimizers are not called."""
     every: Any = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
     kept = [dict(hooks) for hooks in every]
     for hooks in every:

@@ -48,7 +48,6 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, source: Source) -> No
 
 
 def load_states(named: Mapping[str, nn.Parameter], optimizer: Optimizer, states: Mapping[str, dict[str, Any]]) -> None:
-    """Set the optimizer's `states` for some of its parameters. An empty state is skipped."""
     for name, parameter in named.items():
         if state := states[name]:
             optimizer.state[parameter] = _on_device(optimizer, parameter, state)
@@ -82,7 +81,6 @@ def load_piece_optimizer(
     source: Source,
     unsharded: Mapping[str, nn.Parameter] | None = None,
 ) -> None:
-    """As `load_optimizer`, for an optimizer of `pieces` of parameters and `unsharded` ones."""
     named = {**(unsharded or {}), **{name: piece.parameter for name, piece in pieces.items()}}
     for one in each_optimizer(optimizer):
         one.state.clear()
@@ -153,6 +151,5 @@ def load_node_mean(source: Source, parameters: Sequence[TensorShard]) -> int:
 
 
 def node_mean_message(saved: int, now: str) -> str:
-    """The message of a resume from local steps of `saved` nodes; `now` describes this run."""
     mean = "training resumes from the mean of their parameters"
     return f"the checkpoint was saved by {saved} nodes that took local steps, {now}: {mean}"

@@ -29,16 +29,13 @@ class OptimizerSequence(Optimizer):
             optimizer.zero_grad(set_to_none)
 
     def register_step_pre_hook(self, hook: Any) -> Any:
-        """Call `hook` before the step of the first one."""
         return self.optimizers[0].register_step_pre_hook(hook)
 
     def register_step_post_hook(self, hook: Any) -> Any:
-        """Call `hook` after the step of the last one."""
         return self.optimizers[-1].register_step_post_hook(hook)
 
 
 def each_optimizer(optimizer: Optimizer) -> Sequence[Optimizer]:
-    """The optimizers of a sequence; any other optimizer alone."""
     return optimizer.optimizers if isinstance(optimizer, OptimizerSequence) else [optimizer]
 
 

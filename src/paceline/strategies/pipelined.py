@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.checkpoint.export import state_dict_names_by_saved_name
+from paceline.checkpoint.export import saved_names, state_dict_names_by_saved_name
 from paceline.checkpoint.shards import full_state, parameter_of
 from paceline.checkpoint.state import TensorShard
 from paceline.collectives.buckets import pack, unpack
@@ -78,7 +78,7 @@ def make_pipeline_stage(
     """
     points, users = plan.split_points, plan.stages_by_tensor
     number = world.along("pipeline").rank
-    names, called = state_dict_names_by_saved_name(model), _saved_names(model)
+    names, called = state_dict_names_by_saved_name(model), saved_names(model)
     _move_to_meta(model, {name for name, stages in users.items() if number not in stages})
     pipeline = Pipeline(world, model, points, draws=plan.chain.draws, schedule=schedule, names=names, called=called)
     if number:
@@ -130,17 +130,10 @@ class _Stage(ModelParallelAdapter):
             is_spare = self._world.data.rank > 0 or self._is_elsewhere(name)
             shards.append(TensorShard(f"model/{name}", buffer, replicated=False, is_saved_elsewhere=is_spare))
         full_tensors = full_state(shards, self._world)
-        return {name: full_tensors[f"model/{first}"] for name, first in self._called.items()}
-
-
-def _saved_names(model: nn.Module) -> dict[str, str]:
-    """By name in the state_dict, the name under which a tensor is saved. A tied tensor has several names."""
-    first = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    return {name: first[id(tensor)] for name, tensor in model.state_dict(keep_vars=True).items()}
+        return {name: full_tensors[f"model/{first}"] for name, first in self._called.items() if first}
 
 
 def _move_to_meta(model: nn.Module, names: Collection[str]) -> None:
-    """Replace these parameters and buffers by meta tensors, which are plain attributes and in no state_dict."""
     state = dict([*model.named_parameters(), *model.named_buffers()])
     shapes = {id(state[name]): state[name].detach().to("meta") for name in names}
     for owner in model.modules():

@@ -44,7 +44,6 @@ def check_no_max_norm(model: nn.Module) -> None:
 
 
 def check_no_gradient_hooks(model: nn.Module, strategy: str) -> None:
-    """Check for gradient hooks on parameters, for a strategy that replaces the parameters."""
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # pyright: ignore
             raise UsageError(code="hooked-parameter", name=name, strategy=strategy)

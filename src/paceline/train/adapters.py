@@ -72,7 +72,6 @@ class Adapters(msgspec.Struct, frozen=True):
 
     @property
     def names(self) -> list[str]:
-        """The tensors in the state_dict of the model that `write` needs."""
         return [name for file in self.files.values() for name in file.tensors.values()] + self.buffers
 
     def resumed(self, saved: Self) -> tuple[Self, bool]:

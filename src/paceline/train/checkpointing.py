@@ -46,8 +46,6 @@ NO_CAUSE_MESSAGE = '{"causes": []}'  # the guard's message if no rank caused the
 
 @dataclass(frozen=True)
 class CheckpointedModels:
-    """All models of a training, saved as one state."""
-
     models: Sequence[ModelInTraining]
     world: World
     virtual_ranks: int
@@ -86,7 +84,6 @@ class _UnblockMessage(msgspec.Struct, frozen=True):
 
 
 def must_save_alone(message: str, rank: int, world_size: int) -> bool:
-    """Whether `rank` must save alone, according to the agent's `message` to all unblocked ranks."""
     try:
         causes = msgspec.json.decode(message, type=_UnblockMessage).causes
     except msgspec.MsgspecError:
@@ -187,7 +184,6 @@ class CheckpointWriter:
             self._publish()
 
     def wait(self) -> None:
-        """Wait until no checkpoint is being written or published (collective)."""
         if self._writing is not None:
             self._writing.thread.join()
             self._publish()
@@ -347,7 +343,6 @@ class CheckpointManager:
         return time.perf_counter() - began
 
     def end(self) -> None:
-        """Wait until the last checkpoint is on disk (collective)."""
         self.wait()
         if self._snapshots:
             size = self._snapshot_bytes

@@ -108,7 +108,6 @@ def check_user_code(world: World) -> None:
 
 
 def _user_code() -> dict[str, str]:
-    """By name, a digest of the file of each imported module that is not part of an installed package."""
     paths = sysconfig.get_paths()
     roots = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     roots.append(str(Path(__file__).parents[1]))  # paceline itself

@@ -1,10 +1,8 @@
 """The costs of a run over all ranks, reported at its end: the time spent waiting for data, and the peak memory."""
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from paceline.collectives.control import all_gather_object
 from paceline.compute.resources import peak_memory
@@ -28,17 +26,6 @@ def max_costs_over_ranks(data_share: float | None, world: World) -> tuple[dict[s
     largest = max(fractions)
     costs = {"peak_memory_bytes": max(peaks) or None, "peak_gpu_memory_bytes": max(gpu_peaks) or None}
     return {"data_share": None if data_share is None else round(largest, 4), **costs}, fractions.index(largest)
-
-
-def storage_bytes(tensors: Iterable[Any]) -> int:
-    """The bytes of the storages of these tensors, each storage once. Only this rank's part of a DTensor counts."""
-    storages: dict[int, int] = {}
-    for value in tensors:
-        local: Any = value.to_local() if hasattr(value, "to_local") else value
-        if isinstance(local, Tensor):
-            storage = local.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
 
 
 def data_wait_lines(summary: Summary, rank: int, parts: "TrainingComponents") -> list[str]:

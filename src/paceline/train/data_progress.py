@@ -22,7 +22,6 @@ class DataProgress:
         self._loading = replace(parts.loading, page=page)
 
     def batches(self, start: int) -> Generator[list[MicroBatch]]:
-        """Yield the micro-batches of this rank for each step from `start` to the last."""
         parts = self._parts
         return load_steps(
             parts.train_set, parts.plan, parts.local_virtual_ranks, self._loading,
@@ -46,7 +45,6 @@ class DataProgress:
         return step >= self._total
 
     def epoch(self, step: int) -> int:
-        """The epoch of `step`, from 0."""
         return max(0, step - 1) // self._plan.steps_per_epoch
 
     def json_state(self, world: World | None) -> dict[str, Any]:
@@ -58,8 +56,6 @@ class DataProgress:
 
 
 class StreamProgress(DataProgress):
-    """The position in a stream, whose length is unknown."""
-
     def __init__(self, parts: TrainingComponents, stream: Stream, page: StatusPage, say: Callable[[str], None]) -> None:
         super().__init__(parts, page)
         self._stream, stream.loading, stream.say = stream, self._loading, say

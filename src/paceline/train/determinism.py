@@ -72,7 +72,6 @@ def explain_missing_kernel(raised: type[PacelineError]) -> Generator[None]:
 
 
 def hardware_facts(device: torch.device) -> dict[str, Any]:
-    """The versions and hardware on which the bits depend, in addition to the definition of the run."""
     build_info = torch.__config__.show()
     libraries = re.findall(
         r"(Intel\(R\) oneAPI Math Kernel Library Version \S+|Intel\(R\) MKL-DNN v\S+|oneDNN v\S+)", build_info

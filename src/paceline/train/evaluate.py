@@ -57,7 +57,6 @@ def evaluate(
 def try_evaluation(
     model: nn.Module, dataset: Dataset[Any], loss: Loss, metrics: Mapping[str, AnyMetric], loading: Loading
 ) -> None:
-    """Evaluate a few samples, divided over two virtual ranks, on this rank alone."""
     accumulators = make_accumulators(loss, metrics, loading.device)
     indices = torch.tensor(probe_indices(len(dataset)))  # pyright: ignore[reportArgumentType]
     halves = [indices[v::2] for v in range(min(2, len(indices)))]

@@ -86,7 +86,6 @@ class Evaluator:
         """Why the training ends before its last step; empty if it does not."""
 
     def checkpoint_values(self) -> dict[str, Any]:
-        """The values that a checkpoint contains, in addition to the metrics."""
         return {"best": self.best.as_json()} | ({"ended_early": self.ended_early} if self.ended_early else {})
 
     def summary_fields(self) -> dict[str, Any]:
@@ -101,7 +100,6 @@ class Evaluator:
         }  # fmt: skip
 
     def is_due(self) -> bool:
-        """Whether an evaluation is due: after the last step of each epoch, and every `--eval-every` steps."""
         every, step = self._run.eval_every, self._progress.step
         return self._data_progress.is_epoch_end(step) or (every is not None and step % every == 0)
 
@@ -122,7 +120,6 @@ class Evaluator:
         progress.throughput.exclude_pause(time.perf_counter() - began)
 
     def evaluate_at_end(self) -> None:
-        """Evaluate the splits that the training itself does not use, e.g. to choose weights (collective)."""
         self._at_end = {split: self._evaluate(split) for split in self._at_end_only}
 
     def _evaluate(self, split: Split) -> dict[str, float]:

@@ -44,12 +44,10 @@ def restore_type(current: Any, saved: Any) -> Any:
 
 
 def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The settings of each parameter group, e.g. its learning rate and weight decay."""
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
 def optimizer_json_state(optimizer: Optimizer, scheduler: Any) -> dict[str, Any]:
-    """The settings of the parameter groups and the state of the scheduler, for `load_optimizer_json_state`."""
     state = None if scheduler is None else scheduler.state_dict()
     return {"groups": as_json(group_settings(optimizer)), "scheduler": as_json(state)}
 

@@ -48,7 +48,6 @@ def states_of(accumulators: Mapping[str, Accumulator]) -> StatesByMetric:
 def compute_metrics(
     accumulators: Mapping[str, Accumulator], by_rank: Sequence[StatesByMetric], samples: int, virtual_ranks: int
 ) -> dict[str, float]:
-    """Compute the results, by name, from the states of all ranks on a dataset of `samples` samples."""
     order = virtual_rank_order(samples, virtual_ranks)
     numbers: dict[str, float] = {}
     for name, accumulator in accumulators.items():
@@ -174,7 +173,6 @@ class TorchmetricsAccumulator:
 
 
 def torchmetrics_state(metric: nn.Module) -> dict[str, Any]:
-    """The states and update counts of a torchmetrics object and of the metrics in it, by path."""
     return {
         path: {"updates": part.update_count, "states": {k: _copied(v) for k, v in part.metric_state.items()}}
         for path, part in _torchmetrics_in(metric).items()

@@ -88,7 +88,6 @@ def _full_name(value: object) -> str:
 
 
 def _refuse(config: OptimizerConfig, names: Iterable[str], why: str) -> None:
-    """Raise UsageError if one of these settings was given, because it would have no effect."""
     defaults = {field.name: field.default for field in fields(config)}
     for name in names:
         if getattr(config, name) != defaults[name]:
@@ -154,8 +153,6 @@ class Schedule:
 
 
 class TaskSchedule:
-    """The schedule of a task: torch schedulers that step after each update, or constant rates without one."""
-
     def __init__(
         self, optimizer: Optimizer, make_schedule: Callable[[Optimizer, int], Any] | None, total_steps: int
     ) -> None:

@@ -40,8 +40,6 @@ Trial = Callable[[], tuple[Callable[[], Any], Any, Callable[[Any], Tensor]]]
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """The settings of model parallelism, in addition to the mesh."""
-
     strategy: str | None = None
     stages_at: str = ""
     schedule: Schedule = "1f1b"
@@ -85,7 +83,6 @@ NO_PARALLELISM = ParallelPlan()
 def _make_for_shards(
     maker: MakeOptimizer, model: nn.Module, shards: Mapping[str, ShardedParameter], parameters: Iterable[nn.Parameter]
 ) -> Optimizer:
-    """Make the optimizer. Raise UsageError if it needs a whole parameter of which this rank has a shard."""
     optimizer = maker(parameters)
     names = {parameter: name for name, parameter in model.named_parameters()}
     for one, trained in zip(each_optimizer(optimizer), trained_by_each(optimizer), strict=True):
@@ -184,7 +181,6 @@ def _check_loss(expected: float, trial: Trial, replica: Strategy) -> None:
 
 
 def stage_lines(division: StagePlan, schedule: Schedule, plan: BatchPlan, world: World) -> list[str]:
-    """Lines that show each stage: its first module, its memory, and its expected idle time."""
     stages = division.stage_costs
     micro_batches = len(world.data.shares(plan.virtual_ranks)[0]) * plan.accumulation
     waits = idle_fractions(

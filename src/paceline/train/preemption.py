@@ -17,8 +17,6 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal
 
 
 class StopRequest:
-    """Whether a signal has requested that this rank stops, and its name."""
-
     def __init__(self, *, announce: bool = False) -> None:
         self._announce, self._pid = announce, os.getpid()
         self.by: str | None = None

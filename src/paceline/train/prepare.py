@@ -1,7 +1,7 @@
 """Builds the components of a training from its configuration, and checks them on all ranks before the first step."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from paceline.checkpoint.manager import MessageCallback
 from paceline.checkpoint.resume import ResumePoint
@@ -34,6 +34,7 @@ from paceline.compute.precision import (
 from paceline.compute.resources import keep_memory
 from paceline.config.definition import settings
 from paceline.config.settings import (
+    DEFAULT_BATCH_SIZE,
     BatchSizes,
     ComputeConfig,
     TrainConfig,
@@ -45,14 +46,15 @@ from paceline.config.settings import (
 from paceline.config.strategies import STRATEGY_INFO, unsupported_settings
 from paceline.data.arrays import batch_gatherer, on_device
 from paceline.data.fingerprint import data_fingerprint, hash_of
-from paceline.data.loader import Loading, fetch_pairs
+from paceline.data.loader import Loading, fetch_pairs, index_of_largest, load_dummy_batch, split_pair
 from paceline.data.plan import BatchPlan
-from paceline.data.streams import is_stream
+from paceline.data.streams import ENDLESS_NUM_SAMPLES, StreamPlan, is_stream
 from paceline.data.workers import SharedMemoryDemand, check_shared_memory
 from paceline.errors import UsageError
 from paceline.host.cgroup import free_memory
 from paceline.rank.world import World
 from paceline.seeding import derive_seed, preserve_generator_states, seeded_random_stream
+from paceline.stepping.trained_model import make_loss_scale
 from paceline.strategies import STRATEGIES, Strategy
 from paceline.strategies.average import WeightAverage
 from paceline.strategies.base import MakeOptimizer
@@ -62,10 +64,10 @@ from paceline.tasks.task import SPLITS, Split, Task, call_model
 from paceline.train.compute_settings import apply_precision, set_precision
 from paceline.train.determinism import explain_missing_kernel, hardware_facts
 from paceline.train.evaluate import eval_mode, try_evaluation
+from paceline.train.memory import MicroBatchSearch, compute_first_samples
 from paceline.train.optimizer import LRSchedule, configured_optimizer_maker, describe_optimizer, scaled_lr, schedule_for
 from paceline.train.parallelism import NO_PARALLELISM, ParallelConfig, ParallelPlan, parallelize_model
-from paceline.train.step import weighted_losses
-from paceline.train.stream_task import make_stream
+from paceline.train.step import TaskSteps, weighted_losses
 from paceline.train.streaming import Stream
 from paceline.train.weights import load_initial_weights
 
@@ -87,8 +89,6 @@ class ResolvedCompute:
 
 @dataclass(frozen=True)
 class TrainingComponents:
-    """Everything a training needs, on one rank."""
-
     config: TrainConfig
     task: Task
     train_set: Dataset[Any]
@@ -114,7 +114,6 @@ class TrainingComponents:
 
     @property
     def definition(self) -> dict[str, Any]:
-        """The settings and facts that define the run, without its initial weights."""
         facts = {"data": self.data_fingerprints, "hardware": hardware_facts(self.replica.world.device)}
         return {**settings(self.config), **self.task_settings, **facts}
 
@@ -135,6 +134,8 @@ def prepare(config: TrainConfig, world: World) -> TrainingComponents:
         shape = resolve_batch_sizes(config.data, world.data.size)
         share = world.data.share(shape.virtual_ranks)
         largest = math.ceil(shape.global_batch / (shape.virtual_ranks * shape.accumulation))
+        if config.data.micro_batch is not None:  # not found yet
+            largest = min(largest, DEFAULT_BATCH_SIZE)
         task = load_task(str(config.task), task_options(config))
         sets: dict[Split, Dataset[Any]] = {split: task.make_dataset(split) for split in SPLITS if split in task.splits}
         loading = Loading(world.device, config.data.num_workers, task.collate)
@@ -142,6 +143,8 @@ def prepare(config: TrainConfig, world: World) -> TrainingComponents:
         if stream is not None:
             if world.data is not world:
                 raise UsageError(code="stream-on-mesh")
+            if config.data.micro_batch is not None:
+                raise UsageError(code="micro-batch-of-stream")
             if config.guard.audit_every is not None:
                 raise UsageError(code="audit-of-stream")
             sets["train"] = cast("Any", stream.first_samples(largest if config.compute.precision == "auto" else 2))
@@ -168,7 +171,8 @@ def prepare(config: TrainConfig, world: World) -> TrainingComponents:
     config = replace(config, compute=replace(config.compute, precision=compute.precision))
     with raise_on_all_ranks(world):
         load = SharedMemoryDemand(largest, config.data.num_workers, world.local_size)
-        sample_bytes = check_loss(task, model, train_set, in_process, load, None if config.compute.compile else count)
+        check = partial(check_loss, task, model, train_set, in_process, load, None if config.compute.compile else count)
+        sample_bytes = compute_first_samples(check, model, world)
         with preserve_generator_states():  # an error in the evaluation must not appear only after the first epoch
             for split in list(sets)[1:]:
                 try_evaluation(model, sets[split], task.loss, task.metrics, in_process)
@@ -189,10 +193,64 @@ def prepare(config: TrainConfig, world: World) -> TrainingComponents:
     check_equal("the task's settings, optimizer and schedule", task_settings, world)
     train_set = sets.pop("train")
     average = replica.average = None if o.ema is None else WeightAverage(replica.state(), o.ema)
+    if config.data.micro_batch is not None:
+        plan, notice = split_into_micro_batches(config, task, replica, train_set, plan, share, loading)
+        compute = replace(compute, notices=[*compute.notices, notice])
+        config = replace(config, data=replace(config.data, accumulation=plan.accumulation, micro_batch=None))
     return TrainingComponents(
         config, task, train_set, sets, replica, plan, share, schedule, loading, total_steps, data, compute,
         task_settings, average, stream, count,
     )  # fmt: skip
+
+
+def check_stream(config: TrainConfig, data: Any) -> None:
+    if isinstance(data, (DataLoader, Iterator)) or not isinstance(data, Iterable):
+        why = "are neither map-style nor iterable"
+        why = "are batches already" if isinstance(data, DataLoader) else why
+        why = "can be read once" if isinstance(data, Iterator) else why
+        raise UsageError(code="not-a-dataset", kind=type(data).__name__, why=why)
+    d = config.data
+    if d.last_batch == "pad":
+        raise UsageError(code="stream-cannot-be-padded")
+    if d.num_workers > 1:
+        raise UsageError(code="stream-in-several-processes", value=d.num_workers)
+    if config.model.batchnorm == "sync":
+        raise UsageError(code="stream-with-sync-batchnorm")
+
+
+def make_stream(
+    config: TrainConfig, task: Task, data: Any, shape: BatchSizes, loading: Loading, world: World
+) -> Stream:
+    check_stream(config, data)
+    schedule = config.optimizer.schedule
+    if config.run.steps is None:
+        if task.make_schedule is not None:
+            raise UsageError(code="schedule-without-length")
+        if schedule != "constant" and task.make_optimizer is None:
+            raise UsageError(code="stream-schedule-without-steps", value=schedule)
+    batch, virtual_ranks, last_batch = shape.global_batch, shape.virtual_ranks, config.data.last_batch
+    plan = StreamPlan(ENDLESS_NUM_SAMPLES, batch, virtual_ranks, shape.accumulation, config.run.seed, False, last_batch)
+    return Stream(data, plan, loading, world, print)
+
+
+def split_into_micro_batches(
+    config: TrainConfig, task: Task, replica: Strategy, dataset: Dataset[Any], plan: BatchPlan, share: range,
+    loading: Loading,
+) -> tuple[BatchPlan, str]:  # fmt: skip
+    """The plan with the largest micro-batches that fit on all ranks, and a text about them (a collective)."""
+    world, portion = replica.world, math.ceil(plan.global_batch / plan.virtual_ranks)
+    search = MicroBatchSearch([replica], world, portion, partial(all_gather_object, world=world))
+    steps = TaskSteps(replica, task.loss, scale=make_loss_scale(config.compute.precision))
+    merged = len(share) if config.model.batchnorm == "sync" else 1
+    is_alone = steps.can_compute_alone
+    replica.model.train()
+    with raise_on_all_ranks(world), preserve_generator_states():
+        index = index_of_largest(dataset, plan.seed, loading)
+    while size := search.next_size():
+        agreed = raise_on_all_ranks(world) if is_alone else nullcontext()
+        with agreed, search.trial(may_fail=is_alone), preserve_generator_states():
+            steps.try_batch(split_pair(load_dummy_batch(dataset, index, size * merged, plan, share, loading)))
+    return replace(plan, accumulation=search.accumulation), search.describe("--micro-batch auto", "--accumulation ")
 
 
 def parallel_config(config: TrainConfig) -> ParallelConfig:
@@ -229,7 +287,6 @@ def make_replica(
     config: TrainConfig, maker: MakeOptimizer, model: nn.Module, world: World, virtual_ranks: int,
     parallelism: ParallelPlan = NO_PARALLELISM,
 ) -> Strategy:  # fmt: skip
-    """Apply the batch norm setting, the strategy, and the model parallelism (collective)."""
     try:
         if config.model.batchnorm == "sync":
             # A separate group, because the order of its collectives relative to those of gradient buckets depends on
@@ -250,9 +307,9 @@ def make_replica(
 
 def check_loss(
     task: Task, model: nn.Module, dataset: Dataset[Any], loading: Loading, load: SharedMemoryDemand | None = None,
-    count: FlopCount | None = None,
+    count: FlopCount | None = None, samples: int = 2,
 ) -> int:  # fmt: skip
-    """Run forward, loss and backward on the first two samples, so that errors appear before the first step.
+    """Run forward, loss and backward on the first `samples` samples, so that errors appear before the first step.
 
     The model does not change. With `load`, check that shared memory is sufficient. `count` counts the FLOPs.
 
@@ -263,7 +320,7 @@ def check_loss(
     if on_gpu:
         torch.accelerator.reset_peak_memory_stats(loading.device)
         before_bytes = torch.accelerator.memory_allocated(loading.device)
-    indices = torch.arange(min(2, len(dataset)))  # pyright: ignore[reportArgumentType]
+    indices = torch.arange(min(samples, len(dataset)))  # pyright: ignore[reportArgumentType]
     # eval mode: no update of batch statistics and no dropout
     buffers_before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with preserve_generator_states(), eval_mode(model), explain_missing_kernel(UsageError), torch.enable_grad():

@@ -54,7 +54,6 @@ class TrainingProgress(RunRecorder):
         self, place: RunLocation | None, origin: ResumePoint | None, world: World, policy: CheckpointPolicy,
         not_finite: NonFinitePolicy, show: Callable[[str], None],
     ) -> None:  # fmt: skip
-        """Start at `origin`, or at step 0. `show` prints a line on rank 0."""
         super().__init__(place, world, show)
         self.origin, self._checkpoint_policy = origin, policy
         self._guard = HangGuard.of_process()
@@ -152,7 +151,6 @@ class TrainingProgress(RunRecorder):
         return origin
 
     def roll_back(self, origin: ResumePoint) -> None:
-        """Continue from `origin`, whose state the models have now."""
         self.write(events.RolledBack(self.step, origin.step))
         self.say(f"rolls back from step {self.step} to {origin.location_text}")
         self._restore(origin)
@@ -265,7 +263,6 @@ class TrainingProgress(RunRecorder):
         return summary
 
     def close(self) -> None:
-        """Wait for threads and close the files. A pending checkpoint stays unpublished."""
         if self._checkpoints is not None:
             self._checkpoints.abandon()
         if self.is_open:

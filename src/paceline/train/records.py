@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from paceline.checkpoint.resume import RunLocation
 from paceline.collectives.control import all_gather_object
+from paceline.compute.memory import storage_bytes
 from paceline.data.plan import BatchPlan
 from paceline.protocol.control import WorkerSpec
 from paceline.protocol.status_page import StatusPage
@@ -24,15 +25,14 @@ from paceline.runs.summary import finite, scores_line
 from paceline.runs.trackers import TrackerQueue, tracker_names
 from paceline.runs.writers import EventWriter
 from paceline.strategies.base import Strategy
-from paceline.train.costs import storage_bytes
 from paceline.train.step_record import PhaseStart, StepRecord
 
 if TYPE_CHECKING:
     from paceline.host.machine_log import MachineLog
 
 NUM_LAST_TRACED_STEPS = 8  # the last steps of a run are always traced
-FULLY_TRACED_STEP_BITS = 6  # the first 2**6 - 1 steps are all traced
 MAX_LISTED_PARAMETERS = 4096
+FULLY_TRACED_STEP_BITS = 6  # the first 2**6 - 1 steps are all traced
 
 
 class RunRecorder:
@@ -45,7 +45,6 @@ class RunRecorder:
         self._machine: MachineLog | None = None
 
     def begin(self, place: RunLocation, report_to: str | None) -> EventWriter:
-        """Open the event file and the trackers named in `report_to`."""
         self._writer = EventWriter(place.folder / f"events-{self._world.rank}.jsonl")
         self._tracking = TrackerQueue(
             tracker_names(report_to) if self._world.rank == 0 else [], place.folder, place.definition, self.say

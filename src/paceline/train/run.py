@@ -79,7 +79,7 @@ def train(config: TrainConfig) -> Outcome:
             rehearsed_step = config.checkpoint.rehearse_preemption
             with use_deterministic_kernels() if config.strategy in EXACT_STRATEGIES else nullcontext():
                 location.notices.extend(set_threads(config.launch.threads_per_rank, world))
-                config = restore_auto_precision(config, location)
+                config = restore_auto_settings(config, location)
                 parts = prepare(config, world)
                 config = parts.config
                 check_user_code(world)
@@ -114,14 +114,23 @@ def train(config: TrainConfig) -> Outcome:
     return Outcome(location.folder, code)
 
 
-def restore_auto_precision(config: TrainConfig, place: RunLocation) -> TrainConfig:
-    """Replace `--precision auto` of a resumed run with the precision that the run chose at its first start."""
+def restore_auto_settings(config: TrainConfig, place: RunLocation) -> TrainConfig:
+    """Replace `--precision auto` and `--micro-batch auto` of a resumed run with what it found at its first start.
+
+    With `--allow-change accumulation` a micro-batch is found again.
+    """
     path = place.folder / run_folder.CONFIG
     resumes = place.generation or config.checkpoint.resume == "auto"
-    if config.compute.precision != "auto" or not resumes or config.checkpoint.restart or not path.is_file():
+    if not resumes or config.checkpoint.restart or not path.is_file():
         return config
-    chosen = load(path, must_own=not config.run.trust).compute.precision
-    return replace(config, compute=replace(config.compute, precision=chosen))
+    if config.compute.precision == "auto":
+        chosen = load(path, must_own=not config.run.trust)
+        config = replace(config, compute=replace(config.compute, precision=chosen.compute.precision))
+    if config.data.micro_batch is not None and "accumulation" not in allowed_changes(config.checkpoint.allow_change):
+        chosen = load(path, must_own=not config.run.trust)
+        found = replace(config.data, accumulation=chosen.data.accumulation, micro_batch=None)
+        config = replace(config, data=found)
+    return config
 
 
 def _write_settings(config: TrainConfig, location: RunLocation, parts: TrainingComponents) -> None:

@@ -3,21 +3,26 @@
 The loop yields after each step, so that its caller can log, evaluate, save or stop.
 """
 
+import traceback
 from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from typing import Any, TypedDict, Unpack
 
+from msgspec.structs import replace
 from torch import Tensor
 
+from paceline.collectives.batchnorm import SyncBatchNorm
+from paceline.compute.memory import is_out_of_memory
 from paceline.compute.phase_events import PhaseEvents
 from paceline.data.loader import MicroBatch, PrefetchTrigger
-from paceline.errors import UsageError
+from paceline.errors import PacelineError, UsageError
 from paceline.nested import batch_size
 from paceline.protocol.evidence import Phase
 from paceline.protocol.status_page import StatusPage
 from paceline.rank.guard import HangGuard
 from paceline.stepping.audit import Audits
 from paceline.stepping.micro_step import upcast
+from paceline.stepping.nonfinite import select_samples
 from paceline.stepping.order import CollectiveOrderCheck
 from paceline.stepping.pipeline_step import PipelineStep
 from paceline.stepping.step import Step
@@ -25,6 +30,7 @@ from paceline.stepping.totals import ControlFlags, StepResult
 from paceline.stepping.trained_model import LossScale, ModelInTraining
 from paceline.strategies.base import Strategy
 from paceline.tasks.task import Loss, call_model
+from paceline.train.memory import explain_out_of_memory
 from paceline.train.optimizer import LRSchedule
 from paceline.train.step_record import PhaseClock, StepRecord
 
@@ -52,8 +58,6 @@ class StepOptions(TypedDict, total=False):
 
 
 class TaskSteps:
-    """Takes the steps of a task."""
-
     def __init__(
         self, replica: Strategy, loss: Loss, *, scale: LossScale | None = None, one_each: bool = False,
         **options: Unpack[StepOptions],
@@ -93,15 +97,45 @@ class TaskSteps:
                 steps.run_pipeline(where, microbatches, lambda batch: call_model(replica.model, batch.inputs), losses)
             else:
                 for batch in steps.run_bodies(where, microbatches, one_each=self._one_each):
-                    outputs = call_model(replica.model, batch.inputs, replica.module)
-                    steps.backward(*weighted_losses(self._loss, outputs, batch.targets))
-        except BaseException:
+                    self._compute(batch)
+        except BaseException as error:
             steps.give_up()
+            if is_out_of_memory(error):
+                traceback.clear_frames(error.__traceback__)  # they hold tensors
+                raise self._explain_out_of_memory(where, microbatches[0]) from error
             raise
         if not steps.is_skipped:
             steps.begin_update()
             replica.optimizer.step()
         return steps.end()
+
+    def _compute(self, batch: MicroBatch) -> None:
+        outputs = call_model(self._replica.model, batch.inputs, self._replica.module)
+        self._steps.backward(*weighted_losses(self._loss, outputs, batch.targets))
+
+    def try_batch(self, batch: MicroBatch) -> None:
+        """Compute the forward and backward of a dummy batch. No state changes."""
+        for trial_batch in self._steps.run_trial(batch):
+            self._compute(trial_batch)
+        self._replica.model.zero_grad(set_to_none=True)
+
+    @property
+    def can_compute_alone(self) -> bool:
+        """Whether forward and backward have no collective, so that a rank can repeat them."""
+        replica = self._replica
+        has_sync = any(isinstance(module, SyncBatchNorm) for module in replica.model.modules())
+        return not (has_sync or replica.in_lockstep or replica.parts is not None or replica.pipeline is not None)
+
+    def _explain_out_of_memory(self, where: str, batch: MicroBatch) -> PacelineError:
+        replica, samples = self._replica, len(batch.work.indices)
+
+        def compute(size: int) -> None:
+            inputs, targets = (select_samples(part, [*range(size)], samples) for part in (batch.inputs, batch.targets))
+            work = replace(batch.work, is_counted=False, indices=batch.work.indices[:size])
+            self.try_batch(replace(batch, inputs=inputs, targets=targets, work=work))
+
+        trial = compute if self.can_compute_alone else None
+        return explain_out_of_memory([replica], replica.world, where, samples, trial)
 
 
 def train_step(

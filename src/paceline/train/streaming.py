@@ -58,7 +58,6 @@ class Stream:
         return {"parts of a stream": self.plan.parts_of_stream}
 
     def first_samples(self, count: int) -> list[Any]:
-        """The first samples, at most `count`."""
         readings: list[list[Any]] = []
         for _ in range(2):
             with preserve_generator_states():

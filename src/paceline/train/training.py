@@ -35,8 +35,6 @@ from paceline.train.wording import closing_lines, opening_lines, stopped_line, s
 
 
 class TaskTrainer:
-    """Trains a task, from the first step or from a resume point."""
-
     def __init__(self, parts: TrainingComponents, place: RunLocation, origin: ResumePoint | None) -> None:
         self._parts, self._place = parts, place
         self._world, self._config = parts.replica.world, parts.config
@@ -69,7 +67,6 @@ class TaskTrainer:
             self._audits.use(self._data.load_again, parts.plan)
 
     def run(self) -> ExitCode:
-        """Train, evaluate, save and summarise. Return SAVED if the run stopped on request and its state is saved."""
         parts, progress, run = self._parts, self._progress, self._config.run
         with record_stop_signals(announce=self._world.rank == 0) as progress.request, closing(progress), self._display:
             try:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 
 def opening_lines(parts: "TrainingComponents") -> list[str]:
-    """Describe the run: ranks, batch sizes, length, precision, and any settings with surprising effects."""
     plan, config, world = parts.plan, parts.config, parts.replica.world
     lines = [
         f"{config.task}: {plural(world.size, 'process', 'processes')} on {device_name(world.device)}, strategy "

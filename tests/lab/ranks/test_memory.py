@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tests.run_ranks import run_ranks
 from torch import nn
 
+from paceline.compute.memory import storage_bytes
 from paceline.lab.ranks.memory import compute_memory_levels
-from paceline.train.costs import storage_bytes
 
 WIDTH, DEPTH, BATCH = 512, 4, 64
 

@@ -45,7 +45,6 @@ def group_loaders(ranks: Sequence[ScriptFacts]) -> list[Loaders]:
 
 
 def are_samples_mostly_equal(digests_by_rank: Iterable[Sequence[Sequence[str]]]) -> bool:
-    """Whether all known tensors of most samples or batches are the same on all ranks."""
     return _mostly_same([*filter(_known, batch)] for batch in zip(*_columns(digests_by_rank), strict=True))
 
 

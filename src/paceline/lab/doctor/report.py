@@ -67,7 +67,6 @@ class Host(Node):
         return (self.survey.hosts[self.name],)
 
     def next_link_speed(self) -> list[tuple[str, float]]:
-        """The next host, and the bytes per second that arrived there."""
         links = self.survey.measured_links.items()
         return [(target, link.bytes_per_second) for (source, target), link in links if source == self.name]
 

@@ -194,7 +194,6 @@ def _explain_gradient(got: StepValues, want: StepValues, first: TensorDifference
 
 
 def factor_between(got: Tensor, want: Tensor, tolerance: float = 1e-9) -> float | None:
-    """The common factor between all values; None if there is none."""
     factor = float(got @ want / (want @ want)) if bool(want.any()) else 0.0
     return factor if float((got - factor * want).abs().max()) <= tolerance * float(got.abs().max()) else None
 

@@ -264,7 +264,6 @@ class _Recorder(Observer):
 
 
 def least_precise(dtypes: Iterable[str]) -> str:
-    """The type with the largest tolerance, among the keys of TOLERANCES."""
     names = {dtype.removeprefix("torch.") for dtype in dtypes} & TOLERANCES.keys()
     return max(names, key=TOLERANCES.__getitem__, default="float64")
 

@@ -51,6 +51,7 @@ from paceline.train.optimizer import configured_optimizer_maker, schedule_for
 from paceline.train.parallelism import parallelize_model
 from paceline.train.prepare import (
     check_loss,
+    check_stream,
     make_model,
     make_plan,
     make_replica,
@@ -60,7 +61,6 @@ from paceline.train.prepare import (
 from paceline.train.records import RunRecorder
 from paceline.train.step import fit, ignore_phase
 from paceline.train.step_record import StepRecord
-from paceline.train.stream_task import check_stream
 
 GPU_DRIVER_WAIT_SECONDS = 2.0  # for the driver to report why a GPU is slow
 MAX_STREAM_SAMPLES = 4096  # read from a stream, and then repeated

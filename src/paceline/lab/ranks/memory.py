@@ -4,14 +4,11 @@ Weights, gradients and optimizer state are counted, each piece of memory once. A
 (DDP's buckets), comes from torch's profiler, which reports each allocation and release.
 """
 
-import ctypes
-import gc
 import sys
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,6 +16,7 @@ import torch
 from torch.distributed import distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from paceline.compute.memory import release_free_memory, storage_bytes
 from paceline.compute.resources import peak_memory
 from paceline.data.loader import MicroBatch
 from paceline.lab.measurement import Memory
@@ -28,7 +26,6 @@ from paceline.protocol.evidence import Phase
 from paceline.protocol.status_page import RECORDS, StatusPage
 from paceline.rank.world import World
 from paceline.strategies import Strategy
-from paceline.train.costs import storage_bytes
 from paceline.train.records import collective_bytes
 
 MARK = "paceline: "
@@ -123,14 +120,6 @@ def compute_memory_levels(events: Sequence[int | str], known: int) -> tuple[int,
         if phase == Phase.SYNC.word:
             exchange = max(exchange, level - known)
     return activations, exchange, peak
-
-
-def release_free_memory() -> None:
-    gc.collect()
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
 
 
 def _timeline(profiler: profile, device: torch.device) -> list[int | str]:

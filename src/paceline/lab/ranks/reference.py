@@ -202,7 +202,6 @@ def cast_to_float64(model: nn.Module) -> nn.Module:
 
 
 def to_double(tensor: Tensor) -> Tensor:
-    """The tensor in float64, if it is floating-point."""
     return tensor.double() if tensor.is_floating_point() else tensor
 
 

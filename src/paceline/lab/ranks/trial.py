@@ -299,7 +299,6 @@ def _optimizer_state(replica: Strategy, parameters: Mapping[str, Tensor]) -> dic
 
 
 def _first_difference(local: Mapping[str, int], world: World) -> str | None:
-    """The first tensor whose fingerprint differs between ranks (a collective)."""
     checksums_by_rank = all_gather_object(dict(local), world)
     names = dict.fromkeys(name for checksums in checksums_by_rank for name in checksums)
     return next((name for name in names if len({checksums.get(name) for checksums in checksums_by_rank}) > 1), None)

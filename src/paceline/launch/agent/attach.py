@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace as changed
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import psutil
 from msgspec.structs import replace
 
 from paceline.errors import ExitCode, PacelineError
@@ -36,6 +36,9 @@ from paceline.protocol import control
 from paceline.protocol.evidence import SUCCESS_EXIT_CODES, Failure, WorkerSample
 from paceline.protocol.job import NodePlan
 from paceline.runs.console import print_to_stderr
+
+if TYPE_CHECKING:
+    import psutil
 
 ARRIVAL_SECONDS = 60.0  # for all ranks of a node to attach
 LATE_SECONDS = 1.0  # for one more rank, if all attached ranks have ended
@@ -235,6 +238,8 @@ class AttachedWorkers(Workers, control.StopOrders):
 
     def stop(self, grace_seconds: float, number: int = signal.SIGTERM) -> None:
         if self.plan.may_end:
+            import psutil  # an agent that only watches does not need it
+
             for process in self.running:
                 with suppress(psutil.Error):
                     self._descendants.update(psutil.Process(process.pid).children(recursive=True))
@@ -246,6 +251,8 @@ class AttachedWorkers(Workers, control.StopOrders):
         The ranks may be in the session of the launcher, so `Workers.sweep` would also kill the launcher.
         """
         if self.stopping:
+            import psutil
+
             for process in self.running:
                 process.send_signal(signal.SIGKILL)
             deadline = time.monotonic() + KILL_SECONDS

@@ -1,0 +1,296 @@
+"""`--micro-batch auto`: what fits is found under a real limit, changes no bit, is written down and kept on a resume."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Callable, Generator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.cluster import cgroups
+from tests.errors import codes, ended_with, raises
+from tests.run_script import run_script
+from torch import nn
+
+from paceline import ArrayDataset
+from paceline.compute.memory import SavedForBackward
+from paceline.config.settings import ComputeConfig, DataConfig, LaunchConfig, TrainConfig, check_values
+from paceline.data.loader import Loading, index_of_largest
+from paceline.rank.world import World
+from paceline.strategies import STRATEGIES
+from paceline.train import memory
+from paceline.train.memory import MicroBatchSearch
+
+CPU = torch.device("cpu")
+MIB = 1 << 20
+
+TASK = """
+import os, re, resource
+from pathlib import Path
+import torch
+from torch import nn
+from paceline import ArrayDataset, Task
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm, self.drop = nn.Linear(256, 256), nn.BatchNorm1d(256), nn.Dropout(0.1)
+
+    def forward(self, x):
+        return self.drop(torch.relu(self.norm(self.linear(x).mT).mT))
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(4)), nn.Linear(256, 4)
+
+    def forward(self, x):
+        x = x.expand(-1, int(os.environ.get("TOKENS", "512")), -1)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1))
+
+def loss(outputs, targets):
+    return nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+def data(split):
+    draw = torch.Generator().manual_seed(3)
+    count = 64 if split == "train" else 4
+    return ArrayDataset(torch.randn(count, 1, 256, generator=draw), torch.randint(0, 4, (count,), generator=draw))
+
+def limit():
+    if folder := os.environ.get("CGROUP"):  # memory that is allocated from now on counts
+        Path(folder, "cgroup.procs").write_text(str(os.getpid()))
+    if bytes_more := int(os.environ.get("LIMIT", "0")):
+        held = int(re.search(r"^VmData:\\s*([0-9]+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)[1]) << 10
+        resource.setrlimit(resource.RLIMIT_DATA, (held + bytes_more, resource.RLIM_INFINITY))
+
+def model():
+    limit()
+    return Net()
+
+task = Task(model, data, loss)
+"""
+LOOP = """
+import sys
+import torch, paceline, mine
+mine.limit()
+settings = {"micro_batch": "auto"} if sys.argv[1] == "auto" else {"accumulation": int(sys.argv[1])}
+counted = bodies = 0
+with paceline.session("run", seed=1, resume=True, strategy=sys.argv[3] if len(sys.argv) > 3 else "bucketed") as s:
+    model, optimizer = s.prepare(mine.Net(), lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
+    train = s.loader(mine.data("train"), global_batch=64, **settings)
+    for epoch in s.epochs(int(sys.argv[2])):
+        for x, y in train:
+            counted, bodies = counted + s.samples, bodies + 1
+            optimizer.zero_grad()
+            s.backward(torch.nn.functional.cross_entropy(model(x), y))
+            optimizer.step()
+        s.log(epoch=epoch)
+print("counted", counted, "bodies", bodies, "accumulation", train.plan.accumulation)
+"""
+
+
+@pytest.fixture
+def cgroup() -> Generator[Path]:
+    """A memory cgroup, whose limit the kernel enforces."""
+    if "memory" not in cgroups.controllers():
+        pytest.skip("no memory controller of version 1")
+    (folder,) = [folder for folder in cgroups.make("memory") if folder.parent.name == "memory"]
+    yield folder
+    cgroups.remove()
+
+
+def limited(cgroup: Path, mib: int) -> dict[str, str]:
+    (cgroup / "memory.limit_in_bytes").write_text(str(mib * MIB))
+    return {"CGROUP": str(cgroup)}
+
+
+def train(folder: Path, name: str, *options: str, ranks: int = 1, env: dict[str, str] | None = None) -> Any:
+    (folder / "mine.py").write_text(TASK)
+    command = ["-m", "paceline", "train", "mine.py:task", "--global-batch", "64", "--run-dir", name, *options]
+    return run_script(ranks, *command, cwd=folder, env=env)
+
+
+def digest(run: Path) -> str:
+    return json.loads((run / "summary.json").read_text())["weights_sha256"]
+
+
+def accumulation(run: Path) -> int:
+    return tomllib.loads((run / "config.toml").read_text())["data"]["accumulation"]
+
+
+@pytest.mark.root
+def test_what_fits_into_a_container_is_found_kept_and_changes_no_bit(tmp_path, cgroup):
+    env = limited(cgroup, 500)
+    steps = ("--steps", "2", "--checkpoint-every", "1")
+    done = train(tmp_path, "auto", "--micro-batch", "auto", *steps, env=env)
+    found = accumulation(tmp_path / "auto")
+    assert done.returncode == 0 and 1 < found < 32, done.stderr
+    assert train(tmp_path, "given", "--accumulation", str(found), *steps, env=env).returncode == 0
+    assert digest(tmp_path / "auto") == digest(tmp_path / "given")
+
+    longer = ("--resume", "auto", "--micro-batch", "auto", "--steps", "4", "--allow-change")
+    assert train(tmp_path, "auto", *longer, "steps").returncode == 0  # without a limit: more would fit
+    assert accumulation(tmp_path / "auto") == found
+    assert train(tmp_path, "given", *longer, "steps,accumulation").returncode == 0
+    assert accumulation(tmp_path / "given") == 1
+
+
+@pytest.mark.root
+def test_the_rank_with_the_least_memory_decides(tmp_path, cgroup):
+    env = limited(cgroup, 700)
+    (tmp_path / "mine.py").write_text(
+        TASK.replace('get("CGROUP")', 'get("CGROUP" if os.environ["RANK"] == "1" else "")')
+    )
+    command = ["-m", "paceline", "train", "mine.py:task", "--global-batch", "64", "--steps", "1"]
+    done = run_script(2, *command, "--run-dir", "auto", "--micro-batch", "auto", cwd=tmp_path, env=env)
+    assert done.returncode == 0 and accumulation(tmp_path / "auto") > 1, done.stderr
+    again = ("--accumulation", str(accumulation(tmp_path / "auto")))
+    assert run_script(2, *command, "--run-dir", "given", *again, cwd=tmp_path, env=env).returncode == 0
+    assert digest(tmp_path / "auto") == digest(tmp_path / "given")
+
+
+@pytest.mark.root
+def test_a_sample_that_does_not_fit_is_reported_before_the_first_step(tmp_path, cgroup):
+    env = {**limited(cgroup, 500), "TOKENS": "60000"}
+    done = train(tmp_path, "auto", "--micro-batch", "auto", "--steps", "1", env=env)
+    ended_with(done, "micro-batch-of-one")
+    (tmp_path / "loop.py").write_text(LOOP)
+    done = run_script(1, "loop.py", "auto", "1", cwd=tmp_path, env=env)
+    ended_with(done, "micro-batch-of-one")
+
+
+@pytest.mark.root
+def test_a_loop_finds_what_fits_keeps_it_and_counts_no_trial(tmp_path, cgroup):
+    env = limited(cgroup, 500)
+    found = "auto"
+    for name in ("auto", "given"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.py").write_text(TASK)
+        (tmp_path / name / "loop.py").write_text(LOOP)
+        done = run_script(1, "loop.py", found, "2", cwd=tmp_path / name, env=env)
+        counted, bodies, found = re.search(r"counted (\d+) bodies (\d+) accumulation (\d+)", done.stdout).groups()
+        assert int(counted) == 2 * 64 and 1 < int(found) < 32, done.stdout + done.stderr
+        assert (int(bodies) > 2 * int(found)) == (name == "auto")
+    assert digest(tmp_path / "auto" / "run") == digest(tmp_path / "given" / "run")
+    done = run_script(1, "loop.py", "auto", "3", cwd=tmp_path / "auto")
+    assert f"counted 64 bodies {found} accumulation {found}" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("strategy", ["bucketed", "ddp", "exact", "zero", "fsdp"])
+def test_a_trial_changes_no_state_of_a_strategy(tmp_path, strategy):
+    for name, options in (("auto", ("--micro-batch", "auto")), ("given", ("--accumulation", "1"))):
+        done = train(tmp_path, name, *options, "--steps", "2", "--strategy", strategy, ranks=2)
+        assert done.returncode == 0, done.stderr
+    assert accumulation(tmp_path / "auto") == 1
+    assert digest(tmp_path / "auto") == digest(tmp_path / "given")
+
+
+@pytest.mark.parametrize("strategy", ["bucketed", "ddp", "zero", "fsdp"])
+def test_a_trial_changes_no_state_of_a_loop(tmp_path, strategy):
+    for name in ("auto", "1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.py").write_text(TASK)
+        (tmp_path / name / "loop.py").write_text(LOOP)
+        done = run_script(2, "loop.py", name, "2", strategy, cwd=tmp_path / name)
+        assert done.returncode == 0, done.stderr
+    assert digest(tmp_path / "auto" / "run") == digest(tmp_path / "1" / "run")
+
+
+def test_a_step_without_memory_names_what_would_have_fitted(tmp_path):
+    env = {"LIMIT": str(700 * MIB), "TOKENS": "2048"}
+    done = train(tmp_path, "run", "--accumulation", "1", "--steps", "1", "--allocator", "system", env=env)
+    assert (done.returncode, codes(done.stderr)) == (1, ["out-of-memory"]), done.stderr
+    (fits,) = re.findall(r"--batch-size (\d+)", done.stderr)
+    assert 1 <= int(fits) < 64
+    fitting = ("--batch-size", fits, "--steps", "1", "--allocator", "system")
+    assert train(tmp_path, "fits", *fitting, env=env).returncode == 0
+
+
+def test_settings_that_contradict_a_search():
+    for settings in ({"accumulation": 2}, {"batch_size": 8}):
+        with raises("micro-batch-set"):
+            check_values(TrainConfig(data=DataConfig(micro_batch="auto", **settings)))
+    with raises("micro-batch-with-cuda-graphs"):
+        check_values(TrainConfig(data=DataConfig(micro_batch="auto"), compute=ComputeConfig(cuda_graphs=True)))
+    with raises("micro-batch-on-mesh"):
+        check_values(TrainConfig(data=DataConfig(micro_batch="auto"), launch=LaunchConfig(mesh="tensor=2")))
+
+
+class Gpu:
+    """Stands in for torch's counters of a GPU, which this machine does not have, and for its error."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, free: int, needed: Callable[[int], int]) -> None:
+        self.free, self.needed, self.peak, self.tried = free, needed, 0, list[int]()
+        module = SimpleNamespace(mem_get_info=lambda _: (free, free))
+        monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+        for name, value in (("empty_cache", None), ("memory_allocated", 0), ("reset_peak_memory_stats", None)):
+            monkeypatch.setattr(torch.accelerator, name, lambda *_, value=value: value)
+        monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda _: self.peak)
+
+    def find(self, portion: int, other_rank: int = 10**9, *, norm: bool = False) -> MicroBatchSearch:
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8) if norm else nn.ReLU())
+        world = World(0, 1, 0, 1, CPU, "gloo")
+        replica = STRATEGIES["single"](model, lambda parameters: torch.optim.SGD(parameters, lr=0.1), world)
+        gpu = replace(world, device=torch.device("cuda"))
+        search = MicroBatchSearch([replica], gpu, portion, lambda size: [size, min(size, other_rank)])
+        while size := search.next_size():
+            with search.trial(may_fail=True):
+                self.tried.append(size)
+                self.peak = self.needed(size)
+                if self.peak > self.free:
+                    raise torch.OutOfMemoryError
+        return search
+
+
+def test_the_size_grows_up_to_the_largest_part_that_fits(monkeypatch):
+    gpu = Gpu(monkeypatch, 1000 * MIB, lambda size: (100 + 9 * size) * MIB)
+    search = gpu.find(256)
+    assert (search.size, search.accumulation) == (86, 3)  # (900 - 100) / 9 = 88; 256 in parts of at most 86
+    assert max(later / size for size, later in pairwise(gpu.tried)) <= memory.GROWTH
+    assert Gpu(monkeypatch, 1000 * MIB, lambda size: MIB).find(256).accumulation == 1
+
+
+def test_a_trial_that_fails_is_repeated_with_half_the_size(monkeypatch):
+    gpu = Gpu(monkeypatch, 1000 * MIB, lambda size: (size if size < 50 else 50 * size) * MIB)
+    assert gpu.find(256).size == 32 and gpu.tried[-2:] == [64, 32]
+
+
+def test_other_ranks_limit_the_size_and_batch_norm_needs_two_samples(monkeypatch):
+    gpu = Gpu(monkeypatch, 1000 * MIB, lambda size: size * MIB)
+    assert gpu.find(100, other_rank=30).accumulation == 4
+    assert gpu.tried[0] == 1 and gpu.find(100, norm=True) and 2 in gpu.tried
+    with raises("micro-batch-of-one", samples=2):
+        Gpu(monkeypatch, 10 * MIB, lambda size: 6 * size * MIB).find(100, norm=True)
+
+
+class Ragged(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.zeros(500 - abs(index - 496)), index
+
+
+def test_the_largest_sample_is_found_by_lengths_or_by_bytes():
+    ragged = Ragged()
+    assert index_of_largest(ragged, 0, Loading(CPU)) == 496  # one of every 8
+    ragged.lengths = [3, 9, 4]
+    assert index_of_largest(ragged, 0, Loading(CPU)) == 1
+    assert index_of_largest(ArrayDataset(torch.zeros(5, 2), torch.zeros(5)), 0, Loading(CPU)) == 0
+
+
+def test_backward_can_recompute_all_layers_but_one():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
+    saved = SavedForBackward([model])
+    with saved.count():
+        model(torch.ones(100, 64)).sum().backward()
+    assert saved.recomputable == pytest.approx(0.75, abs=0.05)
