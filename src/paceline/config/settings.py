@@ -206,7 +206,7 @@ class GuardConfig:
     audit_every: int | None = None
     """exact, zero: steps between two audits. A second rank repeats one micro-batch, and the bits must agree"""
     on_audit: Literal["stop", "exclude"] = "stop"
-    """on wrong numbers: save the state before the step and stop, or restart without the rank that is named"""
+    """on wrong numbers: save the state before the step and stop, or restart without that rank"""
 
 
 @dataclass(frozen=True)
