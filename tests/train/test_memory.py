@@ -89,7 +89,7 @@ with paceline.session("run", seed=1, resume=True, strategy=sys.argv[3] if len(sy
     train = s.loader(mine.data("train"), global_batch=64, **settings)
     for epoch in s.epochs(int(sys.argv[2])):
         for x, y in train:
-            counted, bodies = counted + s.samples, bodies + 1
+            counted, bodies = counted + s.samples, bodies + (s.samples > 0)
             optimizer.zero_grad()
             s.backward(torch.nn.functional.cross_entropy(model(x), y))
             optimizer.step()
@@ -179,10 +179,36 @@ def test_a_loop_finds_what_fits_keeps_it_and_counts_no_trial(tmp_path, cgroup):
         done = run_script(1, "loop.py", found, "2", cwd=tmp_path / name, env=env)
         counted, bodies, found = re.search(r"counted (\d+) bodies (\d+) accumulation (\d+)", done.stdout).groups()
         assert int(counted) == 2 * 64 and 1 < int(found) < 32, done.stdout + done.stderr
-        assert (int(bodies) > 2 * int(found)) == (name == "auto")
+        assert int(bodies) == 2 * int(found)
     assert digest(tmp_path / "auto" / "run") == digest(tmp_path / "given" / "run")
     done = run_script(1, "loop.py", "auto", "3", cwd=tmp_path / "auto")
     assert f"counted 64 bodies {found} accumulation {found}" in done.stdout, done.stdout + done.stderr
+
+
+COUNTING = {
+    "number": ("counted, bodies = counted + s.samples, bodies + (s.samples > 0)", "counted += 1"),
+    "enumerate": ("for x, y in train:", "for i, (x, y) in enumerate(train):"),
+    "islice": ("for x, y in train:", "for x, y in __import__('itertools').islice(train, 2):"),
+    "scheduler": (
+        "    train = s.loader(",
+        "    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, total_iters=1)\n    train = s.loader(",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COUNTING)
+def test_a_loop_that_counts_trials_is_an_error_with_the_result(tmp_path, name):
+    (tmp_path / "mine.py").write_text(TASK)
+    before, after = COUNTING[name]
+    assert before in LOOP
+    text = LOOP.replace(before, after)
+    if name == "scheduler":
+        text = text.replace("optimizer.step()", "optimizer.step(); schedule.step()")
+    (tmp_path / "loop.py").write_text(text)
+    done = run_script(2, "loop.py", "auto", "2", cwd=tmp_path)
+    is_iterator = name in ("enumerate", "islice")
+    ended_with(done, "micro-batch-in-iterator" if is_iterator else "micro-batch-trial-counted")
+    assert ("accumulation=1" in done.stderr) != is_iterator
 
 
 @pytest.mark.parametrize("strategy", ["bucketed", "ddp", "exact", "zero", "fsdp"])

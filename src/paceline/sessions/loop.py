@@ -34,6 +34,7 @@ from paceline.sessions.loader import Loader, StreamLoader
 from paceline.sessions.order import global_random_states, restore_global_random_states
 from paceline.sessions.session_step import POSITION_KEYS, LoopPosition, SessionStep
 from paceline.sessions.state import SessionState, json_copy
+from paceline.sessions.unsaved import counters, counting_iterators
 from paceline.stepping.audit import Audits
 from paceline.stepping.totals import ControlFlags
 from paceline.stepping.trained_model import make_loss_scale
@@ -218,14 +219,24 @@ class TrainingLoop:
         gather = partial(all_gather_object, world=run.world)
         self.search = search = MicroBatchSearch([part.replica for part in state.models], run.world, portion, gather)
         load, self.in_trial = loader.dummy_batches(run.share), True
+        if iterators := counting_iterators(sys._getframe(1)):  # pyright: ignore[reportPrivateUsage]
+            with raise_on_all_ranks(run.world):
+                raise UsageError(code="micro-batch-in-iterator", names=", ".join(iterators))
+        numbers, changed = counters(sys._getframe()), set[str]()  # pyright: ignore[reportPrivateUsage]
         try:
             while size := search.next_size():
                 with search.trial():
                     for batch in self.step.run_trial(load(size)):
                         yield batch.inputs
+                now = counters(sys._getframe())  # pyright: ignore[reportPrivateUsage]
+                changed |= {name for name, number in numbers.items() if now.get(name, number) != number}
         finally:
             self.in_trial = False
             self._page.enter(Phase.USER)
+        if changed:  # the loop would train with them
+            names, found = ", ".join(sorted(changed)), search.accumulation
+            with raise_on_all_ranks(run.world):
+                raise UsageError(code="micro-batch-trial-counted", names=names, accumulation=found)
         loader.split(search.accumulation)
         run.print(search.describe("micro_batch='auto'", "accumulation="))
 

@@ -4,6 +4,7 @@ A list that the loop creates in each step is not state. A container is state if 
 and its tensors have changed in between. A reference keeps it alive between searches, so that its id stays unique.
 """
 
+import gc
 import inspect
 import sys
 import time
@@ -12,11 +13,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from types import FrameType, ModuleType
+from types import FrameType, GeneratorType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from paceline.rank.sites import LIBRARY, USER, code_owner
@@ -142,6 +144,32 @@ class UnsavedStateSearch:
                 )
             previous.is_new, containers[id(value)] = False, previous
         self._containers = containers
+
+
+def counters(frame: FrameType | None) -> dict[str, str]:
+    """The numbers in the user's variables and objects, and the steps of learning rate schedulers, by name."""
+    roots = [*_names(frame)]
+    parts = [part for name, value in _walk(roots) for part in _parts(name, value)]
+    numbers: dict[str, str] = {}
+    for name, value in (*roots, *parts):
+        if isinstance(value, LRScheduler):
+            numbers[f"{name}.last_epoch"] = repr(value.last_epoch)
+        elif type(value) in (int, float) or (isinstance(value, Tensor) and owns_storage(value) and value.numel() == 1):
+            numbers[name] = repr(value if not isinstance(value, Tensor) else value.item())
+    return numbers
+
+
+def counting_iterators(frame: FrameType) -> list[str]:
+    """The iterators of Python through which the user iterates over a running generator: enumerate, zip, islice, ..."""
+    objects: list[Any] = gc.get_objects()
+    inner: list[Any] = [value for value in objects if type(value) is GeneratorType and value.gi_frame is frame]
+    found, seen = list[str](), {id(value) for value in inner}
+    while inner:
+        outer: list[Any] = gc.get_referrers(*inner)
+        inner = [value for value in outer if isinstance(value, Iterator) and id(value) not in seen]
+        seen |= {id(value) for value in inner}
+        found += [type(value).__name__ for value in inner if type(value).__module__ in ("builtins", "itertools")]
+    return [name for name in found if name != GeneratorType.__name__]
 
 
 def _names(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
