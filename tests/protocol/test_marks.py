@@ -22,7 +22,7 @@ from paceline.protocol.marks import (
     parse_fingerprints,
     put_call,
     put_finding,
-    put_fingerprint,
+    put_replica_fingerprint,
     read_call_tables,
     read_fingerprints,
 )
@@ -54,7 +54,7 @@ def test_agents_that_look_at_different_moments_find_numbers_in_common(first: int
     for last in (first, first + ahead):
         with closing(StatusPage(make_status_page(0))) as page:
             for number in range(max(1, last - 5000), last + 1):
-                put_fingerprint(page, mark(number))
+                put_replica_fingerprint(page, mark(number))
             found.append({one.optimizer_step for one in parse_fingerprints(read_fingerprints(page.descriptor))})
         os.close(page.descriptor)
         assert all(one <= last for one in found[-1])
@@ -63,13 +63,13 @@ def test_agents_that_look_at_different_moments_find_numbers_in_common(first: int
 
 def test_a_short_run_that_is_looked_at_once_leaves_numbers_from_before_its_middle(page: StatusPage) -> None:
     for number in range(1, 77):
-        put_fingerprint(page, mark(number))
+        put_replica_fingerprint(page, mark(number))
     found = {one.optimizer_step for one in parse_fingerprints(read_fingerprints(page.descriptor))}
     assert {8, 16, 20, 24, 28, 32, 36, 76} <= found  # sufficient to find the first difference
 
 
 def test_what_was_written_is_read_again_and_what_is_torn_is_left_out(page: StatusPage) -> None:
-    put_fingerprint(page, mark(12, table=3))
+    put_replica_fingerprint(page, mark(12, table=3))
     (one,) = parse_fingerprints(read_fingerprints(page.descriptor))
     assert one == mark(12, table=3) and (one.table, one.num_ranks) == (3, 3)
     torn = bytearray(MARK.pack(9, 7, 0, *[0] * 8, *[0.0] * 8, 9))

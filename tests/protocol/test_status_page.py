@@ -230,8 +230,8 @@ def test_a_reader_never_takes_a_part_of_a_record_for_a_record(descriptor: int, p
     found = [op for data in mixed for _, op in status_page.decode_ring(data)]
     assert all(op in (Op("0", 1, "send", peer=1), new) for op in found) and new in found
     old, mark = (marks.ReplicaFingerprint(n, n, 0, (n,) * 4, (n,) * 4, (float(n),) * 4) for n in (1, 17))
-    marks.put_fingerprint(page, old)
-    mixed = reads(descriptor, status_page.MARKS_AT, marks.MARK.size, lambda: marks.put_fingerprint(page, mark))
+    marks.put_replica_fingerprint(page, old)
+    mixed = reads(descriptor, status_page.MARKS_AT, marks.MARK.size, lambda: marks.put_replica_fingerprint(page, mark))
     kept = [one for data in mixed for one in marks.parse_fingerprints(data)]
     assert {*kept} == {old, mark}
 

@@ -223,7 +223,7 @@ class InterNodeSum:
         )
         results: Grads = [None] * len(tensors)
         if self._carried:
-            mine = [self._values(i, tensors[i]) for i in self._carried]
+            mine = [self._values_or_zeros(i, tensors[i]) for i in self._carried]
             sums, state = self._codec.sum(mine, self._state[0], group)
             for i, total in zip(self._carried, sums, strict=True):
                 results[i] = total.to(self._parameters[i].dtype)
@@ -255,7 +255,7 @@ class InterNodeSum:
         self._state = {name: tensor for name, tensor in state.items() if name != "used"}, state["used"]
         self._kept = self._state
 
-    def _values(self, index: int, tensor: Tensor | None) -> Tensor:
+    def _values_or_zeros(self, index: int, tensor: Tensor | None) -> Tensor:
         shape = self._parameters[index].shape
         return torch.zeros(shape, dtype=self._dtype) if tensor is None else tensor.detach().to(self._dtype)
 

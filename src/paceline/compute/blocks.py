@@ -149,7 +149,7 @@ def register_backward_callback(blocks: Mapping[str, FSDPModule], act: Callable[[
 
 def blocks_of(model: nn.Module, rule: str | None, *, flag: str) -> dict[str, nn.Module]:
     """The blocks inside the plain `model` by name, inner ones first. `rule` and `flag`: see `find_matching_modules`."""
-    blocks = _by_default(model) if rule is None else find_matching_modules(model, rule, flag=flag)
+    blocks = _default_blocks(model) if rule is None else find_matching_modules(model, rule, flag=flag)
     if rule is not None and not any(_has_parameters(block) for block in blocks.values()):
         raise UsageError(code="blocks-without-parameters", setting=flag, rule=rule, blocks=", ".join(blocks))
     blocks = {name: block for name, block in blocks.items() if _has_parameters(block)}
@@ -175,7 +175,7 @@ def check_parameter_dtypes(model: nn.Module, blocks: dict[str, nn.Module]) -> No
             raise UsageError(code="block-of-several-types", block=owner or "the model outside its blocks", types=shown)
 
 
-def _by_default(model: nn.Module) -> dict[str, nn.Module]:
+def _default_blocks(model: nn.Module) -> dict[str, nn.Module]:
     lists = [layers for layers in _repeated_layers("", model) if not all(_used_outside(model, name) for name in layers)]
     sizes = [[_size(layer) for layer in layers.values()] for layers in lists]
     # a list that is smaller than one block of the largest list saves less memory than that block takes

@@ -142,10 +142,12 @@ def format_failure(diagnosis: Diagnosis, evidence: Sequence[Evidence], *, oom_ki
         logs = f"output of the ranks: {attempt_dir}/rank-<rank>.log" if attempt_dir else "or only its agent"
         return f"{remove_controls(first.lost_reason)}\nit ran rank {ranks}; {logs}"
     alike = [sample for sample in evidence if _same_failure(sample, first)]
-    lines = [f"{_who(alike, len(evidence))} failed: {_how(first, oom_kills)}", *_why(first)]
+    lines = [f"{_name_ranks(alike, len(evidence))} failed: {_how(first, oom_kills)}", *_why(first)]
     ended_early = sorted((sample for sample in evidence if sample.code == 0), key=lambda sample: sample.ended_seconds)
     if end is RankEnd.VICTIM and ended_early:  # the rank that ended early is the cause, not the ranks that lost it
-        causes = [f"{_who([s], len(evidence))} had already ended, with code 0, while others ran" for s in ended_early]
+        causes = [
+            f"{_name_ranks([s], len(evidence))} had already ended, with code 0, while others ran" for s in ended_early
+        ]
         lines = [*causes, "so the others lost it:", *lines]
     elif end is RankEnd.VICTIM:
         lines.append("it lost its peers, but no rank reported a failure of another kind")
@@ -163,13 +165,13 @@ def _same_failure(sample: WorkerSample, other: WorkerSample) -> bool:
     return (sample.failure.type, sample.failure.message) == (other.failure.type, other.failure.message)
 
 
-def _who(alike: Sequence[WorkerSample], total: int) -> str:
-    if len(alike) == 1:
-        return f"rank {alike[0].rank} ({alike[0].host}, pid {alike[0].pid})"
-    hosts = ", ".join(sorted({sample.host for sample in alike}))
-    if len(alike) == total:
+def _name_ranks(samples: Sequence[WorkerSample], total: int) -> str:
+    if len(samples) == 1:
+        return f"rank {samples[0].rank} ({samples[0].host}, pid {samples[0].pid})"
+    hosts = ", ".join(sorted({sample.host for sample in samples}))
+    if len(samples) == total:
         return f"all {total} ranks ({hosts})"
-    return f"ranks {', '.join(str(sample.rank) for sample in alike)} ({hosts})"
+    return f"ranks {', '.join(str(sample.rank) for sample in samples)} ({hosts})"
 
 
 def _how(first: WorkerSample, oom_kills: int) -> str:

@@ -114,13 +114,13 @@ def parse_call_tables(data: bytes) -> list[CallHistory]:
     return orders
 
 
-def put_fingerprint(own: StatusPage, mark: ReplicaFingerprint) -> None:
+def put_replica_fingerprint(page: StatusPage, mark: ReplicaFingerprint) -> None:
     level = min((mark.optimizer_step & -mark.optimizer_step).bit_length() - 1, LEVELS - 1)
     slot = level * KEPT + (mark.optimizer_step >> (level + 1)) % KEPT
     at = MARKS_AT + mark.table * TABLE_BYTES + slot * MARK.size
     data = MARK.pack(*mark[:3], *mark.tensor_indices, *mark.hashes, *mark.sums, *mark.settings, mark.optimizer_step)
-    own.store_record(at, data)
-    own.put("marks", own.get("marks") + 1)
+    page.store_record(at, data)
+    page.put("marks", page.get("marks") + 1)
 
 
 class Names:

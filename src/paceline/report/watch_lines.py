@@ -96,7 +96,7 @@ def _work(rank: RankSnapshot) -> Text:
     return Text(duration, "yellow" if rank.is_slowest else "")
 
 
-def _waits(rank: RankSnapshot) -> Text:
+def _waiting_cell(rank: RankSnapshot) -> Text:
     if rank.waiting_fraction is None:
         return Text()
     percent = f"{rank.waiting_fraction:.0%}" if rank.waiting_fraction >= MIN_WAITING_FRACTION else "-"
@@ -130,7 +130,7 @@ COLUMNS = (
     Column("step", lambda rank: Text(f"{rank.step:,}" if rank.step else ""), is_right_aligned=True),
     Column("work", _work, is_right_aligned=True),
     Column("history", lambda rank: Text(sparkline(rank.work_seconds, 12), "yellow" if rank.is_slowest else "cyan")),
-    Column("waits", _waits, is_right_aligned=True),
+    Column("waits", _waiting_cell, is_right_aligned=True),
     Column("still", _no_progress_cell, is_right_aligned=True),
     Column(
         "cores", lambda rank: Text(f"{rank.resource_use.cores:.1f}" if rank.resource_use else ""), is_right_aligned=True

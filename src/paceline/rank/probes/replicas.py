@@ -21,7 +21,16 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from paceline.protocol.marks import BY_DDP, PARTS, SETTINGS, SUMMED, TABLES, Names, ReplicaFingerprint, put_fingerprint
+from paceline.protocol.marks import (
+    BY_DDP,
+    PARTS,
+    SETTINGS,
+    SUMMED,
+    TABLES,
+    Names,
+    ReplicaFingerprint,
+    put_replica_fingerprint,
+)
 from paceline.protocol.status_page import StatusPage
 from paceline.rank.probes import DeferredReads, ScriptListener, can_run_kernels
 from paceline.rank.probes.steps import JointOptimizerDetector, OptimizerHistory, synced_parameters
@@ -163,7 +172,7 @@ class FingerprintWriter(ScriptListener):
             hashes = [value & UINT32_MAX for value in values[: len(indices)]]
             totals = [struct.unpack("d", struct.pack("q", value))[0] for value in values[len(indices) :]]
             parts = _pad_to_parts(indices, UINT32_MAX), _pad_to_parts(hashes), _pad_to_parts(totals)
-            put_fingerprint(
+            put_replica_fingerprint(
                 self._page, ReplicaFingerprint(number, watched.layout_hash, watched.flags, *parts, settings)
             )
 
