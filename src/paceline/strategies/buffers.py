@@ -44,7 +44,7 @@ from paceline.collectives.control import all_gather_object, report_on_one_rank
 from paceline.collectives.replicate import broadcast
 from paceline.collectives.torch_collectives import TreeAllReduce
 from paceline.collectives.tree import LeafPartition, add_optional
-from paceline.compute.forward import disable_graph_recording
+from paceline.compute.forward import disable_cuda_graph_recording
 from paceline.errors import TrainingError, UsageError
 from paceline.rank.world import World
 
@@ -640,7 +640,7 @@ def ignore_batch(model: nn.Module, parameters: list[nn.Parameter]) -> Generator[
     for module in synchronised:
         module.counted = False
     try:
-        with disable_graph_recording():
+        with disable_cuda_graph_recording():
             yield
     finally:
         for module in synchronised:

@@ -66,7 +66,7 @@ class Host(Node):
     def disk(self) -> tuple[ExamineAnswer]:
         return (self.survey.hosts[self.name],)
 
-    def next_link_speed(self) -> list[tuple[str, float]]:
+    def outgoing_link_speeds(self) -> list[tuple[str, float]]:
         links = self.survey.measured_links.items()
         return [(target, link.bytes_per_second) for (source, target), link in links if source == self.name]
 
@@ -122,7 +122,7 @@ RULES: tuple[Rule[Any], ...] = (
     Rule("disk", "error", Host.disk, lambda disk: disk.disk_free < NO_SPACE_BYTES, _free_space, FREE_SPACE_ADVICE),
     Rule("disk", "warning", Host.disk, lambda disk: NO_SPACE_BYTES <= disk.disk_free < LOW_SPACE_BYTES, _free_space,
          FREE_SPACE_ADVICE),
-    Rule("bandwidth", "warning", Host.next_link_speed, lambda link: link[1] < SLOW_BYTES_PER_SECOND,
+    Rule("bandwidth", "warning", Host.outgoing_link_speeds, lambda link: link[1] < SLOW_BYTES_PER_SECOND,
          lambda link: f"sends {_rate(link[1])} to {link[0]}; {_rate(SLOW_BYTES_PER_SECOND)} is needed",
          "check the negotiated speed (ethtool), cable and switch port of both; all ranks wait for the slowest link"),
 )  # fmt: skip
