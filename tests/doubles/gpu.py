@@ -193,6 +193,7 @@ def install() -> None:
     torch.accelerator.max_memory_allocated = lambda *_: 1 << 20  # it has no allocator
     torch.accelerator.memory_allocated = torch.accelerator.max_memory_allocated
     torch.accelerator.reset_peak_memory_stats = lambda *_: None
+    torch.accelerator.empty_cache = lambda: None
     torch.accelerator.synchronize = lambda *_: None  # it never runs behind the host
     torch.__future__.set_swap_module_params_on_conversion(True)  # parameters stay the same objects, as on CUDA
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=) goes through here, too
