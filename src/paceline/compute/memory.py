@@ -38,27 +38,26 @@ class MemoryMeter:
     def __init__(self, device: torch.device, local_ranks: int) -> None:
         self._device, self._gpu = device, device.type != "cpu"
         self._limits: tuple[int, int] | None = None
-        release_free_memory()
+        self._held_bytes: int | None = None
         if self._gpu:
             torch.accelerator.empty_cache()
-            self._held_bytes = torch.accelerator.memory_allocated(device)
             free_bytes = int(torch.get_device_module(device).mem_get_info(device)[0])
         else:
-            self._held_bytes, machine_bytes = _status_bytes("VmRSS"), free_memory()
+            machine_bytes = free_memory()
             free_bytes = UNLIMITED if machine_bytes is None else machine_bytes // local_ranks
-        self.free_bytes = free_bytes
-        """The bytes that this rank may still allocate."""
+        self.free_bytes = free_bytes  # that this rank may still allocate
 
     def start(self) -> None:
-        """Begin a measurement."""
         release_free_memory()
         if self._gpu:
             torch.accelerator.reset_peak_memory_stats(self._device)
+        if self._held_bytes is None:
+            self._held_bytes = torch.accelerator.memory_allocated(self._device) if self._gpu else _status_bytes("VmRSS")
 
     def peak(self) -> int:
         """The peak since `start`, in bytes."""
         peak_bytes = torch.accelerator.max_memory_allocated(self._device) if self._gpu else peak_memory()
-        return max(0, peak_bytes - self._held_bytes)
+        return max(0, peak_bytes - (self._held_bytes or 0))
 
     def set_limit(self) -> None:
         """On the CPU: more allocation than the free memory raises an error. Otherwise the kernel kills the process."""
