@@ -90,7 +90,7 @@ def test_its_settings_are_those_of_the_loop_only(failed: tuple[Path, str]) -> No
     assert found.pop("data") == {"virtual_ranks": 2, "global_batch": 2, "accumulation": 1, "last_batch": "keep"}
     assert found.pop("run") == {"seed": 0, "epochs": 2}
     assert found.pop("checkpoint") == {"keep_checkpoints": 2, "check_replicas_every": 100}
-    assert found.pop("guard") == {"not_finite": "stop"}
+    assert found.pop("guard") == {"not_finite": "stop", "on_audit": "stop"}
     assert {*found.pop("launch")} == {"device", "backend", "timeout"}
     assert found == {"task": "mine.py", "strategy": "bucketed"}
     assert "paceline train" not in repeat_command(read_run(failed[0] / "own"))

@@ -196,6 +196,7 @@ COUNTING = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", COUNTING)
 def test_a_loop_that_counts_trials_is_an_error_with_the_result(tmp_path, name):
     (tmp_path / "mine.py").write_text(TASK)
@@ -211,6 +212,7 @@ def test_a_loop_that_counts_trials_is_an_error_with_the_result(tmp_path, name):
     assert ("accumulation=1" in done.stderr) != is_iterator
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("strategy", ["bucketed", "ddp", "exact", "zero", "fsdp"])
 def test_a_trial_changes_no_state_of_a_strategy(tmp_path, strategy):
     for name, options in (("auto", ("--micro-batch", "auto")), ("given", ("--accumulation", "1"))):
@@ -220,6 +222,7 @@ def test_a_trial_changes_no_state_of_a_strategy(tmp_path, strategy):
     assert digest(tmp_path / "auto") == digest(tmp_path / "given")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("strategy", ["bucketed", "ddp", "zero", "fsdp"])
 def test_a_trial_changes_no_state_of_a_loop(tmp_path, strategy):
     for name in ("auto", "1"):
