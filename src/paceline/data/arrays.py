@@ -108,7 +108,8 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
 
 def _rows(rows: Rows, indices: Tensor) -> Tensor:
     if isinstance(rows, Tensor):
-        return rows.index_select(0, indices if rows.is_cpu else _indices_on(rows.device).copy_of(indices))
+        stream = torch.cuda.current_stream(rows.device).cuda_stream if rows.is_cuda else 0
+        return rows.index_select(0, indices if rows.is_cpu else _indices_on(rows.device, stream).copy_of(indices))
     # np.take copies only these rows; torch would warn about a file that is mapped read-only
     return torch.from_numpy(np.ascontiguousarray(np.take(rows, indices.numpy(), axis=0)).view(np.ndarray))
 
@@ -117,18 +118,20 @@ class IndicesOnDevice:
     """Copies of sample indices on a device. Batches are slices of the order of an epoch, which is copied once."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._order, self._copy = device, torch.empty(0), torch.empty(0)
+        self._device, self._order, self._copy, self._version = device, torch.empty(0), torch.empty(0), 0
 
     def copy_of(self, indices: Tensor) -> Tensor:
         order = indices._base
-        if order is None or indices.device == self._device:
+        if order is None or indices.device == self._device or not order.is_contiguous() or order.storage_offset():
             return indices.to(self._device, non_blocking=True)
-        if order is not self._order:
-            self._order, self._copy = order, order.to(self._device, non_blocking=True)
+        if order is not self._order or order._version != self._version:  # a caller may have changed it in place
+            self._version, self._order, self._copy = order._version, order, order.to(self._device, non_blocking=True)
         return self._copy.as_strided(indices.shape, indices.stride(), indices.storage_offset())
 
 
-_indices_on = cache(IndicesOnDevice)
+@cache
+def _indices_on(device: torch.device, stream: int) -> IndicesOnDevice:
+    return IndicesOnDevice(device)
 
 
 def batch_gatherer(dataset: object) -> GatherFunction | None:

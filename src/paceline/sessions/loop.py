@@ -34,7 +34,7 @@ from paceline.sessions.loader import Loader, StreamLoader
 from paceline.sessions.order import global_random_states, restore_global_random_states
 from paceline.sessions.session_step import POSITION_KEYS, LoopPosition, SessionStep
 from paceline.sessions.state import SessionState, json_copy
-from paceline.sessions.unsaved import counters, counting_iterators
+from paceline.sessions.unsaved import changed_counters, counters, counting_iterators
 from paceline.stepping.audit import Audits
 from paceline.stepping.totals import ControlFlags
 from paceline.stepping.trained_model import make_loss_scale
@@ -183,11 +183,15 @@ class TrainingLoop:
                 if run.world.size > 1:
                     self.checks.values_to_compare(loader)
                 for batch in step.run_bodies(position, micro_batches, one_each=one_each):
+                    proves = step.audits is not None and step.audits.is_proving and batch.work.is_repeated
+                    numbers = counters(sys._getframe()) if proves else {}  # pyright: ignore[reportPrivateUsage]
                     try:
                         yield batch.inputs if observer is None else observer.on_batch(batch.inputs, batch.work)
                     except GeneratorExit:
                         self._leave(loader, micro_batches, plan)
                         raise
+                    if proves and (changed := changed_counters(numbers, sys._getframe())):  # pyright: ignore[reportPrivateUsage]
+                        raise UsageError(code="audit-counted", names=changed)
                     if observer is not None:
                         observer.on_batch_end()
                 self._end_step(loader, micro_batches, plan)
@@ -228,8 +232,7 @@ class TrainingLoop:
                 with search.trial():
                     for batch in self.step.run_trial(load(size)):
                         yield batch.inputs
-                now = counters(sys._getframe())  # pyright: ignore[reportPrivateUsage]
-                changed |= {name for name, number in numbers.items() if now.get(name, number) != number}
+                changed |= {*changed_counters(numbers, sys._getframe())}  # pyright: ignore[reportPrivateUsage]
         finally:
             self.in_trial = False
             self._page.enter(Phase.USER)
@@ -268,6 +271,8 @@ class TrainingLoop:
             if isinstance(loader, StreamLoader) or len(self._state.models) > 1:
                 code = "audit-of-stream" if isinstance(loader, StreamLoader) else "audit-of-several-models"
                 raise report_on_one_rank(UsageError(code=code), self._run.world)
+            if loader.loading.worker_init_fn is not None:
+                raise report_on_one_rank(UsageError(code="audit-with-worker-init"), self._run.world)
             self.step.audits.use(loader.load_again, plan)
         self._resumed, self.position.batch, self._loader, self._at_end = None, start, loader, False
         self._run.progress.stream = loader if isinstance(loader, StreamLoader) else None

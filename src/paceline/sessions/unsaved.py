@@ -154,9 +154,16 @@ def counters(frame: FrameType | None) -> dict[str, str]:
     for name, value in (*roots, *parts):
         if isinstance(value, LRScheduler):
             numbers[f"{name}.last_epoch"] = repr(value.last_epoch)
+        elif isinstance(value, AveragedModel):
+            numbers[f"{name}.n_averaged"] = repr(int(value.n_averaged))
         elif type(value) in (int, float) or (isinstance(value, Tensor) and owns_storage(value) and value.numel() == 1):
             numbers[name] = repr(value if not isinstance(value, Tensor) else value.item())
     return numbers
+
+
+def changed_counters(before: dict[str, str], frame: FrameType | None) -> list[str]:
+    now = counters(frame)
+    return [name for name, number in before.items() if now.get(name, number) != number]
 
 
 def counting_iterators(frame: FrameType) -> list[str]:

@@ -49,25 +49,26 @@ class Audits:
         self._load_again: LoadAgain | None = None
         self._hooks: list[RemovableHandle] = []
         self._zero = torch.zeros((), dtype=torch.int64, device=world.device)
-        self._is_proven = self.is_running = self.is_disputed = False
-        """Whether the current step is audited; whether its digests differ."""
+        self._proven = set[LoadAgain]()
+        self.is_proving = self.is_running = self.is_disputed = False
+        """Whether the current step repeats a micro-batch on each rank, is audited, and has different digests."""
 
     def use(self, load_again: LoadAgain, plan: BatchPlan) -> None:
         """The next micro-batches are of this plan, and `load_again` loads them."""
-        self._is_proven = self._load_again == load_again and self._is_proven
         self._load_again, self._plan = load_again, plan
 
     def begin(self, replica: Strategy, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """Begin a step. Returns this rank's micro-batches, with one to repeat (a collective if the step is audited)."""
         work = micro_batches[0].work
         turn, steps_since = divmod(work.epoch * self._plan.steps_per_epoch + work.step + 1, self._every)
-        self.is_running, self.is_disputed = steps_since == 0 or not self._is_proven, False
+        self.is_proving, self.is_disputed = self._load_again not in self._proven, False
+        self.is_running = steps_since == 0 or self.is_proving
         if not self.is_running:
             return micro_batches
         size, rank = self._world.size, self._world.rank
         self._replica, self._place = replica, (work.epoch, work.step)
         self._digests = [self._zero, self._zero]
-        if not self._is_proven:
+        if self.is_proving:
             self._virtual_rank, self._ranks = work.virtual_rank, (rank, rank)
         else:
             others, self._virtual_rank = divmod(turn, self._plan.virtual_ranks)
@@ -84,8 +85,9 @@ class Audits:
 
     def begin_backward(self, work: MicroBatchPlan, loss: Tensor, factor: float | Tensor) -> None:
         """Take digests of the loss, the buffers and, until `end_backward`, the gradients of the audited micro-batch."""
-        is_audited = work.virtual_rank == self._virtual_rank and work.micro_batch == 0
-        if not self.is_running or not is_audited or not (work.is_counted or work.is_repeated):
+        if not self.is_running or work.virtual_rank != self._virtual_rank or work.micro_batch:
+            return
+        if not (work.is_counted or work.is_repeated):
             return
         self._role = REPEATED if work.is_repeated else COUNTED
         loss = torch.stack([loss.detach().double(), torch.as_tensor(factor).to(loss.device).double()])
@@ -96,7 +98,7 @@ class Audits:
                 self._parts.append(self._zero)
 
     def _take(self, number: int, values: Tensor) -> None:
-        self._parts[number] = digest(values)
+        self._parts[number] = self._parts[number] * FACTOR + digest(values)  # a hook may run for each of several parts
 
     def end_backward(self) -> None:
         hooks, self._hooks = self._hooks, []
@@ -108,10 +110,11 @@ class Audits:
     def compare(self, where: str) -> bool:
         """Whether the ranks agree on the audited micro-batch of the step (a collective)."""
         digests = self._gather()
-        if not self._is_proven:
-            self._is_proven = True
+        if self.is_proving:
+            self._proven.add(self._load_again)
+            self.is_proving = False
             if unproven := [rank for rank, (counted, repeated) in enumerate(digests) if counted != repeated]:
-                raise report_on_one_rank(UsageError(code="audit-not-repeatable", ranks=unproven), self._world)
+                raise self._unproven(where, unproven)
             return True
         owner, auditor = self._ranks
         self._first = {owner: digests[owner][COUNTED], auditor: digests[auditor][REPEATED]}
@@ -119,22 +122,31 @@ class Audits:
         self._agreed |= {} if self.is_disputed else dict.fromkeys(self._ranks, where)
         return not self.is_disputed
 
-    def judge(self, where: str, *, is_repeated: bool = True) -> PacelineError:
-        """The error after all ranks have repeated the disputed micro-batch, unless the loop was left (a collective)."""
+    def _unproven(self, where: str, ranks: list[int]) -> PacelineError:
+        """The error for ranks that have computed their first micro-batch twice, with different bits (a collective)."""
+        if 2 * len(ranks) >= self._world.size:
+            return report_on_one_rank(UsageError(code="audit-not-repeatable", ranks=ranks), self._world)
+        return self._wrong_numbers(where, ranks, is_decided=True, times="once")
+
+    def judge(self, where: str) -> PacelineError:
+        """The error after all ranks have repeated the disputed micro-batch (a collective)."""
         self.is_disputed = False
-        hosts: list[str] = all_gather_object(os.uname().nodename, self._world)
-        again = [repeated for _, repeated in self._gather()] if is_repeated else [*range(self._world.size)]
+        again = [repeated for _, repeated in self._gather()]
         (right, votes), *_ = Counter(again).most_common()
         has_majority = 2 * votes > len(again)
         wrong = [r for r in range(len(again)) if right != again[r] or self._first.get(r, right) != right]
         named = wrong if has_majority else [*self._first]
-        error = (self._error_class if has_majority else TrainingError)(
-            code="audit-wrong-numbers" if has_majority else "audit-undecided", exit_code=ExitCode.DIVERGED,
-            where=where, ranks=[f"{rank} ({hosts[rank]})" for rank in named],
-            times="always" if any(right != again[rank] for rank in named) else "once",
-            since=self._agreed.get(named[0], "the start"),
+        times = "always" if any(right != again[rank] for rank in named) else "once"
+        return self._wrong_numbers(where, named, is_decided=has_majority, times=times)
+
+    def _wrong_numbers(self, where: str, ranks: list[int], *, is_decided: bool, times: str) -> PacelineError:
+        hosts: list[str] = all_gather_object(os.uname().nodename, self._world)
+        error = (self._error_class if is_decided else TrainingError)(
+            code="audit-wrong-numbers" if is_decided else "audit-undecided", exit_code=ExitCode.DIVERGED,
+            where=where, ranks=[f"{rank} ({hosts[rank]})" for rank in ranks], times=times,
+            since=self._agreed.get(ranks[0], "the start"),
         )  # fmt: skip
-        return report_on_one_rank(error, self._world, by=named[0])
+        return report_on_one_rank(error, self._world, by=ranks[0])
 
     def _gather(self) -> list[list[int]]:
         """The digests of each rank, (counted, repeated), since the last call."""
@@ -150,7 +162,7 @@ def digest(values: Tensor) -> Tensor:
     It is a sum of words of at most 32 bits, each times an odd number of 64 bits, modulo 2**64. So one changed word
     always changes it. Many words with the same flipped bit do not cancel, as in a plain sum.
     """
-    values = values.detach()
+    values = values.detach().resolve_conj()
     flat = (torch.view_as_real(values) if values.is_complex() else values).contiguous().reshape(-1)
     flat = flat.as_strided(flat.shape, (1,))  # the stride of a single element can be anything
     words = flat.view({1: torch.int8, 2: torch.int16}.get(flat.itemsize, torch.int32))

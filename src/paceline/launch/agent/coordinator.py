@@ -468,6 +468,8 @@ class Coordinator:
         if rank < first:
             if first == 1:
                 return f"not restarted: rank {rank} is the only one of node 0, with which the run ends"
+            if first - 1 < plan.min_nproc:
+                return f"not restarted: {first - 1} ranks remain, but --min-nproc {plan.min_nproc} requires more"
             devices = [device for local, device in enumerate(plan.devices or range(first)) if local != rank]
             self.plan = replace(plan, nproc=first - 1, devices=tuple(devices))
             return Restart(first - 1, after_failure=False)
