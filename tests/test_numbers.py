@@ -173,6 +173,13 @@ def causes() -> list[str]:
     return [str(sum(named)), str(len(named))]
 
 
+def audit() -> list[str]:
+    cost = record("audit.json")["summary"]["cost"]
+    return [
+        f"{cost['measured_percent_of_processor_time']:.1f}", f"{cost['stated_percent_of_computation']:.1f}"
+    ]  # fmt: skip
+
+
 def thousand() -> list[str]:
     last = record("thousand.json")["rows"][-1]
     return [f"{last['quiet_cpu'] * 100:.0f}", f"{last['head_mib']:.0f}"]
@@ -294,6 +301,9 @@ TYPED = (
     Typed("existing-script.md", "probe.json", "with the guard # to # of that without", probe),
     Typed("report.md", "report-causes.json", "(../benchmarks/results/report-causes.json) # of # times", causes),
     Typed("report.md", "report.json", "A folder of # events on # ranks", long_run),
+    Typed(
+        "audit.md", "audit.json", "took # % more processor time on a busy machine, and the run had printed # %", audit
+    ),
     Typed("design.md", "thousand.json", "cost the coordinator # % of a core and # MB", thousand),
     Typed(
         "verify.md",

@@ -170,6 +170,38 @@ def test_what_only_the_ranks_know_is_an_error_before_the_first_step(folder: Path
     ended_with(run_script(2, "stream.py", "stop", cwd=folder), "audit-of-stream")
 
 
+COUNTED = {
+    "a number": ("samples += s.samples", "samples += 1"),
+    "a scheduler": ("scheduler.step()", "scheduler.step(); other.step()"),
+    "an average": ("scheduler.step()", "scheduler.step(); average.update_parameters(model)"),
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("name", COUNTED)
+def test_a_loop_that_counts_the_repeated_body_is_an_error_in_the_first_step(folder: Path, name: str) -> None:
+    objects = """
+    other = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(nn.Linear(1, 1).parameters()), total_iters=1)
+    average = torch.optim.swa_utils.AveragedModel(Net())
+    loader = s.loader("""
+    script = SESSION.replace(*COUNTED[name]).replace("\n    loader = s.loader(", objects)
+    (folder / "counts.py").write_text(script)
+    ended_with(run_script(2, "counts.py", "stop", cwd=folder), "audit-counted")
+
+
+@pytest.mark.ranks
+def test_audits_work_with_two_loaders_of_which_one_searches_its_micro_batch(folder: Path) -> None:
+    (folder / "two.py").write_text(
+        SESSION.replace("for a, b in loader:", "for a, b in (loader, again)[epoch % 2]:").replace(
+            "    for epoch",
+            "    again = s.loader(TensorDataset(x, x.sum(1)), global_batch=24, micro_batch='auto')\n    for epoch",
+        )
+    )
+    done = run_script(2, "two.py", "stop", cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_the_device_of_an_excluded_rank_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
     monkeypatch.setattr(world, "resolve_device", lambda _, index, *__: taken.append(index) or world.torch.device("cpu"))

@@ -25,7 +25,7 @@ DIFFERENT = {  # type or default
 }
 LEFT_OUT = {
     "the script's own: model, data, optimizer, loop, evaluation": {
-        *("task", "task_arg", "data_dir", "num_workers", "data_on_device", "batch_size", "accumulation"),
+        *("task", "task_arg", "data_dir", "num_workers", "data_on_device", "batch_size", "accumulation", "micro_batch"),
         *("global_batch", "last_batch", "stem", "init_from", "batchnorm", "optimizer", "lr", "weight_decay"),
         *("momentum", "ema", "clip_norm"),
         *("schedule", "warmup_steps", "lr_scaling", "lr_base_batch", "checkpoint_activations", "compile"),

@@ -38,6 +38,8 @@ def test_equal_flips_in_many_numbers_do_not_cancel_and_the_layout_does_not_count
     assert len({int(digest(v)) for v in (values, -values, values.flip(0), values.t(), values * 2)}) == 5
     assert int(digest(values.t())) == int(digest(values.t().contiguous()))
     assert int(digest(values[:1, 1])) == int(digest(values[0, 1].clone()))
+    conjugate = torch.randn(4, dtype=torch.complex64).conj()
+    assert int(digest(conjugate)) == int(digest(conjugate.resolve_conj()))
     long = torch.zeros(2 * CHUNK + 3)
     ends = [flipped(long, place, 31) for place in (0, CHUNK, 2 * CHUNK, 2 * CHUNK + 2)]
     assert len({int(digest(v)) for v in (long, *ends)}) == 5

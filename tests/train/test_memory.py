@@ -189,6 +189,7 @@ COUNTING = {
     "number": ("counted, bodies = counted + s.samples, bodies + (s.samples > 0)", "counted += 1"),
     "enumerate": ("for x, y in train:", "for i, (x, y) in enumerate(train):"),
     "islice": ("for x, y in train:", "for x, y in __import__('itertools').islice(train, 2):"),
+    "break": ("optimizer.step()", "optimizer.step(); break"),
     "scheduler": (
         "    train = s.loader(",
         "    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, total_iters=1)\n    train = s.loader(",
@@ -206,10 +207,14 @@ def test_a_loop_that_counts_trials_is_an_error_with_the_result(tmp_path, name):
     if name == "scheduler":
         text = text.replace("optimizer.step()", "optimizer.step(); schedule.step()")
     (tmp_path / "loop.py").write_text(text)
-    done = run_script(2, "loop.py", "auto", "2", cwd=tmp_path)
-    is_iterator = name in ("enumerate", "islice")
-    ended_with(done, "micro-batch-in-iterator" if is_iterator else "micro-batch-trial-counted")
-    assert ("accumulation=1" in done.stderr) != is_iterator
+    done = run_script(1, "loop.py", "auto", "2", cwd=tmp_path)
+    code = {
+        "enumerate": "micro-batch-in-iterator",
+        "islice": "micro-batch-in-iterator",
+        "break": "micro-batch-trial-left",
+    }
+    ended_with(done, code.get(name, "micro-batch-trial-counted"))
+    assert ("accumulation=1" in done.stderr) != (name in code)
 
 
 @pytest.mark.sample(4)
@@ -312,7 +317,10 @@ class Ragged(torch.utils.data.Dataset):
 def test_the_largest_sample_is_found_by_lengths_or_by_bytes():
     ragged = Ragged()
     assert index_of_largest(ragged, 0, Loading(CPU)) == 496  # one of every 8
-    ragged.lengths = [3, 9, 4]
+    for lengths in ([3, 9, 4], lambda: [9]):  # of something else
+        ragged.lengths = lengths
+        assert index_of_largest(ragged, 0, Loading(CPU)) == 496
+    ragged.lengths = [3, 9, 4] + [0] * 997
     assert index_of_largest(ragged, 0, Loading(CPU)) == 1
     assert index_of_largest(ArrayDataset(torch.zeros(5, 2), torch.zeros(5)), 0, Loading(CPU)) == 0
 

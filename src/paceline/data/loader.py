@@ -14,7 +14,7 @@ current one is returned. On the CPU there is no prefetching.
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -166,14 +166,15 @@ def load_planned_batches(
 def index_of_largest(dataset: Dataset[Any], seed: int, loading: Loading) -> int:
     """The index of the sample that probably needs most memory.
 
-    It has the maximum of `dataset.lengths`, if there is such a list. Otherwise it has most bytes among
+    It has the maximum of `dataset.lengths`, if this has one number per sample. Otherwise it has most bytes among
     LOADED_TO_COMPARE evenly spaced samples. Samples of arrays are equally large.
     """
     if loading.collate is None and batch_gatherer(dataset) is not None:
         return 0
-    if (lengths := getattr(dataset, "lengths", None)) is not None:
-        return int(torch.as_tensor(lengths).argmax())
     size = len(dataset)  # pyright: ignore[reportArgumentType]
+    with suppress(Exception):  # `lengths` may be anything
+        if (lengths := torch.as_tensor(getattr(dataset, "lengths", ()))).shape == (size,):
+            return int(lengths.argmax())
     candidates = range(0, size, -(-size // LOADED_TO_COMPARE))
     requests = ((0, torch.tensor([index])) for index in candidates)
     with closing(fetch_batches(dataset, requests, seed, replace(loading, num_workers=0, workers={}))) as batches:

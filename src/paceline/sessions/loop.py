@@ -190,8 +190,8 @@ class TrainingLoop:
                     except GeneratorExit:
                         self._leave(loader, micro_batches, plan)
                         raise
-                    if proves and (changed := changed_counters(numbers, sys._getframe())):  # pyright: ignore[reportPrivateUsage]
-                        raise UsageError(code="audit-counted", names=changed)
+                    if proves and step.audits is not None:
+                        step.audits.counted = changed_counters(numbers, sys._getframe())  # pyright: ignore[reportPrivateUsage]
                     if observer is not None:
                         observer.on_batch_end()
                 self._end_step(loader, micro_batches, plan)
@@ -231,7 +231,11 @@ class TrainingLoop:
             while size := search.next_size():
                 with search.trial():
                     for batch in self.step.run_trial(load(size)):
-                        yield batch.inputs
+                        try:
+                            yield batch.inputs
+                        except GeneratorExit:  # the loop would not train in this epoch
+                            self.failure = UsageError(code="micro-batch-trial-left")
+                            raise
                 changed |= {*changed_counters(numbers, sys._getframe())}  # pyright: ignore[reportPrivateUsage]
         finally:
             self.in_trial = False

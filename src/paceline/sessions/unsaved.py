@@ -147,9 +147,10 @@ class UnsavedStateSearch:
 
 
 def counters(frame: FrameType | None) -> dict[str, str]:
-    """The numbers in the user's variables and objects, and the steps of learning rate schedulers, by name."""
+    """The numbers in the user's variables and objects other than modules, and the steps of schedulers, by name."""
     roots = [*_names(frame)]
-    parts = [part for name, value in _walk(roots) for part in _parts(name, value)]
+    objects = [(name, value) for name, value in _walk(roots) if not isinstance(value, nn.Module)]
+    parts = [part for name, value in objects for part in _parts(name, value)]
     numbers: dict[str, str] = {}
     for name, value in (*roots, *parts):
         if isinstance(value, LRScheduler):

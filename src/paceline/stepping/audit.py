@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from paceline.collectives.control import all_gather_object, report_on_one_rank
+from paceline.collectives.control import all_gather_object, raise_on_all_ranks, report_on_one_rank
 from paceline.collectives.torch_collectives import name_collective
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan, MicroBatchPlan
@@ -52,6 +52,8 @@ class Audits:
         self._proven = set[LoadAgain]()
         self.is_proving = self.is_running = self.is_disputed = False
         """Whether the current step repeats a micro-batch on each rank, is audited, and has different digests."""
+        self.counted: list[str] = []
+        """The names of the numbers that the repetition has changed in the user's code."""
 
     def use(self, load_again: LoadAgain, plan: BatchPlan) -> None:
         """The next micro-batches are of this plan, and `load_again` loads them."""
@@ -113,6 +115,9 @@ class Audits:
         if self.is_proving:
             self._proven.add(self._load_again)
             self.is_proving = False
+            with raise_on_all_ranks(self._world):
+                if self.counted:
+                    raise UsageError(code="audit-counted", names=self.counted)
             if unproven := [rank for rank, (counted, repeated) in enumerate(digests) if counted != repeated]:
                 raise self._unproven(where, unproven)
             return True
