@@ -177,7 +177,9 @@ def test_a_loop_finds_what_fits_keeps_it_and_counts_no_trial(tmp_path, cgroup):
         (tmp_path / name / "mine.py").write_text(TASK)
         (tmp_path / name / "loop.py").write_text(LOOP)
         done = run_script(1, "loop.py", found, "2", cwd=tmp_path / name, env=env)
-        counted, bodies, found = re.search(r"counted (\d+) bodies (\d+) accumulation (\d+)", done.stdout).groups()
+        end = re.search(r"counted (\d+) bodies (\d+) accumulation (\d+)", done.stdout)
+        assert end, done.stdout + done.stderr
+        counted, bodies, found = end.groups()
         assert int(counted) == 2 * 64 and 1 < int(found) < 32, done.stdout + done.stderr
         assert int(bodies) == 2 * int(found)
     assert digest(tmp_path / "auto" / "run") == digest(tmp_path / "given" / "run")
