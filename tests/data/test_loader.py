@@ -314,14 +314,14 @@ def test_on_the_cpu_a_batch_is_made_when_it_is_asked_for():
     assert int(next(batches)) == 0 and log == ["begin 0"]
 
 
-def test_a_step_says_when_as_many_are_begun_as_it_had():
-    log, ahead = [], PrefetchTrigger()
+def test_a_step_says_when_the_items_of_the_next_one_are_begun():
+    log, ahead, num_next = [], PrefetchTrigger(), 2
     things = counting(7, log)
-    items = prefetch(lambda: next(things), int, ahead)
+    items = prefetch(lambda: next(things), int, ahead, lambda: num_next)
     assert [next(items), next(items)] == [0, 1] and len(log) == 2  # not before the step is launched
     ahead.start_batches()
     assert log[2:] == ["begin 2", "begin 3"]
-    ahead.start_batches()  # nothing was handed out since
+    ahead.start_batches()  # they are begun already
     assert len(log) == 4
     assert [next(items) for _ in range(3)] == [2, 3, 4] and len(log) == 5
     ahead.start_batches()
@@ -335,7 +335,7 @@ def test_what_goes_wrong_in_a_step_ahead_is_raised_when_it_is_due():
         raise OSError("disk")
 
     things, ahead = source(), PrefetchTrigger()
-    items = prefetch(lambda: next(things), int, ahead)
+    items = prefetch(lambda: next(things), int, ahead, lambda: 2)
     assert [next(items), next(items)] == [1, 2]
     ahead.start_batches()  # the step that is under way is not disturbed
     with pytest.raises(OSError, match="disk"):
@@ -345,7 +345,7 @@ def test_what_goes_wrong_in_a_step_ahead_is_raised_when_it_is_due():
 def test_data_that_are_left_are_not_loaded_any_more():
     log, ahead = [], PrefetchTrigger()
     things = counting(5, log)
-    items = prefetch(lambda: next(things), int, ahead)
+    items = prefetch(lambda: next(things), int, ahead, lambda: 2)
     assert next(items) == 0
     items.close()
     ahead.start_batches()

@@ -5,13 +5,17 @@ from __future__ import annotations
 import importlib
 import random
 from collections.abc import Iterator
-from itertools import islice
+from contextlib import closing, nullcontext
+from dataclasses import replace
+from itertools import chain, islice
 from typing import Any
 
 import pytest
 import torch
+from tests.errors import raises
 from torch.utils.data import IterableDataset, get_worker_info
 
+from paceline.data.fingerprint import hash_of
 from paceline.data.loader import Loading
 from paceline.data.plan import BatchPlan, ranks_share
 from paceline.data.streams import (
@@ -23,6 +27,9 @@ from paceline.data.streams import (
     part_of,
     read_chunks,
 )
+from paceline.rank.world import World
+from paceline.train.json_values import as_json
+from paceline.train.streaming import Stream
 
 CPU = Loading(torch.device("cpu"))
 
@@ -170,6 +177,77 @@ def test_a_rank_without_a_share_has_a_stand_in_and_a_few_last_ones_join_the_batc
     assert [share.sample_numbers for chunk in joined for share in chunk.micro_batches] == [[2, 5, 8]]
     exact = chunks([StreamPart(Numbers([*range(11)]), 7)], of, range(2, 3), min_last_batch=3)
     assert [share.sample_numbers for chunk in exact for share in chunk.micro_batches] == [[2, 5], [10]]
+
+
+class Constant(IterableDataset[Any]):
+    """Splits itself if `is_split`; its first samples are equal."""
+
+    def __init__(self, equal: int, *, is_split: bool) -> None:
+        self.equal, self.is_split = equal, is_split
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        begin, by = (info.id, info.num_workers) if info is not None and self.is_split else (0, 1)
+        yield from (max(number, self.equal) for number in range(begin, 44, by))
+
+
+@pytest.mark.parametrize(("equal", "is_split"), [(43, True), (16, True), (0, True), (0, False), (10, False)])
+def test_equal_first_samples_do_not_show_that_processes_read_the_same(equal: int, is_split: bool) -> None:
+    stream, of = Constant(equal, is_split=is_split), replace(plan(1), parts_of_stream=2)
+    parts = [StreamPart(stream, 7, number, 2) for number in range(2)]
+    reader = ChunkReader(parts, of, range(1), torch.tensor(0))
+    read = list[int]()
+    with (
+        nullcontext() if is_split else raises("stream-repeated-by-processes"),
+        closing(read_chunks(reader, Loading(torch.device("cpu"), 2))) as found,
+    ):
+        for chunk in found:
+            if not chunk.num_samples:
+                break
+            read += chunk.micro_batches[0].batch.tolist()
+    assert sorted(read) == [max(number, equal) for number in range(44)] * is_split
+
+
+def resumed(saved: dict[str, Any], start: int, *, length: int = 42, share: range = range(4)) -> list[list[int]]:
+    """The sample numbers of the steps after a resume at batch `start` of a split stream."""
+    of = plan(4, parts=4)
+    stream = Stream(Numbers([*range(length)]), of, CPU, World(0, 1, 0, 1, torch.device("cpu"), "gloo"), print)
+    stream.saved = saved
+    batches = stream.training_batches(of, share, 0, start)
+    return [[*chain.from_iterable(batch.work.indices.tolist() for batch in step)] for step in islice(batches, 1)]
+
+
+@pytest.mark.parametrize("share", [range(4), range(2, 4)])
+def test_a_part_without_saved_position_begins_at_the_batch_and_not_at_the_start(share: range) -> None:
+    positions = [[number, 2, as_json({"at": 4})] for number in range(2)]
+    (step,) = resumed({"probe": None, "positions": positions}, 2, share=share)
+    assert sorted(step) == [number for number in range(16, 24) if number % 4 in share]
+
+
+def test_the_end_of_an_epoch_in_a_checkpoint_of_version_0_1_is_recognized() -> None:
+    assert resumed({"probe": hash_of([]), "states": {}}, 6) == []
+    with raises("stream-differs-from-saved"):
+        resumed({"probe": hash_of([]), "states": {}}, 5)
+
+
+class Uneven(Numbers):
+    def shard(self, num_shards: int, index: int) -> Numbers:
+        return Numbers([*range(8 * index + 4)])
+
+
+@pytest.mark.parametrize("is_split", [True, False])
+def test_only_a_split_stream_is_said_to_have_parts_of_different_lengths(is_split: bool) -> None:
+    said = list[str]()
+    of = plan(4, parts=4) if is_split else replace(plan(4), parts_of_stream=2)
+    data = Uneven([]) if is_split else Constant(0, is_split=True)  # each process has an incomplete last batch
+    loading = Loading(torch.device("cpu"), 0 if is_split else 2)
+    stream = Stream(data, of, loading, World(0, 1, 0, 1, torch.device("cpu"), "gloo"), said.append)
+    sizes = list[float]()
+    for step, _ in enumerate(stream.training_batches(of, range(4), 0, 0)):
+        sizes.append(stream.next_batch_samples)
+        stream.is_last_batch(step, sizes[-1])
+    assert sum(0 < size < 8 for size in sizes) > 1
+    assert len(said) == is_split
 
 
 def test_reading_draws_nothing_from_the_streams_outside() -> None:

@@ -82,6 +82,24 @@ def test_a_whole_batch_is_not_collated_and_samples_are():
     assert torch.equal(collated.inputs, whole.inputs + 100)
 
 
+def test_persistent_workers_are_killed_by_one_registered_call_however_many_epochs_they_had(monkeypatch):
+    registered = []
+    monkeypatch.setattr(workers, "Finalize", lambda iterator, *_, **__: registered.append(id(iterator)))
+    loading = Loading(CPU, 1, kept_loaders={})
+    for epoch in range(3):
+        steps = range(epoch * PLAN.steps_per_epoch, (epoch + 1) * PLAN.steps_per_epoch)
+        assert len([*load_steps(NumberedItems(), PLAN, range(2), loading, start=steps.start, stop=steps.stop)]) == 3
+    assert len(registered) == 1
+
+
+class NumberedItems(Dataset):
+    def __len__(self):
+        return 23
+
+    def __getitem__(self, index):
+        return torch.tensor([index]), index
+
+
 def test_another_number_of_samples_is_refused():
     with raises("wrong-number-of-items", dataset="Batched", asked=2, size=1):
         batches(Batched("short"))

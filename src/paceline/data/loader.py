@@ -5,9 +5,9 @@ workers. Either way the samples come in the plan's order, and a sample's random 
 sample) only, never on the worker that loads it (see `workers` for datasets that return whole batches).
 
 Data that are already on the device of the batches need no more: a batch is gathered there when it is requested. Other
-data are loaded for a GPU while the current batches are computed. A step calls `PrefetchTrigger.begin` when all
-of its work is launched: while the GPU is busy, the host loads the same number of batches into page-locked memory, and
-starts their copies on a separate stream. An evaluation does not call it; there the next batch is started before the
+data are loaded for a GPU while the current batches are computed. A step calls `start_batches` when all of its
+work is launched: while the GPU is busy, the host loads the batches of the next step into page-locked memory, and starts
+their copies on a separate stream. An evaluation does not call it; there the next batch is started before the
 current one is returned. On the CPU there is no prefetching.
 """
 
@@ -54,16 +54,12 @@ class PrefetchTrigger:
     """Starts to load the batches of the next step, when a step calls it."""
 
     def __init__(self) -> None:
-        self.taken = 0
-        """The number of batches returned since the last `begin`."""
-        self.more: Callable[[], object] = lambda: None
-        """Starts to load one more batch of the current data."""
+        self.start_batches = do_nothing
+        """Start the batches of the next step. Errors appear when a batch is requested."""
 
-    def start_batches(self) -> None:
-        """Start one batch for each batch returned since the last call. Errors appear when a batch is requested."""
-        count, self.taken = self.taken, 0
-        for _ in range(count):
-            self.more()
+
+def do_nothing() -> None:
+    """Until there are data to load."""
 
 
 class MicroBatch(Struct, frozen=True):
@@ -134,7 +130,9 @@ def load_planned_batches(
     """Yield, for each step, the batches of its work. The inputs have the form that the dataset returns.
 
     The iterator `steps` may use random numbers. It is advanced here, and not when worker processes get their next
-    requests, because random streams are restored there.
+    requests, because random streams are restored there. So it is always ahead of the requests: by one step for each
+    batch that worker processes load ahead, and by one for the batches that are started ahead for a GPU. These numbers
+    do not depend on the number of micro-batches, which differs between world sizes.
     """
     steps = steps if loading.thin is None or loading.evaluates else map(loading.thin, steps)
     if (gather := _gatherer_in_place(dataset, loading)) is not None:
@@ -142,11 +140,11 @@ def load_planned_batches(
             draws = SampleRandomNumbers(seed, step[0].epoch)
             yield [MicroBatch(gather(work.indices, draws), None, work, work.random_seed(seed)) for work in step]
         return
-    num_prefetched = loading.num_workers * (loading.workers.get("prefetch_factor") or 2)
+    steps_ahead = loading.num_workers * (loading.workers.get("prefetch_factor") or 2) + (loading.device.type == "cuda")
     ready, requested, source = deque[list[MicroBatchPlan]](), deque[MicroBatchPlan](), iter(steps)
 
     def advance() -> None:
-        while len(ready) <= num_prefetched and (step := next(source, None)) is not None:
+        while len(ready) <= steps_ahead and (step := next(source, None)) is not None:
             ready.append(step)
             requested.extend(step)
 
@@ -155,8 +153,11 @@ def load_planned_batches(
             work = requested.popleft()
             yield work.epoch, work.indices
 
+    def num_next() -> int:
+        return len(ready[0]) if ready else 0
+
     advance()
-    with closing(fetch_batches(dataset, requests(), seed, loading)) as batches:
+    with closing(fetch_batches(dataset, requests(), seed, loading, num_next)) as batches:
         while ready:
             step = ready.popleft()
             yield [MicroBatch(next(batches), None, work, work.random_seed(seed)) for work in step]
@@ -229,9 +230,13 @@ def fetch_pairs(
 
 
 def fetch_batches(
-    dataset: Dataset[Any], requests: Iterable[BatchRequest], seed: int, loading: Loading
-) -> Generator[Any]:
-    """Yield the batch for each request on the device, in order and in the form that the dataset returns."""
+    dataset: Dataset[Any], requests: Iterable[BatchRequest], seed: int, loading: Loading,
+    num_next: Callable[[], int] = int,
+) -> Generator[Any]:  # fmt: skip
+    """Yield the batch for each request on the device, in order and in the form that the dataset returns.
+
+    In training, `num_next` returns the number of batches of the next step.
+    """
     if (gather := _gatherer_in_place(dataset, loading)) is not None:
         yield from (gather(indices, SampleRandomNumbers(seed, epoch)) for epoch, indices in requests)
         return
@@ -241,7 +246,7 @@ def fetch_batches(
     else:
         batches = _by_loader(dataset, requests, seed, loading)
     ahead = None if loading.evaluates else loading.ahead
-    with closing(batches), closing(prefetch_to_device(batches, loading.device, ahead)) as on_device:
+    with closing(batches), closing(prefetch_to_device(batches, loading.device, ahead, num_next)) as on_device:
         yield from on_device
 
 
@@ -295,9 +300,10 @@ def split_pair(batch: MicroBatch) -> MicroBatch:
 
 
 def prefetch_to_device(
-    batches: Iterator[Any], device: torch.device, ahead: PrefetchTrigger | None = None
-) -> Generator[Any]:
-    """Yield `batches` on `device`, in order. `ahead` starts to load them during a step, if it is given."""
+    batches: Iterator[Any], device: torch.device, ahead: PrefetchTrigger | None = None,
+    num_next: Callable[[], int] = int,
+) -> Generator[Any]:  # fmt: skip
+    """Yield `batches` on `device`, in order. `ahead` starts `num_next()` of them during a step, if it is given."""
     if device.type != "cuda":
         for batch in batches:
             yield move_to_device(batch, device)
@@ -322,43 +328,45 @@ def prefetch_to_device(
             tensor.record_stream(current_stream)
         return batch
 
-    yield from prefetch(begin, end, ahead)
+    yield from prefetch(begin, end, ahead, num_next)
 
 
 def prefetch(
-    begin: Callable[[], Item], end: Callable[[Item], Any], ahead: PrefetchTrigger | None = None
-) -> Generator[Any]:
+    begin: Callable[[], Item], end: Callable[[Item], Any], ahead: PrefetchTrigger | None = None,
+    num_next: Callable[[], int] = int,
+) -> Generator[Any]:  # fmt: skip
     """Yield `end(item)` for each item that `begin` returns, until it raises StopIteration.
 
-    With `ahead`, items are started by its `begin`, or at the latest when they are requested. Without it, each item is
-    started before the previous one is returned. Any other error of `begin` is raised when its item is requested.
+    With `ahead`, its `start_batches` starts items until `num_next()` are started. Others are started when they are
+    requested. Without it, each item is started before the previous one is returned. Any other error of `begin` is
+    raised when its item is requested.
     """
     queue, errors = deque[Item](), list[Exception]()
 
-    def more() -> None:
-        if not errors:
+    def start_until(count: int) -> None:
+        while len(queue) < count and not errors:
             try:
                 queue.append(begin())
             except Exception as error:
                 errors.append(error)
 
+    def start_batches() -> None:
+        start_until(num_next())
+
     if ahead is not None:
-        ahead.more = more
+        ahead.start_batches = start_batches
     try:
         while True:
-            if not queue:
-                more()
+            start_until(1)
             if not queue:
                 break
             item = queue.popleft()
             if ahead is None:
-                more()
-            else:
-                ahead.taken += 1
+                start_until(1)
             yield end(item)
     finally:
-        if ahead is not None and ahead.more is more:
-            ahead.more, ahead.taken = (lambda: None), 0
+        if ahead is not None and ahead.start_batches is start_batches:
+            ahead.start_batches = do_nothing
     for error in errors:
         if not isinstance(error, StopIteration):
             raise error

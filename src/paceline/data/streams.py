@@ -163,6 +163,8 @@ class StreamChunk(NamedTuple):
     """By part number, the positions after this batch. The first is that of the part with the next batch."""
     probe_hash: str
     """A hash of some samples of the first part that this rank reads. At the end it is one of the last sample."""
+    is_uniform: bool = False
+    """Whether these samples are several, and equal. Known for the first two batches of each of several processes."""
 
     @property
     def local_samples(self) -> int:
@@ -230,7 +232,9 @@ class ChunkReader(IterableDataset[StreamChunk]):
             micro_batches = [*self._split(samples)]
             if not micro_batches and padding is not None:
                 micro_batches = [self._collate(self.virtual_ranks[0], 0, [padding], counted=False)]
-            yield StreamChunk(micro_batches, num_samples, after, hash_of(probes or [parts[0].last]))
+            is_compared = number <= 2 and self.num_turns > 1 and len(probes) > 1
+            is_uniform = is_compared and len({hash_of([sample]) for sample in probes}) == 1
+            yield StreamChunk(micro_batches, num_samples, after, hash_of(probes or [parts[0].last]), is_uniform)
 
     def _quota(self, part: StreamPart) -> int:
         plan = self.plan
@@ -270,7 +274,11 @@ def read_chunks(reader: ChunkReader, loading: Loading) -> Generator[StreamChunk]
     positions = dict(reader.positions) or {part.number: (0, None) for part in reader.parts}
     with closing(_load_chunks(reader, loading)) as loaded:
         first = [*islice(loaded, reader.first_turn, reader.first_turn + turns)] if turns > 1 else []
-        probes = [chunk.probe_hash for chunk in first if chunk.num_samples]
+        compared = first
+        if first and all(chunk.is_uniform for chunk in first):  # different parts can all begin with padding
+            compared = [*islice(loaded, turns)]
+            first = [*first, *compared]
+        probes = [chunk.probe_hash for chunk in compared if chunk.num_samples and not chunk.is_uniform]
         if len(probes) > 1 and len({*probes}) == 1:
             raise UsageError(code="stream-repeated-by-processes", value=turns)
         for chunk in chain(first, loaded):

@@ -139,13 +139,15 @@ def start_loader(loader: DataLoader[Any]) -> Iterator[Any]:
     The traceback of an error, or a variable of the user, can keep the iterator alive. At its end Python would send
     SIGTERM to the workers, which ignore it (see `initialize_worker`), and wait for them forever.
     """
-    children_before = {*active_children()}
+    children_before, kept = {*active_children()}, getattr(loader, "_iterator", None)  # that of persistent workers
     try:
         with freeze_gc_in_forks():
             iterator = iter(loader)
     except BaseException:  # some workers may have started
         _kill({*active_children()} - children_before)
         raise
+    if iterator is kept:
+        return iterator
     workers: Sequence[Any] = getattr(iterator, "_workers", ())
     for worker in workers:  # torch calls `terminate` if a worker is still busy some seconds after the end of a loop
         worker.terminate = partial(os.kill, worker.pid, signal.SIGKILL)

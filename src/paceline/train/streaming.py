@@ -27,6 +27,8 @@ from paceline.rank.world import World
 from paceline.seeding import preserve_generator_states
 from paceline.train.json_values import as_json, from_json
 
+NO_SAMPLES = hash_of([])  # the hash of a part after its end, in checkpoints of version 0.1
+
 
 class Stream:
     """Yields the global batches of a stream of unknown length, for tasks and sessions.
@@ -87,7 +89,7 @@ class Stream:
             check_equal("numbers of samples in the stream", size, self._world, error=TrainingError)
         if ends and self._total:
             self.say(f"the stream has ended: its last {self._total} samples do not fill a batch and are dropped")
-        elif ends and self._incomplete > 1:
+        elif ends and self._is_split and self._incomplete > 1:
             self.say(f"{self._incomplete} batches were incomplete: the parts of the stream have different lengths")
         return ends
 
@@ -158,15 +160,17 @@ class Stream:
         """
         parts, collate, positions = self._parts_of(share), self.loading.collate, dict[int, Position]()
         numbers = {part.number for part in parts}
-        if start:
-            saved = self.saved.get("positions") or [(number, start, None) for number in numbers]
-            positions = {number: (batches, from_json(state)) for number, batches, state in saved if number in numbers}
+        if start:  # a checkpoint after the loss of ranks lacks the positions of their parts
+            saved = [*(self.saved.get("positions") or ()), *((number, start, None) for number in numbers)]
+            for number, batches, state in saved:
+                if number in numbers:
+                    positions.setdefault(number, (batches, from_json(state)))
         counted: dict[int, Position] = {number: (batches, None) for number, (batches, _) in positions.items()}
         for tried in (positions, counted) if positions != counted else (counted,):
             reader = ChunkReader(parts, self.plan, share, torch.tensor(epoch), tried, collate=collate)
             chunks = self._read(reader)
             try:
-                if (first := self._check_first(chunks, epoch, start)) is not None:
+                if (first := self._check_first(chunks, share, epoch, start)) is not None:
                     return first, chunks, tried
             except BaseException:
                 chunks.close()
@@ -174,14 +178,15 @@ class Stream:
             chunks.close()
         raise self._error("stream-differs-from-saved", batch=start)
 
-    def _check_first(self, chunks: Generator[StreamChunk], epoch: int, start: int) -> StreamChunk | None:
+    def _check_first(self, chunks: Generator[StreamChunk], share: range, epoch: int, start: int) -> StreamChunk | None:
         """Return the first chunk, after a comparison over all ranks; None if it differs from the checkpoint."""
         with nullcontext() if self._trained else raise_on_all_ranks(self._world):
             first = next(chunks)
             as_json(
                 [state for _, state in first.positions.values()], "stream"
             )  # raises an error now, not at the first checkpoint
-        is_saved = self.saved.get("probe") in (None, first.probe_hash)
+        has_first_part = any(batch.counted and batch.virtual_rank == share[0] for batch in first.micro_batches)
+        is_saved = self.saved.get("probe") in (None, first.probe_hash, None if has_first_part else NO_SAMPLES)
         local = [first.local_samples, bool(first.micro_batches), first.probe_hash, is_saved]
         samples, has_data, probes, saved = zip(*all_gather_object(local, self._world), strict=True)
         if not saved[0]:
