@@ -113,6 +113,7 @@ class Audits:
         """Whether the ranks agree on the audited micro-batch of the step (a collective)."""
         digests = self._gather()
         if self.is_proving:
+            assert self._load_again is not None
             self._proven.add(self._load_again)
             self.is_proving = False
             with raise_on_all_ranks(self._world):
