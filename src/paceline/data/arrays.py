@@ -108,8 +108,7 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
 
 def _rows(rows: Rows, indices: Tensor) -> Tensor:
     if isinstance(rows, Tensor):
-        stream = torch.cuda.current_stream(rows.device).cuda_stream if rows.is_cuda else 0
-        return rows.index_select(0, indices if rows.is_cpu else _indices_on(rows.device, stream).copy_of(indices))
+        return rows.index_select(0, indices if rows.is_cpu else _copy_of(indices, rows.device))
     # np.take copies only these rows; torch would warn about a file that is mapped read-only
     return torch.from_numpy(np.ascontiguousarray(np.take(rows, indices.numpy(), axis=0)).view(np.ndarray))
 
@@ -134,6 +133,11 @@ def _indices_on(device: torch.device, stream: int) -> IndicesOnDevice:
     return IndicesOnDevice(device)
 
 
+def _copy_of(indices: Tensor, device: torch.device) -> Tensor:
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return _indices_on(device, stream).copy_of(indices)
+
+
 def batch_gatherer(dataset: object) -> GatherFunction | None:
     """A function that gathers a whole batch of `dataset` at once; None if the dataset only has single samples."""
     if isinstance(dataset, ArrayDataset):
@@ -145,7 +149,7 @@ def batch_gatherer(dataset: object) -> GatherFunction | None:
         gathered_by = partial(methodcaller, "index_select", 0)
         if device.type == "cpu":
             return lambda indices, _: [*map(gathered_by(indices), tensors)]
-        return lambda indices, _: [*map(gathered_by(_indices_on(device).copy_of(indices)), tensors)]
+        return lambda indices, _: [*map(gathered_by(_copy_of(indices, device)), tensors)]
     if type(dataset) is Subset:
         inner = batch_gatherer(cast("Subset[Any]", dataset).dataset)
         if inner is not None:
