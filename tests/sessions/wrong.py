@@ -361,10 +361,15 @@ def an_iteration_of_its_own(s: Any) -> None:
     s.loader(OwnIteration(DATA, batch_size=2))
 
 
+class DifferentSamples(Stream):
+    def __iter__(self) -> Any:
+        return iter([(torch.full((3,), float(i)), 0) for i in range(9)])
+
+
 @case()
 def a_stream_that_each_process_reads(s: Any) -> None:
     ready(s)
-    for _ in s.loader(DataLoader(Stream(), batch_size=2, num_workers=2)):
+    for _ in s.loader(DataLoader(DifferentSamples(), batch_size=2, num_workers=2)):
         pass
 
 
