@@ -137,7 +137,7 @@ def _sizes(package: Package, tests: Path) -> list[Count]:
         Count("top-level packages and modules", [], 24, len(packages), target=20),
         Count("lines imported by paceline.sessions.session", [], 25_855, package.loaded("paceline.sessions.session")),
         Count("lines imported by paceline.strategies.single", [], 10_239, package.loaded("paceline.strategies.single")),
-        Count("lines of tests", [], 77_728, sum(_lines(path) for path in tests.rglob("*.py")), target=58_000),
+        Count("lines of tests", [], 77_735, sum(_lines(path) for path in tests.rglob("*.py")), target=58_000),
         Count("assertions on full sentences", sentences, 23, target=60),
         *_prose(tests.parent),
     ]
