@@ -2,7 +2,6 @@
 
 import ctypes
 import gc
-import re
 import resource
 from collections import Counter
 from collections.abc import Generator, Iterable
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.compute.blocks import blocks_of
-from paceline.compute.resources import peak_memory
+from paceline.compute.resources import peak_memory, process_memory
 from paceline.host.cgroup import free_memory
 
 NO_CPU_MEMORY = "DefaultCPUAllocator: can't allocate memory"  # torch raises a RuntimeError
@@ -52,7 +51,9 @@ class MemoryMeter:
         if self._gpu:
             torch.accelerator.reset_peak_memory_stats(self._device)
         if self._held_bytes is None:
-            self._held_bytes = torch.accelerator.memory_allocated(self._device) if self._gpu else _status_bytes("VmRSS")
+            self._held_bytes = (
+                torch.accelerator.memory_allocated(self._device) if self._gpu else process_memory("VmRSS")
+            )
 
     def peak(self) -> int:
         """The peak since `start`, in bytes."""
@@ -64,7 +65,7 @@ class MemoryMeter:
         if not self._gpu:
             soft, hard = self._limits = resource.getrlimit(resource.RLIMIT_DATA)
             lowest = min(limit for limit in (soft, hard, UNLIMITED) if limit != resource.RLIM_INFINITY)
-            used_bytes = _status_bytes("VmData") - _free_heap_bytes()
+            used_bytes = process_memory("VmData") - _free_heap_bytes()
             # the rest is for pages that a forked process copies, and for the kernel
             limit_bytes = used_bytes + int(LIMITED_FRACTION * self.free_bytes)
             resource.setrlimit(resource.RLIMIT_DATA, (min(lowest, limit_bytes), hard))
@@ -74,13 +75,6 @@ class MemoryMeter:
         if self._limits is not None:
             resource.setrlimit(resource.RLIMIT_DATA, self._limits)
             self._limits = None
-
-
-def _status_bytes(name: str) -> int:
-    with suppress(OSError):
-        if match := re.search(rf"^{name}:\s*([0-9]+) kB", Path("/proc/self/status").read_text(), re.MULTILINE):
-            return int(match[1]) << 10
-    return 0
 
 
 def _free_heap_bytes() -> int:

@@ -141,7 +141,12 @@ def keep_memory(*, free_bytes: int | None, state_bytes: int, env: Mapping[str, s
 
 def peak_memory() -> int:
     """The largest resident memory of this process so far, in bytes; 0 if the kernel does not report it."""
-    with suppress(OSError, AttributeError):  # not ru_maxrss: a process inherits its parent's
-        status = Path("/proc/self/status").read_text()
-        return int(re.search(r"^VmHWM:\s*([0-9]+) kB", status, re.MULTILINE)[1]) << 10  # pyright: ignore[reportOptionalSubscript]
+    return process_memory("VmHWM")  # not ru_maxrss: a process inherits its parent's
+
+
+def process_memory(name: str) -> int:
+    """A value of /proc/self/status in bytes, for example VmRSS; 0 if the kernel does not report it."""
+    with suppress(OSError):
+        if match := re.search(rf"^{name}:\s*([0-9]+) kB", Path("/proc/self/status").read_text(), re.MULTILINE):
+            return int(match[1]) << 10
     return 0

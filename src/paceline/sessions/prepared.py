@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from paceline.checkpoint.state import PrefixedSource, Source, TensorShard, read_matching_tensor
 from paceline.collectives.buckets import is_present
+from paceline.collectives.checksum import checksum
 from paceline.collectives.control import Deferred, all_gather_object, report_on_one_rank
 from paceline.errors import UsageError
 from paceline.sessions.assumptions import GRADIENT_CHANGES, GRADIENTS_FROM_BACKWARD, PREPARED_PARAMETERS
@@ -34,7 +35,6 @@ from paceline.strategies.optimizer_state import load_states, optimizer_shards, s
 from paceline.strategies.optimizers import OptimizerSequence
 from paceline.strategies.validation import check_optimizer_parameters
 from paceline.train.adapters import Adapters
-from paceline.train.consistency import checksum
 from paceline.train.json_values import (
     as_json,
     from_json,
@@ -276,10 +276,8 @@ class PreparedModel(ModelInTraining):
         first = next(filter(is_present, grads), None)
         hooks = self.gate.tensor_hooks
         assert hooks is not None
-        self.may_have_hooks, self._hooks_seen = (
-            self._own_hooks < 0 or self._hooks_seen != hooks.on_leaves,
-            hooks.on_leaves,
-        )
+        self.may_have_hooks = self._own_hooks < 0 or self._hooks_seen != hooks.on_leaves
+        self._hooks_seen = hooks.on_leaves
         if self.last_gradient:
             raise self._foreign_backward_error()
         if first is not None:
