@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
+from paceline.collectives.checksum import checksum
 from paceline.rank.sites import LIBRARY, USER, code_owner
 from paceline.sessions.assumptions import COMPLETE_STATE
 from paceline.sessions.containers import (
@@ -32,7 +33,6 @@ from paceline.sessions.containers import (
     tensors_of,
 )
 from paceline.sessions.sharded_tensors import local_shard
-from paceline.train.consistency import checksum
 
 MAX_SEARCH_DEPTH = 3  # of nested objects and containers, from a name in the user's code
 MOST_PARTS, MOST_OBJECTS = 1000, 20_000  # that are searched: in one container, and in total

@@ -11,13 +11,14 @@ comparison cannot find it. An audit compares loss, gradients and buffers of one 
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from paceline.collectives.checksum import FACTOR, checksum
 from paceline.collectives.control import all_gather_object, raise_on_all_ranks, report_on_one_rank
 from paceline.collectives.torch_collectives import name_collective
 from paceline.data.loader import MicroBatch
@@ -29,8 +30,6 @@ from paceline.strategies.base import Strategy
 LoadAgain = Callable[[BatchPlan, int, int, int], MicroBatch | None]
 """(plan, epoch, step, virtual rank) -> its first micro-batch, not counted; None if it has no samples."""
 COUNTED, REPEATED = 0, 1
-CHUNK = 1 << 20  # numbers that are hashed at once
-FACTOR = 6364136223846793005  # odd, so that multiplying loses no bit of an int64
 
 
 class Audits:
@@ -93,21 +92,22 @@ class Audits:
             return
         self._role = REPEATED if work.is_repeated else COUNTED
         loss = torch.stack([loss.detach().double(), torch.as_tensor(factor).to(loss.device).double()])
-        self._parts = [digest(values) for values in (loss, *self._replica.model.buffers())]
+        self._parts = [checksum(values) for values in (loss, *self._replica.model.buffers())]
         for parameter in self._replica.parameters:
             if parameter.requires_grad:
                 self._hooks.append(parameter.register_hook(partial(self._take, len(self._parts))))
                 self._parts.append(self._zero)
 
     def _take(self, number: int, values: Tensor) -> None:
-        self._parts[number] = self._parts[number] * FACTOR + digest(values)  # a hook may run for each of several parts
+        before = self._parts[number]  # a hook may run for each of several parts
+        self._parts[number] = before * FACTOR + checksum(values)
 
     def end_backward(self) -> None:
         hooks, self._hooks = self._hooks, []
         for hook in hooks:
             hook.remove()
         if hooks:
-            self._digests[self._role] = self._digests[self._role] * FACTOR + digest(torch.stack(self._parts))
+            self._digests[self._role] = self._digests[self._role] * FACTOR + checksum(torch.stack(self._parts))
 
     def compare(self, where: str) -> bool:
         """Whether the ranks agree on the audited micro-batch of the step (a collective)."""
@@ -160,25 +160,3 @@ class Audits:
         table[self._world.rank], self._digests = torch.stack(self._digests), [self._zero, self._zero]
         dist.all_reduce(name_collective(table, "digests of an audit"), group=self._world.group)
         return table.tolist()
-
-
-def digest(values: Tensor) -> Tensor:
-    """() int64: a hash of the bits of numbers, and of their order.
-
-    It is a sum of words of at most 32 bits, each times an odd number of 64 bits, modulo 2**64. So one changed word
-    always changes it. Many words with the same flipped bit do not cancel, as in a plain sum.
-    """
-    values = values.detach().resolve_conj()
-    flat = (torch.view_as_real(values) if values.is_complex() else values).contiguous().reshape(-1)
-    flat = flat.as_strided(flat.shape, (1,))  # the stride of a single element can be anything
-    words = flat.view({1: torch.int8, 2: torch.int16}.get(flat.itemsize, torch.int32))
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
-    for chunk in words.split(CHUNK):
-        total = total * FACTOR + (chunk * _odd_numbers(values.device)[: len(chunk)]).sum()
-    return total
-
-
-@cache
-def _odd_numbers(device: torch.device) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(-(2**62), 2**62, (CHUNK,), generator=generator).mul_(2).add_(1).to(device)

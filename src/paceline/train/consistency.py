@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.checkpoint.state import TensorShard
+from paceline.collectives.checksum import checksum
 from paceline.collectives.control import all_gather_object, report_on_one_rank
 from paceline.errors import ExitCode, TrainingError, UsageError, first_few
 from paceline.rank.world import World
@@ -59,20 +59,6 @@ def check_replicas(state: Sequence[TensorShard], world: World, step: int, optimi
         exit_code=ExitCode.DIVERGED, step=step, names=names, where=where, settings=settings,
     )  # fmt: skip
     raise report_on_one_rank(error, world)
-
-
-def checksum(tensor: Tensor) -> Tensor:
-    """() int64: the sum of the tensor's bytes, read as 64-bit numbers, modulo 2**64.
-
-    A single flipped bit changes the sum by a power of two, so it is always detected.
-    """
-    flat = tensor.detach().contiguous().reshape(-1)
-    data = flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # the stride of a single element can be anything
-    if data.storage_offset() % 8:
-        data = data.clone()
-    aligned = len(data) // 8 * 8
-    rest = torch.nn.functional.pad(data[aligned:], (0, 8 - (len(data) - aligned)))
-    return data[:aligned].view(torch.int64).sum() + rest.view(torch.int64).sum()
 
 
 def _minority_text(different: dict[str, dict[int, int]]) -> str:
