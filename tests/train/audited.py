@@ -23,7 +23,7 @@ from paceline.strategies import STRATEGIES
 from paceline.train.step import TaskSteps
 
 SAMPLES, BATCH, WIDTH = 96, 24, 8
-COST_EVERY, COST_RANKS, ROUND, ROUNDS = 10, 4, 20, 8
+COST_EVERY, COST_RANKS, ROUND, ROUNDS = 10, 4, 40, 24
 
 
 class Net(nn.Module):

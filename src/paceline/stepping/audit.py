@@ -14,13 +14,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from paceline.collectives.checksum import FACTOR, checksum
+from paceline.collectives.communicator import communicator
 from paceline.collectives.control import all_gather_object, raise_on_all_ranks, report_on_one_rank
-from paceline.collectives.torch_collectives import name_collective
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan, MicroBatchPlan
 from paceline.errors import ExitCode, FaultyRankError, PacelineError, TrainingError, UsageError
@@ -29,6 +28,7 @@ from paceline.strategies.base import Strategy
 
 LoadAgain = Callable[[BatchPlan, int, int, int], MicroBatch | None]
 """(plan, epoch, step, virtual rank) -> its first micro-batch, not counted; None if it has no samples."""
+Digest = tuple[float, float]  # the halves of 64 bits
 COUNTED, REPEATED = 0, 1
 
 
@@ -154,9 +154,11 @@ class Audits:
         )  # fmt: skip
         return report_on_one_rank(error, self._world, by=ranks[0])
 
-    def _gather(self) -> list[list[int]]:
+    def _gather(self) -> list[tuple[Digest, Digest]]:
         """The digests of each rank, (counted, repeated), since the last call."""
-        table = torch.zeros(self._world.size, 2, dtype=torch.int64, device=self._world.device)
-        table[self._world.rank], self._digests = torch.stack(self._digests), [self._zero, self._zero]
-        dist.all_reduce(name_collective(table, "digests of an audit"), group=self._world.group)
-        return table.tolist()
+        halves: list[int] = torch.stack(self._digests).view(torch.int32).tolist()  # a float64 holds 32 bits exactly
+        self._digests, first = [self._zero, self._zero], 4 * self._world.rank
+        numbers = [0.0] * (4 * self._world.size)
+        numbers[first : first + 4] = map(float, halves)
+        gathered = iter(communicator(self._world.group).start_float_sum(numbers, "digests of an audit")())
+        return [((a, b), (c, d)) for a, b, c, d in zip(gathered, gathered, gathered, gathered, strict=True)]
