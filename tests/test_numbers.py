@@ -302,7 +302,7 @@ TYPED = (
     Typed("report.md", "report-causes.json", "(../benchmarks/results/report-causes.json) # of # times", causes),
     Typed("report.md", "report.json", "A folder of # events on # ranks", long_run),
     Typed(
-        "audit.md", "audit.json", "took # % more processor time on a busy machine, and the run had printed # %", audit
+        "audit.md", "audit.json", "took # % more processor time on a quiet machine, and the run had printed # %", audit
     ),
     Typed("design.md", "thousand.json", "cost the coordinator # % of a core and # MB", thousand),
     Typed(

@@ -16,8 +16,9 @@ from paceline.checkpoint.export import state_dict_names_by_saved_name
 from paceline.checkpoint.resume import ResumePoint, RunLocation, TrainerState
 from paceline.checkpoint.shards import sha256_of
 from paceline.checkpoint.state import TensorShard
-from paceline.collectives.control import check_equal, report_on_one_rank
+from paceline.collectives.control import all_gather_object, check_equal, report_on_one_rank
 from paceline.compute.flops import Utilization
+from paceline.compute.resources import peak_memory
 from paceline.data.plan import BatchPlan
 from paceline.errors import ExitCode, PacelineError, TrainingError
 from paceline.protocol.evidence import Phase
@@ -35,7 +36,6 @@ from paceline.stepping.order import CollectiveOrderCheck
 from paceline.stepping.totals import ControlFlags
 from paceline.stepping.trained_model import ModelInTraining
 from paceline.train.checkpointing import CheckpointedModels, CheckpointManager, CheckpointPolicy
-from paceline.train.costs import max_costs_over_ranks
 from paceline.train.preemption import StopRequest
 from paceline.train.records import RunRecorder, StepTraces
 from paceline.train.step_record import StepRecord
@@ -268,3 +268,13 @@ class TrainingProgress(RunRecorder):
         if self.is_open:
             self.write_optional(self._traces.take_remaining())
         super().close()
+
+
+def max_costs_over_ranks(data_share: float | None, world: World) -> tuple[dict[str, Any], int]:
+    """The maximum of each cost over all ranks, and the rank that waited most for its data (collective)."""
+    gpu = torch.accelerator.max_memory_allocated(world.device) if world.device.type != "cpu" else 0
+    local = [data_share or 0.0, peak_memory(), gpu]
+    fractions, peaks, gpu_peaks = zip(*all_gather_object(local, world), strict=True)
+    largest = max(fractions)
+    costs = {"peak_memory_bytes": max(peaks) or None, "peak_gpu_memory_bytes": max(gpu_peaks) or None}
+    return {"data_share": None if data_share is None else round(largest, 4), **costs}, fractions.index(largest)

@@ -22,7 +22,6 @@ from paceline.stepping.audit import Audits
 from paceline.stepping.totals import ControlFlags
 from paceline.stepping.trained_model import ModelInTraining, make_loss_scale
 from paceline.train.checkpointing import CheckpointPolicy
-from paceline.train.costs import data_wait_lines
 from paceline.train.data_progress import DataProgress, StreamProgress
 from paceline.train.evaluations import Evaluator
 from paceline.train.parallelism import stage_wait_line
@@ -31,7 +30,7 @@ from paceline.train.prepare import TrainingComponents
 from paceline.train.progress import TrainingProgress
 from paceline.train.step import fit
 from paceline.train.step_record import StepRecord
-from paceline.train.wording import closing_lines, opening_lines, stopped_line, summary_facts
+from paceline.train.wording import closing_lines, data_wait_lines, opening_lines, stopped_line, summary_facts
 
 
 class TaskTrainer:

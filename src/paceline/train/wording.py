@@ -7,14 +7,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.checkpoint.resume import RunLocation
+from paceline.data.arrays import batch_gatherer
 from paceline.data.plan import BatchPlan
+from paceline.data.workers import has_batched_getitems
 from paceline.errors import plural
+from paceline.host.cgroup import usable_cores
 from paceline.rank.world import World, device_name
 from paceline.runs.summary import Summary, scores_line
 from paceline.train.optimizer import scaled_lr
 
 if TYPE_CHECKING:
     from paceline.train.prepare import TrainingComponents
+
+DATA_WAIT_REPORTED_FROM = 0.1  # of the time of a step
 
 
 def opening_lines(parts: "TrainingComponents") -> list[str]:
@@ -113,3 +118,21 @@ def _compute_line(parts: "TrainingComponents") -> str:
     }
     enabled = [text for text, is_enabled in options.items() if is_enabled]
     return f"compute: {', '.join(enabled)}" if enabled else ""
+
+
+def data_wait_lines(summary: Summary, rank: int, parts: "TrainingComponents") -> list[str]:
+    """One line about the time that `rank` waited for data, with possible remedies; none if the time is short."""
+    if summary.data_share is None or summary.data_share < DATA_WAIT_REPORTED_FROM:
+        return []
+    dataset, num_workers, world = parts.train_set, parts.loading.num_workers, parts.replica.world
+    subject = f"rank {rank}" if world.size > 1 else "the process"
+    message = f"{subject} waited for data during {summary.data_share:.0%} of the step time"
+    if parts.stream is not None:
+        return [f"{message}{'' if num_workers else '. Try: --num-workers 1, to read ahead'}"]
+    spare_cores = usable_cores() - world.local_size * (num_workers + 1)
+    if batch_gatherer(dataset) is not None:
+        return [f"{message}. It gathers whole batches, so the time is spent in the transform"]
+    batched = "" if has_batched_getitems(dataset) else "add __getitems__ to the dataset, to load a whole batch at once"
+    workers = f"--num-workers {max(1, 2 * num_workers)}" if spare_cores > 0 or world.device.type != "cpu" else ""
+    remedies = [r for r in (workers, batched, "use an ArrayDataset, if the data fit into memory") if r]
+    return [f"{message}. Try: {', or '.join(remedies)} (docs/speed.md)"]
