@@ -1,7 +1,5 @@
 """Flips one bit in the forward or backward of a model, as a faulty processor or memory does."""
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

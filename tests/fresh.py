@@ -6,8 +6,6 @@ What .ci/install and the extras install is hidden; once with root, where we are 
 this: elsewhere in CI nothing skips, so only here is it seen that skipping works.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

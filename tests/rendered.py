@@ -3,8 +3,6 @@
 `RENDERED=write pytest -n 0 tests/guard` writes tests/guard/rendered.txt anew. Review the difference before the commit.
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 import re

@@ -9,8 +9,6 @@ Fresh processes through tests/warm.py, not `multiprocessing`: its spawn leaves a
 tensors in its arguments would be shared memory.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import subprocess

@@ -11,8 +11,6 @@ Each part continues where it was interrupted: the record has all chunks. tests/t
 The exit code is 1 if a part has failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

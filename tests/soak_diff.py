@@ -6,8 +6,6 @@ B differs from A by one line of its task, one setting, or its environment. The r
 right layer or setting. The exit code is 1 if a case failed. tests/lab/test_diff.py is a small sample of this.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -7,8 +7,6 @@ then the steps up to the next checkpoint. The logged loss and the digest of the 
 file of the run may change. The exit code is 1 if a case failed. tests/lab/test_replay.py is a small sample of this.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

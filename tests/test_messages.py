@@ -1,7 +1,5 @@
 """The texts of errors, src/paceline/messages/: each is used, has the fields that it names, and fits every front end."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

@@ -1,7 +1,5 @@
 """The pictures that the product made of itself: there, shown, small, inert, and of no machine in particular."""
 
-from __future__ import annotations
-
 import re
 import struct
 import subprocess

@@ -1,7 +1,5 @@
 """What the README shows runs as printed."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """docs/support.md says what the program does; `make soak-support` asks for every cell."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from types import ModuleType

@@ -1,7 +1,5 @@
 """What is planted where, and what `paceline launch --check` must say of it. Used by the tests and by soak_check.py."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -5,8 +5,6 @@ python tests/check/soak_check.py [--only WORD] [--out benchmarks/results/check.m
 FILE.json is written beside FILE.md after each run, and what is in it is not run again: repeat the command to continue.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`paceline export`: the weights of real runs as plain torch and Hugging Face take them, and what is refused."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

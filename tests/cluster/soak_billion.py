@@ -6,8 +6,6 @@ Sample i is one byte that a hash makes of i, in a file of 1 GB that both hosts m
 shuffled order; what arrives is added up, and compared with the plan's own order. Root; a quarter of an hour on 2 cores.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

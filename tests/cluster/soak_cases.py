@@ -1,7 +1,5 @@
 """What is one case of the soak of launching? A run on two hosts, what is done to it, and what must come of it."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import time

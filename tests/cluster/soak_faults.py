@@ -10,8 +10,6 @@ Writes FILE.json after each run and FILE.md from it, both parts into one. What w
 the file already are left out. --minutes ends it in good order. The exit code is 1 if a rank of paceline's is wrong.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform

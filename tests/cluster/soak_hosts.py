@@ -8,8 +8,6 @@ In some runs a further host joins by `paceline join`. Seeded; typed again it goe
 every N-th run, beside others that write to the same record. Root.
 """
 
-from __future__ import annotations
-
 import argparse
 import fcntl
 import json

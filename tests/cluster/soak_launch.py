@@ -14,8 +14,6 @@ Root only. A part that was interrupted goes on: cases that are in the file alrea
 a case has a fault. tests/cluster/test_kills.py is a small sample of this.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

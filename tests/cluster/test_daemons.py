@@ -1,7 +1,5 @@
 """Do sshd and Slurm run on the test cluster's hosts as they do on real ones?"""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Who keeps a run on several hosts from going on? A rank and its host, or two hosts that cannot reach each other."""
 
-from __future__ import annotations
-
 import subprocess
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Are the hosts of the test cluster as real ones are, and is each fault the fault that it says?"""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

@@ -1,7 +1,5 @@
 """Is every fault of the catalogue one that can strike, with a truth that can be checked?"""
 
-from __future__ import annotations
-
 import pytest
 from benchmarks.faults.catalogue import FAULTS
 from benchmarks.faults.fault import Fate, Fault, Way

@@ -1,7 +1,5 @@
 """Does the injector see what a run prints, when, and all that it leaves?"""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """`python -m benchmarks.faults`: what it refuses, what it lists, what it writes."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

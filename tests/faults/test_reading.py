@@ -1,7 +1,5 @@
 """Whom does a text blame? Real pages of both launchers, and what only looks like one."""
 
-from __future__ import annotations
-
 import pytest
 from benchmarks.faults.fault import Fate
 from benchmarks.faults.reading import Said, said_by_paceline, said_by_torchrun

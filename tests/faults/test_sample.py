@@ -1,7 +1,5 @@
 """A few real faults, drawn by a seed: rank, class and exit code are right, nothing is left. `make soak-faults`: all."""
 
-from __future__ import annotations
-
 import os
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Is an answer right, and what does the table say of many?"""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

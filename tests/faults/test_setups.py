@@ -1,7 +1,5 @@
 """Are the surroundings of a fault as they must be, and gone afterwards?"""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 from pathlib import Path

@@ -10,8 +10,6 @@ Writes FILE.json after each run and FILE.md from it; runs that are in the file a
 if something is not as it should be.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

@@ -4,8 +4,6 @@ Every rank runs the same program, as far as it is a member of each call's group;
 another. The world runs until nothing moves any more; what is then to be seen of each rank is the judge's evidence.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

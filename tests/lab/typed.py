@@ -1,7 +1,5 @@
 """A command that measures, as it is typed; measuring takes its time on a machine that does something else, too."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

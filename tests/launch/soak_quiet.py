@@ -9,8 +9,6 @@ And three ranks of looks_wrong.py: what only looks like a silent fault, one scen
 drawn anew each time. Each word about them is a fault.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

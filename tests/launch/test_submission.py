@@ -1,7 +1,5 @@
 """What is written down about a start, and what can be relied on afterwards."""
 
-from __future__ import annotations
-
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -3,8 +3,6 @@
 They are forked from a process with torch, as the product's workers are, or `started`: each imports torch for itself.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

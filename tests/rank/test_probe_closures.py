@@ -1,7 +1,5 @@
 """Steps whose gradients a closure computes: events in their places, and NaN in a closure is that of the right rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial

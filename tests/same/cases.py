@@ -4,8 +4,6 @@
 What a script says with `mark` is compared, and the files `saved-*` that it leaves; `READY` tells that signals may come.
 """
 
-from __future__ import annotations
-
 import signal
 from dataclasses import dataclass
 

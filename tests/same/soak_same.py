@@ -6,8 +6,6 @@ What FILE.json has already is left out, so that it can be typed again. `--seed` 
 a script differs, and `cases.DIFFERENCES` does not say so.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import random

@@ -14,8 +14,6 @@ both: nothing is to be said). `line`: one or several that are right; none (null)
 already, by FILE.json, is left out. The exit code is 1 if something is missed or said falsely, 2 for a set that is none.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import subprocess

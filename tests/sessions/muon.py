@@ -3,8 +3,6 @@
 Rank 0 saves the weights of each loop. With one rank, also those of a loop without paceline.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -10,8 +10,6 @@
 The exit code is 1 if a script is not equal to 1e-12, has two digests, or a ledger with findings.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -11,8 +11,6 @@ The number of a run determines its data, the seed and the number the rest. Runs 
 out. The exit code is 1 if a run is not right.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

@@ -18,8 +18,6 @@ are counted by themselves. Each part writes what it has done beside --out, by co
 case fails, or more than 15 % of the right loops are rejected.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -1,7 +1,5 @@
 """The six classic scripts: few lines change, and the result does not. `make soak-sessions` looks at more of them."""
 
-from __future__ import annotations
-
 import difflib
 import importlib.util
 from pathlib import Path

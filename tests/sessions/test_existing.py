@@ -1,7 +1,5 @@
 """What is taken over from an existing DataLoader. Its order is in test_equal.py, what is refused in test_wrong.py."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The scripts of docs/from-*.md: those before compile, those after run, and have one result on one rank and on two."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A session's loop that is killed, stopped or fails goes on, on another number of ranks, to the same bits."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

@@ -11,8 +11,6 @@ said of them.
 Writes FILE.json after each run and FILE.md from it; runs that are in the file already are left out.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

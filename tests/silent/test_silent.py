@@ -1,7 +1,5 @@
 """What goes wrong silently in a plain DDP script is said, with rank and step, and ends it. Real agents and ranks."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable

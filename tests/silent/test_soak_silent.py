@@ -1,7 +1,5 @@
 """A sample of `soak_silent.py`: faults in an Accelerate and in a Trainer script, with lines of their user."""
 
-from __future__ import annotations
-
 import pytest
 from tests.silent.soak_silent import planted
 

@@ -1,7 +1,5 @@
 """All ranks of a script stop after the same step, whoever gets the signal; a stop never takes longer than the grace."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """A sample of `make soak-stops`: a stopped Trainer resumes to the weights of an uninterrupted run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Real trainings of three epochs on two processes. Each row: what was done to it, 
 the newest checkpoint that is whole, the steps that a resume has to take again, and what the run said last.
 """
 
-from __future__ import annotations
-
 import argparse
 import signal
 import subprocess

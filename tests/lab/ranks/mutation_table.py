@@ -3,8 +3,6 @@
 Three ranks, so that shares are uneven and the last global batch does not reach all of them.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import tempfile

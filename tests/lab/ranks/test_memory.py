@@ -1,7 +1,5 @@
 """What a rank holds: levels out of made-up allocations, and a real training whose sizes are known."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """How much a rank sends: a ring's volume, by the size of what is put in."""
 
-from __future__ import annotations
-
 import pytest
 
 from paceline.lab.ranks.memory import collective_sent_bytes
