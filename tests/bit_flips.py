@@ -27,7 +27,6 @@ class Flip:
 
 
 def flipped(values: Tensor, element: int, bit: int) -> Tensor:
-    """A copy with one flipped bit."""
     changed = values.clone()
     with torch.no_grad():
         words = changed.view(-1).view(torch.int32)

@@ -75,7 +75,6 @@ def both(env: dict[str, str]) -> list[int]:
 
 
 def main() -> int:
-    """0 if all is well."""
     if len(sys.argv) < 2:
         with tempfile.TemporaryDirectory() as shown:
             print(f"{hide(Path(shown))} programs are hidden", flush=True)

@@ -28,5 +28,4 @@ def rendered(text: str | Iterable[str]) -> None:
 
 
 def sections(file: Path) -> dict[str, str]:
-    """The text of each test."""
     return dict(SECTION.findall(file.read_text())) if file.exists() else {}

@@ -103,7 +103,6 @@ def _tail(path: Path) -> str:
 
 
 def rank_of(folder_name: str, rank: int, world_size: int) -> None:
-    """What a rank's process does."""
     import importlib
     from datetime import timedelta
 

@@ -112,7 +112,6 @@ def progress(part: str, chunks: list[dict[str, Any]]) -> float:
 
 
 def summary(record: dict[str, Any]) -> dict[str, Any]:
-    """The numbers of all parts, and what failed."""
     found: dict[str, Any] = {}
     for part, chunks in record["chunks"].items():
         if part == "cost":

@@ -33,7 +33,6 @@ def blocks(page: Path, *languages: str) -> list[str]:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """Every command line in the page's shell blocks, as words."""
     lines = [line.removeprefix("$ ") for code in blocks(page, "console", "bash") for line in code.splitlines()]
     lines += [line for _, text in TRANSCRIPT.findall(page.read_text()) for line in TYPED.findall(text)]
     return [shlex.split(line, comments=True) for line in lines if line.strip() and not line.startswith(" ")]

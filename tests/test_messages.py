@@ -28,7 +28,6 @@ def trees() -> dict[Path, ast.Module]:
 
 
 def fields_of(text: str) -> set[str]:
-    """The fields that a text names."""
     names = [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
     values = [name.partition("=")[2] for name in names if name.startswith("--") and " " not in name and "=" in name]
     return {name for name in names if not name.startswith("--")} | set(values)

@@ -42,7 +42,6 @@ def test_what_the_checks_of_settings_find_is_in_the_tables(
 
 
 def check(*words: str, seconds: int) -> None:
-    """Run `tools/support.py --check`."""
     done = warm.run((ROOT / "tools" / "support.py", "--check", *words), timeout=seconds)
     assert done.returncode == 0, done.stdout + done.stderr
 

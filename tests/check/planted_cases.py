@@ -91,8 +91,6 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What was said of it."""
-
     case: Case
     code: int
     seconds: float
@@ -123,7 +121,6 @@ class Outcome:
 
 
 def cases() -> list[Case]:
-    """All of them."""
     scripts = sorted((HERE / "clean").glob("*.py"))
     clean = [Case(f"clean/{path.name}", kind=kind) for path in scripts for kind in kinds(path)]
     right = [Case(f"planted/{name}.py") for name in RIGHT]

@@ -27,7 +27,6 @@ def row(outcome: Outcome) -> str:
 
 
 def summary(outcomes: list[Outcome]) -> str:
-    """How many of what."""
     planted = [one for one in outcomes if one.case.rule]
     found, lines = sum(one.found for one in planted), sum(one.on_its_line for one in planted)
     clean = [one for one in outcomes if not one.case.rule]

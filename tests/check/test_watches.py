@@ -38,8 +38,6 @@ from paceline.rank.probes import Hooks
 
 
 class Stream(IterableDataset[int]):
-    """Nothing."""
-
     def __iter__(self) -> Iterator[int]:
         return iter(())
 

@@ -37,7 +37,6 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def whole(run: Path) -> Path:
-    """It is complete now."""
     weights = Odd().state_dict()
     save(weights, run / "model.safetensors")
     from paceline.checkpoint.shards import sha256_of

@@ -65,12 +65,10 @@ for epoch in s.epochs(1):
 
 
 def samples(indices: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The bytes of these samples."""
     return ((indices.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(56)).astype(np.uint8)
 
 
 def main() -> int:
-    """Run it; exit code 1 if something differs."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     out: Path = parser.parse_args().out

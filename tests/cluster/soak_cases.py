@@ -45,8 +45,6 @@ TRIES = 3
 
 @dataclass
 class Result:
-    """What came of a case."""
-
     seconds: float = 0.0
     told: dict[str, object] = field(default_factory=dict[str, object])
     faults: list[str] = field(default_factory=list[str])

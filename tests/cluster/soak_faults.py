@@ -50,8 +50,6 @@ Run = Callable[[Fault, Launcher, Path], Score]
 
 
 class Soak(msgspec.Struct):
-    """The content of FILE.json."""
-
     machine: dict[str, str]
     hang_timeout: str
     runs: dict[str, Score] = {}  # "fault launcher turn"

@@ -147,7 +147,6 @@ def one_run(lab: Lab, ssh: SshHosts, task: list[str], run_dir: Path, seed: int, 
 
 
 def happen(lab: Lab, fault: str, host: str, seconds: float) -> None:
-    """A fault, and its end."""
     if fault == "slow":
         lab.rate(host, "1mbit")
     else:
@@ -191,7 +190,6 @@ def wait(done: Callable[[], bool], deadline: float) -> None:
 
 
 def recorded(out: Path) -> list[Result]:
-    """The runs that are done."""
     return [Result(**one) for one in json.loads(out.read_text())["runs"]] if out.exists() else []
 
 
@@ -220,7 +218,6 @@ def write(out: Path, results: list[Result]) -> None:
 
 
 def main() -> int:
-    """Run them; exit code 1 if any was wrong."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--count", type=int, default=34)
     parser.add_argument("--seed", type=int, default=1)

@@ -101,7 +101,6 @@ def run_case(case: Case, bench: Bench, *, with_slurm: bool) -> Result:
 
 
 def machine() -> dict[str, object]:
-    """On what this was measured."""
     said = {name: subprocess.run([name, "-V"], capture_output=True, text=True) for name in ("slurmd", "ssh")}
     return {
         "cores": os.cpu_count(),

@@ -48,8 +48,6 @@ temporary files left are counted when the launcher has ended, without the folder
 
 
 class Soak(msgspec.Struct):
-    """The content of FILE.json."""
-
     machine: dict[str, str]
     runs: dict[str, Score] = {}  # "fault, way"
 

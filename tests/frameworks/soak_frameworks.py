@@ -110,7 +110,6 @@ class Done:
             self.runs = json.loads(self._file.read_text())
 
     def once(self, run: Callable[..., tuple[list[str], bool]], *words: object) -> list[str]:
-        """Its cells."""
         key = " ".join(map(str, [run.__name__, *words]))
         if key not in self.runs:
             self.runs[key] = run(*words)

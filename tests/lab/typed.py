@@ -9,7 +9,6 @@ from tests import warm
 
 
 def typed(folder: Path, *arguments: object, timeout: float = 510) -> subprocess.CompletedProcess[str]:
-    """`paceline ARGUMENTS` in this folder."""
     return warm.run(["-m", "paceline", *arguments], ranks=True, cwd=folder, timeout=timeout)
 
 

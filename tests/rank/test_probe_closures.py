@@ -322,8 +322,6 @@ def test_a_window_whose_last_backward_is_in_a_closure_is_the_same_as_without(tmp
 
 
 class Stream(IterableDataset[torch.Tensor]):
-    """Three samples."""
-
     def __iter__(self) -> Any:
         return iter(torch.ones(3, 1))
 

@@ -31,8 +31,6 @@ WAIT = "import time\nready()\nwhile True: time.sleep(0.05)\n"
 
 @dataclass(frozen=True)
 class Case:
-    """One script, and what is done to it."""
-
     name: str
     code: str
     arguments: tuple[str, ...] = ()

@@ -51,7 +51,6 @@ def loss_of(model: nn.Module, x: Tensor, i: Tensor) -> Tensor:
 
 
 def start(*arguments: Any, model: Any = None, make: Any = sgd, **options: Any) -> tuple[paceline.Session, Any, Any]:
-    """A session with a prepared model."""
     s = paceline.session(*arguments, **options)
     return s, *s.prepare(net() if model is None else model, make)
 
@@ -63,7 +62,6 @@ def take_step(s: paceline.Session, model: nn.Module, optimizer: Any, x: Tensor, 
 
 
 def plain_loop(model: nn.Module, optimizer: Any, batches: Any, loss: Callable[[nn.Module, Any], Tensor]) -> Tensor:
-    """The weights after a loop without a session."""
     for batch in batches:
         optimizer.zero_grad()
         loss(model, batch).backward()

@@ -163,7 +163,6 @@ def resumed_with(act: Any, folder: Path) -> str:
 
 
 def closures() -> str:
-    """Steps with closures."""
     with paceline.session(device="cpu") as s:
         model, losses = net(), list[Any]()
         model, optimizers = s.prepare(model, optimizers_of(model))

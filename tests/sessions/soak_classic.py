@@ -117,7 +117,6 @@ def steps(events: Path) -> int:
 
 
 def examine(name: str, seed: int) -> dict[str, object]:
-    """All that is to be known of one script."""
     with tempfile.TemporaryDirectory() as folder:
         cwd = Path(folder)
         found: dict[str, object] = {"apart": apart(name, cwd)}

@@ -289,7 +289,6 @@ def _rejected(case: Case, folder: Path, attempt: int) -> tuple[str, str]:
 
 
 def _differences(case: Case, folder: Path) -> Any:
-    """What is not as in the plain loop, in words."""
     ours = _merged(folder)
     orders: dict[tuple[int, ...], list[list[int]]] = {}
     for where, indices in ours.steps:

@@ -110,7 +110,6 @@ CASES: dict[str, tuple[str, Act, str]] = {
 
 
 def row(name: str, folder: Path) -> tuple[str, ...]:
-    """Run one case."""
     task, act, flags = CASES[name]
     run, full = folder / "run", flags == "disk"
     (folder / "mine.py").write_text(TASK)
@@ -139,7 +138,6 @@ def row(name: str, folder: Path) -> tuple[str, ...]:
 
 
 def main() -> int:
-    """Run all cases."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", default="")

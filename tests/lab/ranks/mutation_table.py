@@ -50,7 +50,6 @@ def findings_in_memory(rank: int, world_size: int, names: Sequence[str]) -> dict
 
 
 def all_findings(names: Collection[str], folder: Path, timeout: float) -> dict[str, list[Result]]:
-    """Of all these bugs, wherever they are planted."""
     from tests.lab.ranks import mutation_table as in_module  # the ranks cannot import it from __main__
 
     found: dict[str, list[Result]] = {}
