@@ -277,7 +277,7 @@ def _packed(bucket: ShardedBucket, grads: Grads | None, world_size: int) -> Tens
                 sources.append(gradient[run.start : run.stop])
     if targets:
         torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-    packed[:, bucket.shard_size : bucket.shard_size + len(flat)] = 1
+    packed[:, bucket.shard_size : bucket.shard_size + len(flat)].fill_(1)
     for index, gradient in enumerate(flat):
         if gradient is None:
             packed[:, bucket.shard_size + index] = 0
