@@ -167,6 +167,9 @@ def test_indices_that_are_on_the_device_are_those_of_the_batch() -> None:
     for whole in (order[:20], order[20:40], order[40:], torch.arange(7), torch.arange(9)[2:]):
         for portion in (whole, whole[1::3], whole[::2].tensor_split(2)[1]):
             assert torch.equal(copies.copy_of(portion), portion)
+    copies.copy_of(order[:20])
+    order.add_(1)  # as a sampler that shuffles in place
+    assert torch.equal(copies.copy_of(order[:20]), order[:20])
 
 
 def test_numbers_are_sent_out_of_the_same_two_buffers() -> None:
