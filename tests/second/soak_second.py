@@ -4,8 +4,8 @@
     python tests/second/soak_second.py --set FOLDER --out FILE                       # another set
 
 The authors had not read the checks. There were eight sets; benchmarks/results/second-*.md have the first run of each.
-`seventh` and `eighth` are the newest. `missed`, the default, has one script of each kind that was missed, or that was
-reported falsely, in the first run of its set, unless the two newest sets, tests/silent or tests/check plant that kind.
+This folder has scripts of kinds that tests/silent, tests/check and benchmarks/faults do not plant: one for each kind
+that was missed or reported falsely in a first run, two hangs, and the clean scripts of the two newest sets.
 
 A set is a folder with `truth.json`, and its scripts beside it or in `scripts/`. truth.json is a list of
     {"file": "f01_ema.py", "kind": "fault", "nproc": 3, "what": "...", "rank": 2, "line": [34, 44]}
@@ -138,7 +138,7 @@ def main() -> int:
     """Try all, or those whose names begin so."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="only scripts whose names begin so")
-    parser.add_argument("--set", type=Path, default=HERE / "missed", metavar="FOLDER", help="by default `missed`")
+    parser.add_argument("--set", type=Path, default=HERE, metavar="FOLDER", help="by default this folder")
     parser.add_argument("--out", type=Path, required=True, help="FILE.md; FILE.json is written beside it")
     asked = parser.parse_args()
     try:
