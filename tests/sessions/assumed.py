@@ -1526,6 +1526,43 @@ def hook_after_dummy_batch() -> Any:
         return [len(handles) == seen, apart(flat(model), flat(plain))]
 
 
+class Branches(nn.Module):
+    """Two layers, of which a forward uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers, self.head = nn.ModuleList([nn.Linear(6, 8), nn.Linear(6, 8)]), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, layer: int) -> Tensor:
+        return self.head(torch.tanh(self.layers[layer](x)))
+
+
+@case
+def zeroed() -> Any:
+    """An unused parameter has zeros or no gradient, in turn: AdamW changes it if it has zeros."""
+
+    def clear(optimizer: Any, batch: int) -> None:
+        optimizer.zero_grad(set_to_none=batch % 4 == 3)
+
+    def adamw(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, 0.05, weight_decay=0.3)
+
+    plain, rows = Branches(), Rows()
+    optimizer = adamw(plain.parameters())
+    for b in range(10):
+        clear(optimizer, b)
+        (plain(rows.x[4 * b : 4 * b + 4], b % 3 == 0) ** 2).mean().backward()
+        optimizer.step()
+    s, model, optimizer = start(strategy=sys.argv[2], model=Branches(), make=adamw)
+    for x, _ in s.loader(rows, global_batch=4, shuffle=False, accumulation=2):
+        clear(optimizer, s.batch)
+        s.backward((model(x, s.batch % 3 == 0) ** 2).mean())
+        optimizer.step()
+    weights = s.weights(model)
+    return max(float((weights[name] - wanted).abs().max()) for name, wanted in plain.state_dict().items())
+
+
 @case
 def zeroed_after_skip() -> Any:
     rows = Rows(12)

@@ -69,6 +69,7 @@ LAYOUTS = [  # the samples of a batch are counted wherever their dimension is
 ALSO = [
     *((3, f"layout_{kind}") for kind in LAYOUTS),
     *((2, "weightless_masked", strategy) for strategy in ("exact", "manual", "ddp")),
+    *((2, "zeroed", strategy) for strategy in ("bucketed", "zero", "fsdp")),
     *((1, kind) for kind in ("hook_all", "hook_any", "max_norm")),  # on several ranks they are errors
 ]
 
