@@ -19,7 +19,7 @@ from paceline import ArrayDataset
 from paceline.collectives.control import NumbersToDevice
 from paceline.data import loader
 from paceline.data.arrays import IndicesOnDevice
-from paceline.data.loader import Loading, MicroBatch, load_steps
+from paceline.data.loader import LoadingOptions, MicroBatch, load_steps
 from paceline.data.plan import BatchPlan, MicroBatchPlan
 from paceline.rank.world import World
 from paceline.stepping.order import CollectiveOrderCheck
@@ -101,7 +101,9 @@ def test_data_on_the_device_need_one_copy_of_indices_in_an_epoch_and_no_separate
 ) -> None:
     monkeypatch.setattr(loader, "prefetch_to_device", None)
     dataset = dataset_class(torch.empty(100, 8, device=META), torch.empty(100, device=META))
-    steps = load_steps(dataset, BatchPlan(100, 20, virtual_ranks=2), range(1, 2), Loading(META), start=0, stop=10)
+    steps = load_steps(
+        dataset, BatchPlan(100, 20, virtual_ranks=2), range(1, 2), LoadingOptions(META), start=0, stop=10
+    )
     with Operations() as counter:
         assert [batch.inputs.shape[0] for step in steps for batch in step] == [10] * 10
     assert (counter.found["aten::_to_copy"], counter.found["aten::index_select"]) == (2, 20)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.launch.plan import describe, node_plan, plan_local
+from paceline.launch.plan import format_plan, node_plan, plan_local
 from paceline.protocol.job import Allocation, HangTimeout, Host, JobSpec, NodePlan
 
 GOLDEN = """\
@@ -45,7 +45,7 @@ def test_local_plan() -> None:
         python="/usr/bin/python3",
     )
     plan = plan_local(job)
-    assert describe(plan) == GOLDEN
+    assert format_plan(plan) == GOLDEN
     assert msgspec.json.decode(msgspec.json.encode(plan.nodes[0]), type=NodePlan) == plan.nodes[0]
 
 
