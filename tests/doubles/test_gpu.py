@@ -11,7 +11,7 @@ from tests.doubles import gpu
 from tests.run_ranks import run_ranks
 from torch import nn
 
-from paceline import STRATEGIES, BatchPlan, Loading, Schedule, fit, load_steps, ranks_share
+from paceline import STRATEGIES, BatchPlan, LoadingOptions, Schedule, fit, load_steps, virtual_ranks_of
 from paceline.checkpoint.shards import full_state, sha256_of
 from paceline.data.arrays import ArrayDataset
 from paceline.rank.world import World
@@ -36,7 +36,9 @@ def trained(rank: int, size: int, strategy: str, where: str, dropout: float = 0.
     make = partial(torch.optim.AdamW, fused=True)
     replica = STRATEGIES[strategy](model(dropout).to(world.device), make, world, virtual_ranks=VIRTUAL_RANKS)
     plan = BatchPlan(len(data), 13, VIRTUAL_RANKS, 2)
-    batches = load_steps(data, plan, ranks_share(VIRTUAL_RANKS, rank, size), Loading(world.device), start=0, stop=8)
+    batches = load_steps(
+        data, plan, virtual_ranks_of(VIRTUAL_RANKS, rank, size), LoadingOptions(world.device), start=0, stop=8
+    )
     loss = partial(F.cross_entropy, reduction="none")
     losses = [record.result.loss for record in fit(replica, batches, loss, Schedule(1e-2, 8), max_norm=1.0)]
     devices = {tensor.device.type for tensor in replica.model.state_dict().values()}

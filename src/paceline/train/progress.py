@@ -28,7 +28,7 @@ from paceline.rank.world import World
 from paceline.runs import events
 from paceline.runs.folder import ADAPTER, WEIGHTS
 from paceline.runs.progress import Throughput
-from paceline.runs.summary import Summary, finite, write_summary
+from paceline.runs.summary import Summary, finite_metrics, write_summary
 from paceline.runs.utilization import goodput
 from paceline.runs.writing import remove
 from paceline.stepping.nonfinite import NonFinitePolicy, SkippedSteps
@@ -173,7 +173,9 @@ class TrainingProgress(RunRecorder):
 
     def _content(self, numbers: CheckpointValues) -> TrainerState:
         definition = self.place.definition if self.place else {}
-        return TrainerState(self.samples, finite(self.metrics), definition, self.evaluated, numbers(), self._names)
+        return TrainerState(
+            self.samples, finite_metrics(self.metrics), definition, self.evaluated, numbers(), self._names
+        )
 
     # the end
 
