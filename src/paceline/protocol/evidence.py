@@ -180,7 +180,7 @@ class WorkerSample(msgspec.Struct, frozen=True, omit_defaults=True):
     error_text: str = msgspec.field(default="", name="words")  # its exception or end of its log, if failed or ending
     step: int = 0  # steps done, including those before a restart
     phase: Phase = Phase.USER
-    phase_seconds: tuple[float, ...] = ()  # time in each phase, up to the last change of phase
+    phase_seconds: tuple[float, ...] = ()  # time in each phase, up to the last step; in the first step, up to now
     still_seconds: float = 0.0  # time without progress
     waiting: bool = False  # whether it waits for other ranks
     met: bool = False  # whether it has called a collective

@@ -22,7 +22,7 @@ from paceline.compute.resources import peak_memory
 from paceline.data.plan import BatchPlan
 from paceline.errors import ExitCode, PacelineError, TrainingError
 from paceline.protocol.evidence import Phase
-from paceline.protocol.status_page import REGROUPS, SAVES_ASKED, STEP
+from paceline.protocol.status_page import PHASE_TIMES, PHASE_TIMES_OF_STEPS, REGROUPS, SAVES_ASKED, STEP
 from paceline.rank.guard import HangGuard
 from paceline.rank.world import World
 from paceline.runs import events
@@ -130,6 +130,7 @@ class TrainingProgress(RunRecorder):
         self.step, self.samples = record.step, self.samples + samples
         page.steps[STEP] = self.step
         page.enter(Phase.CHECKPOINT)  # from here on the step is complete, even if an error follows
+        page.words[PHASE_TIMES_OF_STEPS] = page.words[PHASE_TIMES]
         self.throughput.count_step(samples, seconds.get(Phase.DATA.word, 0.0), sum(seconds.values()))
         tokens, own_samples = record.num_tokens_and_samples()
         self.use.tokens, self.use.samples = self.use.tokens + tokens, self.use.samples + own_samples
