@@ -1,7 +1,5 @@
 """The number of operations on the device in a step, compared with a plain loop."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Callable, Generator
