@@ -127,6 +127,7 @@ def test_auto_restarts_a_session(tmp_path: Path) -> None:
         (("--balance", "3:1:1", "--virtual-ranks", "6"), "balance-count"),
         (("--balance", "3:1"), "balance-needs-virtual-ranks"),
         (("--balance", "auto", "--virtual-ranks", "6", "--strategy", "ddp"), "balance-strategy"),
+        (("--balance", "auto", "--virtual-ranks", "6", "--strategy", "fsdp"), "balance-strategy"),
         (("--balance", "auto", "--virtual-ranks", "6", "--mesh", "tensor=2"), "balance-with-mesh"),
         (("--balance", "3:1", "--virtual-ranks", "6", "--min-nproc", "1"), "balance-of-changing-ranks"),
         (("--balance", "3:1:1", "--virtual-ranks", "6", "--dry-run"), "balance-count"),

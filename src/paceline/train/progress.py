@@ -99,6 +99,7 @@ class TrainingProgress(RunRecorder):
             r.pipeline.names if r.pipeline else state_dict_names_by_saved_name(r.model) for r in self._replicas
         ]
         self._guard.page.put("virtual_ranks", plan.virtual_ranks)
+        self._guard.page.put("own_virtual_ranks", len(share))
         holder = CheckpointedModels(parts, self._world, plan.virtual_ranks, others)
         self._checkpoints = CheckpointManager(
             holder, location, self.origin, self._checkpoint_policy,
