@@ -91,7 +91,7 @@ soak-replay: $(STAMP)  ## 50 random steps, repeated on one process with the same
 	PYTHONPATH=. $(BIN)/python tests/soak_replay.py --out benchmarks/results/replay.json
 
 soak-balance: $(STAMP)  ## --balance: steps against the harmonic limit, and when slowdowns are corrected (root; quiet; 15 minutes)
-	for part in slowdowns speed; do \
+	for part in slowdowns sleeps speed; do \
 		$(BIN)/python benchmarks/balance.py --part $$part --out benchmarks/results/balance.json || exit 1; \
 	done
 

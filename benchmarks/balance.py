@@ -5,7 +5,8 @@
 
 speed: rank 1 gets half a core by a quota of its cgroup. If one whole core needs T seconds for a step, one and a half
 need at least T / 1.5, the harmonic limit. Equal shares, the ratio 2:1 and auto take turns. Weights must be equal in all
-runs. slowdowns: the forward sleeps, and rank 1 begins to sleep twice as long in the middle of a run.
+runs. sleeps: the same on a busy machine. The forward sleeps, and that of rank 1 twice as long. slowdowns: rank 1 begins
+to sleep twice as long in the middle of a run.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import threading
 from datetime import UTC, datetime
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -46,7 +48,7 @@ slow = False
 class Sleeps(nn.Linear):
     def forward(self, x):
         if self.training:
-            time.sleep(0.06 if slow else 0.03)
+            time.sleep(0.12 if slow else 0.06)
         return super().forward(x)
 
 def on_step(report):
@@ -120,8 +122,12 @@ def changed_at(folder: Path) -> list[int]:
     return [after.step for before, after in pairwise(steps) if before.share != after.share]
 
 
-def measure_speed(top: Path, rounds: int) -> dict[str, Any]:
-    """Take turns: one process, equal shares, the ratio 2:1 and auto, with half a core for rank 1."""
+def measure_speed(top: Path, rounds: int, *, sleeps: bool = False) -> dict[str, Any]:
+    """Take turns: one process, equal shares, 2:1 and auto. Rank 1 has half a core, or sleeps twice as long."""
+    task = "mnist-cnn"
+    if sleeps:
+        (top / "sleeps.py").write_text(TASK)
+        task = f"{top / 'sleeps.py'}:task"
     kinds = {"equal": (), "2:1": ("--balance", "2:1"), "auto": ("--balance", "auto")}
     times: dict[str, list[float]] = {name: [] for name in ("one process", *kinds)}
     digests: set[str] = set()
@@ -129,8 +135,8 @@ def measure_speed(top: Path, rounds: int) -> dict[str, Any]:
         for name, flags in {"one process": (), **kinds}.items():
             ranks = 1 if name == "one process" else 2
             folder = top / f"{name.replace(':', '-').replace(' ', '-')}-{number}"
-            with HalfACore(folder.name) if ranks == 2 else contextlib.nullcontext():
-                run(folder, "mnist-cnn", ranks, *flags, BALANCE_RUN=folder.name)
+            with HalfACore(folder.name) if ranks == 2 and not sleeps else contextlib.nullcontext():
+                run(folder, task, ranks, *flags, BALANCE_RUN=folder.name, BALANCE_SLOW=f"1:{STEPS}")
             times[name].append(step_seconds(folder))
             digests.add(str(read_summary(folder).weights_sha256))
             print(number, name, f"{times[name][-1]:.4f} s", flush=True)
@@ -163,14 +169,14 @@ def measure_slowdowns(top: Path, rounds: int) -> dict[str, Any]:
 def main() -> None:
     """Measure, and update the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=("speed", "slowdowns"), required=True)
+    parser.add_argument("--part", choices=("speed", "sleeps", "slowdowns"), required=True)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--note", default="", help="for example that the machine was busy")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        measure = measure_speed if options.part == "speed" else measure_slowdowns
-        measured = measure(Path(temporary), options.rounds)
+        parts = {"speed": measure_speed, "sleeps": partial(measure_speed, sleeps=True), "slowdowns": measure_slowdowns}
+        measured = parts[options.part](Path(temporary), options.rounds)
     commit = subprocess.check_output(["git", "rev-parse", "HEAD"], text=True).strip()
     date = datetime.now(UTC).strftime("%Y-%m-%d")
     part = {"commit": commit, "date": date, "load": round(os.getloadavg()[0], 1), "note": options.note, **measured}

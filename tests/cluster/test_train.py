@@ -104,7 +104,11 @@ def test_a_slow_ssh_host_gets_fewer_virtual_ranks(lab: Lab, ssh_hosts: SshHosts,
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrong", "right_calls", "right_steps", "left"),  # audited in the next step, in which it begins to compute wrongly
-    [pytest.param(3, 9, 6, 2, id="whole-node-1"), pytest.param(1, 5, 4, 3, id="one-rank-of-node-0")],
+    [
+        pytest.param(3, 9, 6, 2, id="whole-node-1"),
+        pytest.param(1, 5, 4, 3, id="one-rank-of-node-0"),
+        pytest.param(0, 5, 3, 3, id="rank-0"),
+    ],
 )
 def test_a_rank_with_wrong_numbers_is_excluded_on_either_of_two_ssh_hosts(
     lab: Lab, ssh_hosts: SshHosts, tmp_path: Path, wrong: int, right_calls: int, right_steps: int, left: int

@@ -1,8 +1,11 @@
 """--balance: the numbers of virtual ranks follow the speeds, and only a lasting difference restarts the ranks."""
 
 import itertools
+import os
 import random
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from tests.errors import raises
@@ -17,6 +20,10 @@ from paceline.protocol.balance import (
     speeds_of_ranks,
 )
 from paceline.protocol.evidence import Phase, WorkerSample
+from paceline.protocol.status_page import StatusPage, make_status_page, read_counters
+from paceline.runs.progress import Throughput
+from paceline.train.progress import TrainingProgress
+from paceline.train.step_record import StepRecord
 
 
 def counts(virtual_ranks: int, speeds: Sequence[float]) -> list[int]:
@@ -189,3 +196,22 @@ def test_added_removed_or_replaced_ranks_start_with_equal_shares(nodes: list[int
     assert run.meter.speeds != ()  # the same ranks: they keep their shares
     run.meter.start(nodes)
     assert run.meter.speeds == ()
+
+
+def test_samples_have_the_times_of_whole_steps() -> None:
+    descriptor = make_status_page(0)
+    guard = SimpleNamespace(page=StatusPage(descriptor))
+    progress: Any = SimpleNamespace(
+        _guard=guard, samples=0, throughput=Throughput(), use=SimpleNamespace(tokens=0, samples=0)
+    )
+    progress.is_open = False
+    for phase in (Phase.DATA, Phase.FORWARD, Phase.BACKWARD):
+        guard.page.enter(phase)
+    TrainingProgress.record_step(progress, StepRecord(1, cast(Any, None), 0.1, ()), 1, tracked=False)
+    of_step = read_counters(descriptor).phase_seconds
+    assert of_step[Phase.FORWARD] > 0
+    for phase in (Phase.DATA, Phase.FORWARD, Phase.BACKWARD):  # of the next step
+        guard.page.enter(phase)
+    assert read_counters(descriptor).phase_seconds == of_step
+    guard.page.close()
+    os.close(descriptor)
