@@ -90,8 +90,10 @@ soak-bits: $(STAMP)  ## one digest at every world size, after kills, resumes and
 soak-replay: $(STAMP)  ## 50 random steps, repeated on one process with the same bits (about 10 minutes)
 	PYTHONPATH=. $(BIN)/python tests/soak_replay.py --out benchmarks/results/replay.json
 
-soak-balance: $(STAMP)  ## two ranks, one with half a core: steps against the harmonic limit (root; quiet; 10 minutes)
-	$(BIN)/python benchmarks/balance.py --out benchmarks/results/balance.json
+soak-balance: $(STAMP)  ## --balance: steps against the harmonic limit, and when slowdowns are corrected (root; quiet; 15 minutes)
+	for part in slowdowns sleeps speed; do \
+		$(BIN)/python benchmarks/balance.py --part $$part --out benchmarks/results/balance.json || exit 1; \
+	done
 
 soak-diff: $(STAMP)  ## pairs of runs that differ by one planted cause: the step and the layer are found (about 10 minutes)
 	PYTHONPATH=. $(BIN)/python tests/soak_diff.py --out benchmarks/results/diff.json

@@ -15,6 +15,7 @@ from paceline.launch.output import LogTail, find_last_lines, read_lines
 from paceline.launch.plan import (
     SUBMISSION_FILE,
     SubmitRecord,
+    format_plan,
     last_submission,
     next_submit_dir,
     node_plan,
