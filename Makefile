@@ -195,7 +195,7 @@ bench-startup: $(STAMP)  ## measure the time from the command to the first step
 	$(BIN)/python benchmarks/startup.py --out benchmarks/results/startup.json
 
 gpu-day: $(STAMP)  ## all GPU tests and benchmarks; without a GPU, on simulators (10 minutes; repeat to continue)
-	$(BIN)/python benchmarks/gpu_day.py --jobs 2
+	$(BIN)/python benchmarks/gpu_day.py
 
 bench-exactness: $(STAMP)  ## the cost of identical bits, snapshots and checkpoints
 	$(BIN)/python benchmarks/exactness.py --out benchmarks/results/exactness.json
