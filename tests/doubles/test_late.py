@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,17 @@ from tests.doubles.syncs import on_the_cpu
 from tests.run_ranks import run_ranks
 from tests.train.test_nonfinite import BAD, CPU, MANY, batches, bits, good, made, of_ranks, rooted
 from tests.worlds import world as world
-from torch import Tensor
+from torch import Tensor, nn
 
-from paceline import Strategy, World
+from paceline import STRATEGIES, BatchPlan, Loading, Schedule, Strategy, World, fit, load_steps
+from paceline.checkpoint.shards import sha256_of
 from paceline.collectives.control import are_finite
-from paceline.data.loader import PrefetchTrigger
+from paceline.data.arrays import ArrayDataset
+from paceline.data.loader import MicroBatch, PrefetchTrigger
 from paceline.errors import PacelineError, StallError
 from paceline.rank.guard import HangGuard
 from paceline.stepping.totals import StepTotals
+from paceline.strategies.average import WeightAverage
 from paceline.train.step import TaskSteps
 
 
@@ -135,3 +138,96 @@ def test_the_next_batches_are_begun_while_the_device_is_busy_with_the_step(
             TaskSteps(replica, good, ahead=ahead).take_step(step)
         assert [*said] == wanted
         said.clear()
+
+
+# ---- results that are read in the next step
+
+LATE_STEPS = 9
+NAN_LOSS, NAN_GRADIENT = 100.0, 200.0  # targets
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1, fused=True),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True, fused=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1, fused=True),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, fused=True),
+}
+
+
+def spoiled(outputs: Tensor, targets: Tensor) -> Tensor:
+    """For some targets not finite, or finite with a gradient that is not."""
+    losses = (outputs[:, 0] - targets.clamp(max=2)).square()
+    root = torch.where(targets == NAN_GRADIENT, outputs[:, 0] * 0, 1).abs().sqrt()
+    return torch.where(targets == NAN_LOSS, torch.nan, losses + root)
+
+
+def late_batches(world: World, virtual_ranks: int, bad: Collection[int], kind: float) -> list[list[MicroBatch]]:
+    """Two micro-batches for each virtual rank and step."""
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(LATE_STEPS * 12, 4, generator=generator)
+    targets = inputs.sum(1).clamp(max=2)
+    for step in bad:
+        targets[12 * step + 7] = kind
+    plan = BatchPlan(len(inputs), 12, virtual_ranks, 2, shuffle=False)
+    share = range(virtual_ranks)
+    return [*load_steps(ArrayDataset(inputs, targets), plan, share, Loading(CPU), start=0, stop=LATE_STEPS)]
+
+
+def is_late(step: int) -> bool:
+    return step not in (6, LATE_STEPS)  # after these steps the state is used
+
+
+def recorded(
+    world: World, strategy: str, optimizer: str, bad: Collection[int], *, kind: float = NAN_LOSS, late: bool,
+    virtual_ranks: int = 1, may_skip: bool = True, clip: float | None = None, loss: Any = spoiled,
+) -> tuple[list[str], int]:  # fmt: skip
+    """What `fit` reports, digests of all state and of an average of the weights; and the number of late steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1))
+    replica = STRATEGIES[strategy](model, OPTIMIZERS[optimizer], world, virtual_ranks=virtual_ranks)
+    average, found, lates = WeightAverage(replica.state(), 0.9), list[Any](), list[int]()
+    with on_the_cpu(), pytest.MonkeyPatch.context() as patch:
+        step_unless = Strategy.step_unless
+        patch.setattr(Strategy, "step_unless", lambda self, bad: (lates.append(1), step_unless(self, bad)))
+        try:
+            for record in fit(
+                replica, late_batches(world, virtual_ranks, bad, kind), loss, Schedule(0.1, LATE_STEPS, 2, "linear"),
+                may_be_late=is_late if late else None, may_skip=may_skip, max_norm=clip,
+            ):  # fmt: skip
+                result = record.result
+                assert result.unread is None
+                if result.skip_cause is None:
+                    average.update()
+                cause = result.skip_cause and (result.skip_cause.message, result.skip_cause.samples)
+                found.append((record.step, result.loss, result.grad_norm, result.total_weight, record.lr, cause))
+                if not is_late(record.step):
+                    found.append(bits(replica))
+        except PacelineError as error:
+            found.append(str(error))
+    found += [bits(replica), sha256_of({shard.name: shard.tensor for shard in average.state()})]
+    return [*map(repr, found)], len(lates)
+
+
+LATE_CASES: list[tuple[str, str, float | None, Collection[int], float, bool]] = [
+    ("adamw", "single", None, (), 0.0, True),
+    ("adamw", "bucketed", 0.5, (3, 4), NAN_GRADIENT, True),
+    ("adamw", "exact", 0.5, (5, 6, 7, 8), NAN_LOSS, True),
+    ("adamw", "single", None, (4,), NAN_GRADIENT, False),
+    ("amsgrad", "single", 0.5, (0, 3), NAN_LOSS, True),
+    ("adagrad", "single", None, (0, 1, 4), NAN_GRADIENT, True),
+    ("sgd", "exact", None, (0, 4), NAN_GRADIENT, True),
+    ("momentum", "single", 0.5, (0, 1, 4), NAN_LOSS, True),
+    ("momentum", "bucketed", None, (7,), NAN_LOSS, False),
+]
+"""optimizer, strategy, clip, steps that are not finite, how, whether they are skipped"""
+
+
+@pytest.mark.parametrize(("optimizer", "strategy", "clip", "bad", "kind", "may_skip"), LATE_CASES)
+def test_late_steps_have_the_results_and_reports_of_others(
+    world: World, optimizer: str, strategy: str, clip: float | None, bad: Collection[int], kind: float, may_skip: bool
+) -> None:
+    virtual_ranks = 2 if strategy == "exact" else 1
+    options: Any = {"kind": kind, "virtual_ranks": virtual_ranks, "clip": clip, "may_skip": may_skip}
+    wanted, number = recorded(world, strategy, optimizer, bad, late=False, **options)
+    found, late_number = recorded(world, strategy, optimizer, bad, late=True, **options)
+    assert found == wanted
+    assert number == 0 and late_number >= 2

@@ -1,10 +1,12 @@
 """Several optimizers of one model as one."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
-from torch.optim import Optimizer
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from paceline.errors import UsageError
 
@@ -45,3 +47,43 @@ def trained_by_each(optimizer: Optimizer) -> list[list[nn.Parameter]]:
 
 def optimizer_names(optimizer: Optimizer) -> str:
     return ", ".join(type(one).__name__ for one in each_optimizer(optimizer))
+
+
+def skips_on_device(optimizer: Optimizer) -> bool:
+    """Whether a step of `optimizer` with `found_inf` equal to 1 changes nothing, and calls no code of the user.
+
+    A step may create state only if it counts. The first step of fused SGD with momentum also leaves its buffers
+    uninitialized if it is skipped (torch 2.11 to 2.14).
+    """
+    own: Any = optimizer
+    if type(optimizer) not in (Adam, AdamW, Adagrad, SGD) or hasattr(own, "found_inf") or hasattr(own, "grad_scale"):
+        return False
+    if own._optimizer_step_pre_hooks or own._optimizer_step_post_hooks:
+        return False
+    for group in optimizer.param_groups:
+        gradients = {p: p.grad for p in group["params"] if p.grad is not None}
+        if not group["fused"] or any(gradient.dtype != torch.float32 for gradient in gradients.values()):
+            return False
+        if type(optimizer) is SGD:
+            has_state = not group["momentum"] or all(_has_momentum(optimizer, p) for p in gradients)
+        else:
+            has_state = all(map(optimizer.state.__contains__, gradients))
+        if not has_state:
+            return False
+    return True
+
+
+def _has_momentum(optimizer: Optimizer, parameter: nn.Parameter) -> bool:
+    return parameter in optimizer.state and optimizer.state[parameter].get("momentum_buffer") is not None
+
+
+@contextmanager
+def found_inf(optimizers: Sequence[Optimizer], bad: Tensor) -> Generator[None]:
+    """Inside, fused optimizers skip their step if `bad` is 1. They take any other number for 0."""
+    for optimizer in optimizers:
+        vars(optimizer)["found_inf"] = bad
+    try:
+        yield
+    finally:
+        for optimizer in optimizers:
+            del vars(optimizer)["found_inf"]
