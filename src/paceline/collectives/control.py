@@ -132,21 +132,19 @@ class NumbersToHost:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._buffers = device, list[Tensor]()
+        self._device, self._buffers = device, list[tuple[Tensor, torch.Event | None]]()
 
     def start(self, numbers: Tensor) -> Callable[[], list[float]]:
         """Copy (n,) float64. The result waits until the copy has arrived, and returns it.
 
         It raises StallError if the guard has unblocked this rank. The numbers are then undefined.
         """
-        if not self._buffers or len(self._buffers[0]) != len(numbers):
-            pinned = self._device.type == "cuda"
-            self._buffers = [torch.empty(len(numbers), dtype=torch.float64, pin_memory=pinned) for _ in range(2)]
+        if not self._buffers or len(self._buffers[0][0]) != len(numbers):
+            self._buffers = [(self._page_locked(len(numbers)), self._event()) for _ in range(2)]
         self._buffers.reverse()
-        buffer = self._buffers[0].copy_(numbers, non_blocking=True)
-        arrived = None
-        if self._device.type != "cpu":
-            arrived = torch.Event(self._device)
+        buffer, arrived = self._buffers[0]
+        buffer.copy_(numbers, non_blocking=True)
+        if arrived is not None:
             arrived.record()
 
         def wait() -> list[float]:
@@ -156,6 +154,12 @@ class NumbersToHost:
             return buffer.tolist()
 
         return wait
+
+    def _page_locked(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.float64, pin_memory=self._device.type == "cuda")
+
+    def _event(self) -> torch.Event | None:
+        return None if self._device.type == "cpu" else torch.Event(self._device)
 
 
 MAX_FUSED_ELEMENTS_ON_DEVICE = 1 << 24

@@ -69,8 +69,10 @@ from paceline.stepping.totals import (
 )
 from paceline.stepping.trained_model import ModelInTraining, check_summed_once, models_reached_on_any_rank
 
+LARGEST_SQUARED = 1e19  # a norm above has overflowed on the device, but not on the host, which uses float64
 
-class StepNotApplied(Exception):
+
+class StepNotAppliedError(Exception):
     """The device has not applied the step before, which must be repeated. Nothing of the current step was applied."""
 
 
@@ -84,6 +86,8 @@ class Step:
 
     may_be_late = False
     """whether the result of this step may be read in the next step"""
+    is_repeated = False
+    """whether this step was not finite before, so that it must not count if it is finite now"""
     unread: UnreadStep | None = None
     """this step after its last backward, if its result is not read; before that, the previous step"""
     flop_counter: FlopCount | None = None
@@ -495,14 +499,14 @@ class Step:
         """The loss, and whether it and the gradients of `to_judge` are finite (a collective if they are sharded).
 
         Raises:
-            StepNotApplied: the previous step must be repeated.
+            StepNotAppliedError: the previous step must be repeated.
         """
         unread = self._leave_on_device(totals) if self.may_be_late else None
         checks = [part.clip_and_check_finite(self._max_norm) for part in to_judge] if unread is None else []
         pending = [value for value in (totals, *checks) if isinstance(value, Deferred)]
         self.ahead.start_batches()  # the device has work now
         if self.unread is not None and not self.unread.read():
-            raise StepNotApplied
+            raise StepNotAppliedError
         self.unread = unread
         if unread is not None:
             return loss, True
@@ -514,6 +518,8 @@ class Step:
             if finite:
                 finite = check.compute(numbers_by_id[id(check)]) if isinstance(check, Deferred) else check
                 self._result.grad_norm = part.norm
+        if self.is_repeated and (self._result.grad_norm or 0) < LARGEST_SQUARED:  # a device or memory has failed
+            finite = False
         return loss, finite
 
     def _leave_on_device(self, totals: Totals | DeferredTotals | None) -> UnreadStep | None:

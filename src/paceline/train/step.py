@@ -16,7 +16,7 @@ from paceline.compute.memory import is_out_of_memory
 from paceline.compute.phase_events import PhaseEvents
 from paceline.data.loader import MicroBatch, PrefetchTrigger
 from paceline.errors import PacelineError, UsageError
-from paceline.nested import batch_size, tensors
+from paceline.nested import batch_size
 from paceline.protocol.evidence import Phase
 from paceline.protocol.status_page import StatusPage
 from paceline.rank.guard import HangGuard
@@ -25,7 +25,7 @@ from paceline.stepping.micro_step import upcast
 from paceline.stepping.nonfinite import select_samples
 from paceline.stepping.order import CollectiveOrderCheck
 from paceline.stepping.pipeline_step import PipelineStep
-from paceline.stepping.step import Step, StepNotApplied
+from paceline.stepping.step import Step, StepNotAppliedError
 from paceline.stepping.totals import ControlFlags, StepResult
 from paceline.stepping.trained_model import LossScale, ModelInTraining
 from paceline.strategies.base import Strategy
@@ -96,7 +96,7 @@ class TaskSteps:
         """All of `take_step` before the update. `late`: the result may be read in the next step, if the GPU can skip.
 
         Raises:
-            StepNotApplied: the previous step has changed nothing. Repeat it, and this one.
+            StepNotAppliedError: the previous step has changed nothing. Repeat it, and this one.
         """
         steps, replica, work = self._steps, self._replica, microbatches[0].work
         steps.may_be_late = late
@@ -136,11 +136,14 @@ class TaskSteps:
             if unread is None or unread.read():
                 return record
         except BaseException:
-            self._enter(Phase.OPTIMIZER)  # a reader of the phase must not think that the state is that before the step
+            self._enter(Phase.OPTIMIZER)  # a reader of the phase must not take the state for that before the step
             raise
         self.give_up()
         schedule.set_lr(self._replica.optimizer, record.step - 1)
-        return replace(record, result=self.take_step(record.microbatches))
+        self._steps.is_repeated, self._steps.unread = True, None
+        result = self.take_step(record.microbatches)
+        self._steps.is_repeated = False
+        return replace(record, result=result)
 
     def give_up(self) -> None:
         """Drop a step that was computed, but not updated."""
@@ -148,12 +151,8 @@ class TaskSteps:
             self._steps.give_up()
 
     def _compute(self, batch: MicroBatch) -> None:
-        before = _versions(batch) if self._steps.may_be_late else None
         outputs = call_model(self._replica.model, batch.inputs, self._replica.module)
-        losses = weighted_losses(self._loss, outputs, batch.targets)
-        if before is not None and before != _versions(batch):
-            self._steps.may_be_late = False  # the model has written into its inputs: the step cannot be repeated
-        self._steps.backward(*losses)
+        self._steps.backward(*weighted_losses(self._loss, outputs, batch.targets))
 
     def try_batch(self, batch: MicroBatch) -> None:
         """Compute the forward and backward of a dummy batch. No state changes."""
@@ -210,41 +209,39 @@ def fit(
     page = page or HangGuard.of_process().page
     clock = PhaseClock(page, on_device, options.setdefault("enter", page.enter))
     step = TaskSteps(replica, loss, scale=scale, one_each=one_each, **options)
-    before: StepRecord | None = None  # of the previous step, if its result is not read
+    unread: StepRecord | None = None  # of the previous step, if its result is not read
     clock.start()
     try:
         for number, microbatches in enumerate(steps, start):
-            lr, failure = schedule.set_lr(replica.optimizer, number), None
+            lr = schedule.set_lr(replica.optimizer, number)
             late = may_be_late is not None and may_be_late(number + 1)
             try:
                 step.compute(microbatches, late=late)
-            except Exception as error:
-                if before is None:
-                    raise
-                failure = error
-            if before is not None:
-                yield step.complete(before, schedule)
-                before = None
-                if isinstance(failure, StepNotApplied):
-                    schedule.set_lr(replica.optimizer, number)
-                    step.compute(microbatches, late=late)
-                elif failure is not None:
-                    raise failure
+                is_computed = True
+            except StepNotAppliedError:
+                is_computed = False
+            if unread is not None:
+                previous, unread = unread, None
+                yield step.complete(previous, schedule)
+            if not is_computed:
+                schedule.set_lr(replica.optimizer, number)
+                step.compute(microbatches, late=late)
             result = step.update()
             record = StepRecord(number + 1, result, lr, microbatches, clock.take(), clock.starts)
             if result.unread is None:
                 yield record
             else:
-                before = record
+                unread = record
             clock.start()  # the time of the caller does not count for the next step
-        if before is not None:
-            yield step.complete(before, schedule)
+    except Exception:
+        if unread is not None:  # the state is that after its update
+            yield step.complete(unread, schedule)
+        raise
+    else:
+        if unread is not None:
+            yield step.complete(unread, schedule)
     finally:
         step.give_up()
-
-
-def _versions(batch: MicroBatch) -> list[int]:
-    return [tensor._version for tensor in tensors((batch.inputs, batch.targets))]  # pyright: ignore[reportPrivateUsage]
 
 
 def weighted_losses(loss: Loss, outputs: Any, targets: Any) -> tuple[Tensor, Tensor | None]:

@@ -60,10 +60,9 @@ class TaskTrainer:
         if origin is not None:
             self._load(origin)
         self._evaluator = Evaluator(parts, self._progress, self._data)
-        self._can_be_late = (
-            is_async(self._world.device) and self._world.size == 1 and self._scale is None and parts.task.on_step is None
-            and isinstance(parts.schedule, Schedule) and not self._config.compute.cuda_graphs
-        )  # fmt: skip
+        is_fixed = isinstance(parts.schedule, Schedule) and parts.task.on_step is None  # nobody needs the last loss
+        is_single_gpu = is_async(self._world.device) and self._world.size == 1
+        self._can_be_late = is_single_gpu and is_fixed and self._scale is None and not compute.cuda_graphs
         self._audits: Audits | None = None
         if (every := self._config.guard.audit_every) is not None and self._world.size > 1:
             save = partial(self._progress.save_before_stop, partial(self._numbers, self._world))
