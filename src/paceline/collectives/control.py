@@ -140,7 +140,7 @@ class NumbersToHost:
         It raises StallError if the guard has unblocked this rank. The numbers are then undefined.
         """
         if not self._buffers or len(self._buffers[0][0]) != len(numbers):
-            self._buffers = [(self._page_locked(len(numbers)), self._event()) for _ in range(2)]
+            self._buffers = [self._allocate(len(numbers)) for _ in range(2)]
         self._buffers.reverse()
         buffer, arrived = self._buffers[0]
         buffer.copy_(numbers, non_blocking=True)
@@ -155,11 +155,9 @@ class NumbersToHost:
 
         return wait
 
-    def _page_locked(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.float64, pin_memory=self._device.type == "cuda")
-
-    def _event(self) -> torch.Event | None:
-        return None if self._device.type == "cpu" else torch.Event(self._device)
+    def _allocate(self, size: int) -> tuple[Tensor, torch.Event | None]:
+        buffer = torch.empty(size, dtype=torch.float64, pin_memory=self._device.type == "cuda")
+        return buffer, None if self._device.type == "cpu" else torch.Event(self._device)
 
 
 MAX_FUSED_ELEMENTS_ON_DEVICE = 1 << 24

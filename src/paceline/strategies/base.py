@@ -24,7 +24,7 @@ from paceline.rank.world import World
 from paceline.seeding import seeded_random_stream
 from paceline.strategies.buffers import VirtualRankBuffers, ignore_batch
 from paceline.strategies.optimizer_state import load_node_mean, load_optimizer, node_mean_message, optimizer_shards
-from paceline.strategies.optimizers import each_optimizer, found_inf, skips_on_device, trained_by_each
+from paceline.strategies.optimizers import each_optimizer, skips_on_device, trained_by_each
 from paceline.strategies.validation import check_no_max_norm, check_optimizer_parameters
 
 if TYPE_CHECKING:
@@ -242,8 +242,13 @@ class Strategy:
 
     def step_unless(self, bad: Tensor) -> None:
         """Update, or restore what `keep_buffers` has saved if `bad` is 1. It is () float32 on the device, 1 or 0."""
-        with found_inf(self.optimizers, bad):
+        for optimizer in self.optimizers:
+            vars(optimizer)["found_inf"] = bad  # torch's fused kernels skip the step if it is exactly 1
+        try:
             self.optimizer.step()
+        finally:
+            for optimizer in self.optimizers:
+                del vars(optimizer)["found_inf"]
         self.buffers.restore_where(bad)
 
     def all_finite(self) -> bool:

@@ -1,11 +1,10 @@
 """Several optimizers of one model as one."""
 
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from paceline.errors import UsageError
@@ -52,38 +51,23 @@ def optimizer_names(optimizer: Optimizer) -> str:
 def skips_on_device(optimizer: Optimizer) -> bool:
     """Whether a step of `optimizer` with `found_inf` equal to 1 changes nothing, and calls no code of the user.
 
-    A step may create state only if it counts. The first step of fused SGD with momentum also leaves its buffers
-    uninitialized if it is skipped (torch 2.11 to 2.14).
+    A step must not create state that a skipped step would not have. The first step of fused SGD with momentum also
+    leaves its buffers uninitialized if it is skipped (torch 2.11 to 2.14).
     """
     own: Any = optimizer
-    if type(optimizer) not in (Adam, AdamW, Adagrad, SGD) or hasattr(own, "found_inf") or hasattr(own, "grad_scale"):
+    if type(optimizer) not in (Adam, AdamW, Adagrad, SGD) or "step" in vars(optimizer):
         return False
     if own._optimizer_step_pre_hooks or own._optimizer_step_post_hooks:
         return False
     for group in optimizer.param_groups:
-        gradients = {p: p.grad for p in group["params"] if p.grad is not None}
-        if not group["fused"] or any(gradient.dtype != torch.float32 for gradient in gradients.values()):
+        trained = [p for p in group["params"] if p.grad is not None]
+        if not group["fused"] or any(p.grad.dtype != torch.float32 for p in trained):
             return False
-        if type(optimizer) is SGD:
-            has_state = not group["momentum"] or all(_has_momentum(optimizer, p) for p in gradients)
+        if type(optimizer) is not SGD:
+            has_state = all(map(optimizer.state.__contains__, trained))
         else:
-            has_state = all(map(optimizer.state.__contains__, gradients))
+            momenta = (optimizer.state.get(p, {}).get("momentum_buffer") for p in trained)
+            has_state = not group["momentum"] or all(momentum is not None for momentum in momenta)
         if not has_state:
             return False
     return True
-
-
-def _has_momentum(optimizer: Optimizer, parameter: nn.Parameter) -> bool:
-    return parameter in optimizer.state and optimizer.state[parameter].get("momentum_buffer") is not None
-
-
-@contextmanager
-def found_inf(optimizers: Sequence[Optimizer], bad: Tensor) -> Generator[None]:
-    """Inside, fused optimizers skip their step if `bad` is 1. They take any other number for 0."""
-    for optimizer in optimizers:
-        vars(optimizer)["found_inf"] = bad
-    try:
-        yield
-    finally:
-        for optimizer in optimizers:
-            del vars(optimizer)["found_inf"]
