@@ -1,7 +1,5 @@
 """A step that reads once at its end, as on a GPU, gives the results of the CPU."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import nullcontext
