@@ -158,6 +158,10 @@ class TrainingProgress(RunRecorder):
         self._restore(origin)
         self._guard.page.set_step(self.step)
 
+    def is_due(self, step: int) -> bool:
+        """Whether `after_step` looks at the state after `step`, without any vote."""
+        return self._checkpoints is not None and self._checkpoints.is_due(step)
+
     def after_step(self, votes: ControlFlags, numbers: CheckpointValues, *, save: bool, wait: bool) -> None:
         """Compare, snapshot and save as due; with `wait`, return when the checkpoint is on disk (collective)."""
         if self._checkpoints is not None:
