@@ -114,7 +114,7 @@ class PackedBucket:
         assign_grads(self._parameters, [piece.as_strided(*layout) if used else None for piece, layout, used in parts])
 
 
-def _memory_order(strides: Sequence[int]) -> Sequence[int] | None:
+def _memory_order(strides: Sequence[int]) -> list[int] | None:
     """The dimensions in the order of memory. None: they are in this order."""
     order = sorted(range(len(strides)), key=lambda dimension: -strides[dimension])
     return None if order == [*range(len(strides))] else order
