@@ -1,7 +1,5 @@
 """Do the benchmarks still run, and write down what they promise? Numbers are judged where a machine is quiet."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import math
