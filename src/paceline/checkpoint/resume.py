@@ -162,6 +162,10 @@ def lock_run_folder(
                 location = {"folder": str(folder.resolve()), "attempt": run_folder.attempt_number(attempt_dir)}
         location = all_gather_object(location, world)[0]
         path = Path(location["folder"]).resolve()
+        if world.local_size < world.size:
+            with raise_on_all_ranks(world):
+                if not path.is_dir():
+                    raise UsageError(code="run-dir-not-visible", host=os.uname().nodename, run_dir=path)
         yield RunLocation(path, location["attempt"], generation, attempt_dir, notices=notices)
     finally:
         if lock is not None:
