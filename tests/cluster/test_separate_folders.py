@@ -38,7 +38,8 @@ class SeparateHosts:
     def __init__(self, lab: Lab, ssh: SshHosts, folder: Path) -> None:
         self.lab, self.ssh, self.folder = lab, ssh, folder
         self.disk, self.run_dir, self.script = folder / "disk", folder / "disk" / "run", folder / "task.py"
-        self.how = HOW
+        self.how: tuple[object, ...] = HOW
+        self.run: subprocess.Popen[str] | None = None
         self.disk.mkdir()
         self.script.write_text(SLOW_TASK.replace("STEP_SECONDS", "0.05"))
 
@@ -85,8 +86,9 @@ def hosts(lab: Lab, ssh_hosts: SshHosts, tmp_path: Path) -> Iterator[SeparateHos
     made = SeparateHosts(lab, ssh_hosts, tmp_path)
     lab.hide("n3", made.disk)
     yield made
-    made.run.kill()
-    made.run.communicate(timeout=60)
+    if made.run is not None:
+        made.run.kill()
+        made.run.communicate(timeout=60)
 
 
 @pytest.fixture
@@ -208,3 +210,19 @@ def test_a_run_goes_on_from_memory_without_a_lost_node(lab: Lab, hosts: Separate
     assert resumed_after(hosts.run_dir) >= 10
     assert weights(hosts.run_dir) == expected
     clean_ledger(hosts.run_dir)
+
+
+@pytest.mark.slow
+def test_a_folder_with_a_newer_run_is_an_error_and_stays(lab: Lab, hosts: SeparateHosts) -> None:
+    lab.run("n3", "mkdir", "-p", "-m", "700", hosts.run_dir / "attempt-3")
+    assert "attempt-3" in hosts.train(code=2)
+    assert hosts.seen_on("n3") == ["attempt-3"]
+
+
+@pytest.mark.slow
+def test_a_session_names_the_host_that_does_not_see_its_folder(lab: Lab, hosts: SeparateHosts) -> None:
+    hosts.script.write_text(f"from paceline import session\nsession({str(hosts.run_dir)!r})\n")
+    where = words("--on", "ssh", "--hosts", "n2,n3", "--nproc", 1, "--ssh", hosts.ssh.command, "--run-dir", "logs")
+    done = lab.run("n1", *PACELINE, "launch", *where, "--", str(hosts.script), cwd=hosts.folder)
+    said = done.stderr + done.stdout
+    assert done.returncode == 2 and "run-dir-not-visible" in said and "n3" in said, said

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from paceline.launch.agent import channel, files
-from paceline.launch.agent.files import FileLink, FileServer, _Client
+from paceline.launch.agent.files import FileLink, FileServer, FileClient
 from paceline.protocol.job import NodePlan
 
 SHARD = "checkpoints/.tmp-5-1-0/shard-1-of-2.safetensors"
@@ -40,7 +40,7 @@ class Node0:
         return sorted(str(path.relative_to(self.run_dir)) for path in self.run_dir.rglob("*") if path.is_file())
 
     def close(self) -> None:
-        self.client._close()
+        self.client.close()
         self._over.set()
         self._welcoming.join()
         self._listener.close()
@@ -54,7 +54,7 @@ class Node0:
                 self._server.serve(link, messages)
 
 
-class Connected(_Client):
+class Connected(FileClient):
     """Damages the bytes that its first connection sends after `damaged_from`."""
 
     connections, damaged_from = 0, -1
@@ -73,7 +73,9 @@ class Damaging:
 
     def send(self, data: memoryview) -> int:
         self._rest -= len(data)
-        return self._connection.send(data if self._rest > 0 else data[:-1].tobytes() + bytes([data[-1] ^ 1]))
+        middle = len(data) // 2
+        damaged = data[:middle].tobytes() + bytes([data[middle] ^ 1]) + data[middle + 1 :].tobytes()
+        return self._connection.send(data if self._rest > 0 else damaged)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._connection, name)
@@ -112,11 +114,11 @@ def test_a_file_with_a_wrong_hash_is_not_stored(node0: Node0) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["summary.json", "../run", "/etc/passwd", "checkpoints/step-00000005/manifest.json", "attempt-1/../x"]
+    "name", ["summary.json", "../run", "{folder}/x", "checkpoints/step-00000005/manifest.json", "attempt-1/../x"]
 )
 def test_a_node_can_store_only_the_files_of_its_ranks(node0: Node0, shard: Path, name: str) -> None:
     with pytest.raises(OSError, match="not possible"):
-        node0.client.upload(shard, name, lambda: None)
+        node0.client.upload(shard, name.format(folder=node0.run_dir), lambda: None)
     assert node0.stored() == []
 
 
@@ -139,16 +141,16 @@ def test_a_file_that_grows_is_sent_once(node0: Node0, tmp_path: Path) -> None:
             with log.open("a") as file:
                 file.write(text[len(log.read_text()) :])
             log.chmod(0o600)
-            folder._sync()
+            folder.sync()
             assert stored.read_text() == text
-        folder._sync()
+        folder.sync()
     parts = [part for part in sent if isinstance(part, channel.FilePart) and part.path.endswith(".log")]
     assert [(part.data, part.appends_at) for part in parts] == [(b"one\n", -1), (b"two\n", 4)]
     stored.write_text("")  # node 0 has lost it: the whole file is sent
     with log.open("a") as file:
         file.write("three\n")
     with pytest.raises(OSError, match="missing"):
-        folder._sync()
-    folder._sync()
+        folder.sync()
+    folder.sync()
     assert stored.read_text() == log.read_text()
     folder.finish(copies=False)

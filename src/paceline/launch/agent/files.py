@@ -225,7 +225,7 @@ def _reason(error: Exception) -> str:
 # ---- a node with a separate run folder ----
 
 
-class _Client:
+class FileClient:
     """Sends requests to the `FileServer`, over a new connection after each failure."""
 
     def __init__(self, plan: NodePlan) -> None:
@@ -241,16 +241,16 @@ class _Client:
                     link = self._link = self._link or self._connect()
                     return action(link)
                 except (ConnectionError, TimeoutError):
-                    self._close()
+                    self.close()
                     if number == TRIES:
                         raise
                 except BaseException:  # unread parts may follow
-                    self._close()
+                    self.close()
                     raise
                 time.sleep(number)
             raise AssertionError
 
-    def _close(self) -> None:
+    def close(self) -> None:
         if self._link is not None:
             self._link.close()
         self._link = None
@@ -296,7 +296,7 @@ class SeparateFolder:
     def __init__(self, plan: NodePlan, attempt_dir: Path) -> None:
         self._plan, self._run_dir, self._attempt_dir = plan, attempt_dir.parent, attempt_dir
         self._checkpoints = self._run_dir / CHECKPOINTS
-        self._sender, self._fetcher = _Client(plan), _Client(plan)
+        self._sender, self._fetcher = FileClient(plan), FileClient(plan)
         self._sync_lock, self._fetch_lock = threading.Lock(), threading.Lock()
         self._sent: dict[str, tuple[int, int]] = {}  # name of a log or of events -> its inode, and the bytes at node 0
         self._logs: list[str] = []  # of this node, in the run folder
@@ -318,11 +318,11 @@ class SeparateFolder:
         probe = run_dir / f".probe-{plan.node}-{secrets.token_hex(8)}"
         writing.replace_file(probe, b"probe", sync=True)
         try:
-            _Client(plan).download(probe.name, probe)
+            FileClient(plan).download(probe.name, probe)
         except FileNotFoundError:
-            number = attempt_number(attempt_dir)
-            if any(attempt_number(Path(name)) >= number for name in entry_names(run_dir)):
-                raise UsageError(code="run-dir-of-other-run", run_dir=run_dir, attempt=attempt_dir.name) from None
+            newest = max((attempt_number(Path(name)) for name in entry_names(run_dir)), default=0)
+            if newest >= attempt_number(attempt_dir):
+                raise UsageError(code="run-dir-of-other-run", run_dir=run_dir, attempt=f"attempt-{newest}") from None
             return cls(plan, attempt_dir)
         finally:
             writing.remove(probe)
@@ -334,7 +334,7 @@ class SeparateFolder:
             writing.make_folder(folder, exist_ok=True)
         events = [f"events-{ranks.first + rank}.jsonl" for rank in range(self._plan.nproc)]
         with self._sync_lock:
-            self._sync()
+            self.sync()
             self._logs = [*events, f"machine-{self._plan.node}.jsonl"]
             self._sent = {name: sent for name, sent in self._sent.items() if "/" in name or name in self._logs}
             submitted = Path(self._plan.submit_dir)
@@ -370,13 +370,13 @@ class SeparateFolder:
     def _sync_or_warn(self) -> None:
         try:
             with self._sync_lock:
-                self._sync()
+                self.sync()
         except (OSError, PacelineError) as error:
             if not self._warned:
                 print_to_stderr(f"warning: logs and events of this node do not reach node 0: {_reason(error)}")
             self._warned = True
 
-    def _sync(self) -> None:
+    def sync(self) -> None:
         attempt = self._attempt_dir.name
         for name in (*self._logs, *(f"{attempt}/{name}" for name in entry_names(self._attempt_dir))):
             if _SENT.fullmatch(name):
@@ -445,25 +445,32 @@ class SeparateFolder:
             self._fetch_checkpoint(path.name, on_part)
             return
         with self._sync_lock:
-            self._sync()  # the events on node 0 must contain every step that the checkpoint contains
+            self.sync()  # the events on node 0 must contain every step that the checkpoint contains
         self._sender.upload(path, str(path.relative_to(self._run_dir)), on_part)
         if not self.keeps_copy:
             writing.remove(path)
+            self._remove_partial(_partial_step(path.parent.name) - 1)
 
     # ---- checkpoints: from node 0 ----
 
     def _copy_checkpoints(self) -> None:
-        reported = ""
+        tried, reported = set[str](), ""
         while True:
-            is_last, name = self._stop.is_set(), "the checkpoints"
+            is_last, name = self._stop.is_set(), ""
             try:
                 for name in self._fetcher.list_checkpoints():
-                    if not (self._checkpoints / name / MANIFEST).exists():
+                    if (name not in tried or is_last) and not (self._checkpoints / name / MANIFEST).exists():
+                        tried.add(name)
                         self._fetch_checkpoint(name, lambda: None)
+            except FileNotFoundError:  # node 0 has deleted it meanwhile
+                pass
             except (OSError, PacelineError) as error:
-                if name != reported:
-                    print_to_stderr(f"warning: this node has no copy of {name}: {_reason(error)}")
-                reported = name
+                text = f"warning: this node has no copy of {name or 'new checkpoints'}: {_reason(error)}"
+                if text != reported:
+                    print_to_stderr(text)
+                reported = text
+                with self._fetch_lock:
+                    self._remove_partial(_step(name) if name else -1)
             if is_last:
                 return
             self._stop.wait(SYNC_SECONDS)
@@ -503,8 +510,7 @@ class SeparateFolder:
     def _remove_partial(self, step: float) -> None:
         """Remove shards of checkpoints up to `step`, which are published or have failed, and incomplete copies."""
         for name in entry_names(self._checkpoints):
-            match = re.fullmatch(r"\.tmp-(copy-step-)?(\d+).*", name)
-            if match and int(match[2]) <= step:
+            if 0 <= _partial_step(name) <= step:
                 writing.remove(self._checkpoints / name)
 
 
@@ -516,6 +522,12 @@ def _counted(parts: Iterator[bytes], on_part: Callable[[], object]) -> Iterator[
 
 def _step(name: str) -> int:
     return int(name.rpartition("-")[2])
+
+
+def _partial_step(name: str) -> int:
+    """The step of an incomplete checkpoint; -1 for other names."""
+    match = re.fullmatch(r"\.tmp-(?:copy-step-)?(\d+)(?:-[\d-]+)?", name)
+    return int(match[1]) if match else -1
 
 
 def _is_intact(path: Path, expected: _File) -> bool:
