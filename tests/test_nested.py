@@ -1,7 +1,5 @@
 """Tensors are found and changed in whatever holds them, and the holder keeps its type and what else it knows."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 from types import MappingProxyType

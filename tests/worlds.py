@@ -1,7 +1,5 @@
 """Worlds of several sizes, one after another, among the processes of one `run_ranks` call: a start costs seconds."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Iterable
 from datetime import timedelta
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`paceline export`: the weights of real runs as plain torch and Hugging Face take them, and what is refused."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -39,7 +37,6 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def whole(run: Path) -> Path:
-    """It is complete now."""
     weights = Odd().state_dict()
     save(weights, run / "model.safetensors")
     from paceline.checkpoint.shards import sha256_of

@@ -1,7 +1,5 @@
 """`paceline hang`: the diagnosis of a stall again, and that of a run that still runs, asked of its agent."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The help of every command: examples that its own parser takes, common options in groups, all of them on request."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """What `compare` and `scale` share: the training that flags describe, refusals before anything starts, the results."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

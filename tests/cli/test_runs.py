@@ -1,7 +1,5 @@
 """`paceline runs`: what a person and a program see of a folder of runs, whoever has written them."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -1,7 +1,5 @@
 """What `status`, `logs` and `cancel` make of what a run has left, and of real processes that hold it."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shlex

@@ -1,7 +1,5 @@
 """torchrun's words: every one that its own parser knows has a meaning here, and means what it means there."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What is one case of the soak of launching? A run on two hosts, what is done to it, and what must come of it."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import time
@@ -47,8 +45,6 @@ TRIES = 3
 
 @dataclass
 class Result:
-    """What came of a case."""
-
     seconds: float = 0.0
     told: dict[str, object] = field(default_factory=dict[str, object])
     faults: list[str] = field(default_factory=list[str])

@@ -14,8 +14,6 @@ Root only. A part that was interrupted goes on: cases that are in the file alrea
 a case has a fault. tests/cluster/test_kills.py is a small sample of this.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -103,7 +101,6 @@ def run_case(case: Case, bench: Bench, *, with_slurm: bool) -> Result:
 
 
 def machine() -> dict[str, object]:
-    """On what this was measured."""
     said = {name: subprocess.run([name, "-V"], capture_output=True, text=True) for name in ("slurmd", "ssh")}
     return {
         "cores": os.cpu_count(),

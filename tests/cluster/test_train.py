@@ -1,7 +1,5 @@
 """One command, three ways to two hosts: the same training, to the last bit, on real daemons."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Gradients summed in shared memory have the bits of the sum over gloo, and of one process."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.collectives.odd_model import Odd, by_leaf, grads, over_torch

@@ -1,7 +1,5 @@
 """If a rank is missing, the others notice it soon, name it, and are reported as waiting for it."""
 
-from __future__ import annotations
-
 import signal
 import time
 from pathlib import Path

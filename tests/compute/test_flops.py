@@ -1,7 +1,5 @@
 """The FLOPs of models are those counted by hand, the count changes nothing, and a peak is measured once."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

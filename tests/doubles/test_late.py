@@ -1,7 +1,5 @@
 """A step that reads once at its end, as on a GPU, gives the results of the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path

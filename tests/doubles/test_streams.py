@@ -1,7 +1,5 @@
 """Batches on a separate stream: steps wait for them, and their memory is not freed too early."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Iterable, Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """How often a step makes the host wait for the device."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

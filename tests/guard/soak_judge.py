@@ -5,8 +5,6 @@
 The exit code is 1 if an innocent rank was blamed, or a tie was said where a majority stands against the wrong rank.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """Which rank failed first, and when that is judged: one row of FAULTS.md's table a.1 after the other, and its laws."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

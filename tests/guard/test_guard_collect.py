@@ -1,7 +1,5 @@
 """What an agent finds out about a worker that does not move. Real processes: asleep, frozen, deaf, changed, gone."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """The judge's rules one by one, each on the smallest evidence that tells it from its neighbours."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Laws of the judge, over thousands of small worlds in which the truth is known (judge_world.py)."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import cache
 from random import Random

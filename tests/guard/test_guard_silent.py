@@ -1,7 +1,5 @@
 """What goes wrong without any error: from made-up marks and findings of ranks to a notice, a diagnosis, or nothing."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """Before anybody is accused: does the run really stand still?"""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What a user reads of a stall: the page, the warning, the folder."""
 
-from __future__ import annotations
-
 import os
 import stat
 from pathlib import Path

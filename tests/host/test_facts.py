@@ -1,7 +1,5 @@
 """The facts are true, and fast to gather_facts."""
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil

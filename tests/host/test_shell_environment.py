@@ -1,7 +1,5 @@
 """What bash makes of modules, activate scripts and conda, with real shells and what they really source."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

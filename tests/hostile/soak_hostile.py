@@ -6,8 +6,6 @@ archive's contents are whoever unpacks it. Commands are typed by its finder. Not
 elsewhere; no answer may take 2 s or 200 MB, or be a traceback. Seeded; goes on where it was stopped.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

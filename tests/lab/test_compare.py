@@ -1,7 +1,5 @@
 """`paceline compare`: ratios, quartiles, which bits a strategy has, and the recommendation."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

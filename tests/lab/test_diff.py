@@ -1,7 +1,5 @@
 """`paceline diff` finds planted differences, and says so if there is none. tests/soak_diff.py has more."""
 
-from __future__ import annotations
-
 import random
 import sys
 from pathlib import Path

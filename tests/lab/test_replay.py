@@ -1,7 +1,5 @@
 """`paceline replay` finds planted faults and reproduces the bits of a step. tests/soak_replay.py has more."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Collection
 from pathlib import Path

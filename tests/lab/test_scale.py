@@ -1,7 +1,5 @@
 """`paceline scale`: runs are read, their loss is split by cause, and a step on more machines is estimated."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Mapping, Sequence

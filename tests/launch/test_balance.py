@@ -1,7 +1,5 @@
 """--balance in real runs: ranks compute different numbers of virtual ranks, and the bits stay the same."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Output of ranks and hosts: what a progress bar leaves in a log, and how lines of several hosts are shown."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re

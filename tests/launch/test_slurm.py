@@ -1,7 +1,5 @@
 """The batch script: its text, that no user's text can become anything but text in it, and what is refused."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

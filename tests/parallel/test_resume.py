@@ -1,7 +1,5 @@
 """A run goes on with every other strategy, and mesh, where one has stopped: with the numbers of one process."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """--balance: the numbers of virtual ranks follow the speeds, and only a lasting difference restarts the ranks."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Sequence

@@ -2,8 +2,6 @@
 hundreds of megabytes, and nothing is written where a link leads.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Whether a run went well: what it learned, restarts, what broke it, and the bottleneck that was injected."""
 
-from __future__ import annotations
-
 import html
 import re
 from pathlib import Path

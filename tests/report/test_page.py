@@ -1,7 +1,5 @@
 """The page of a run is whole, says what is missing, and nothing in a hostile run becomes markup or code in it."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import html.parser

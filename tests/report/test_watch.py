@@ -1,7 +1,5 @@
 """`paceline watch`: what it shows of runs that go on, are large, hostile, somebody else's, or over; and its keys."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os

@@ -1,7 +1,5 @@
 """All reads are bounded: size, depth, length of lines, number of entries."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

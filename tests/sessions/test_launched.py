@@ -1,7 +1,5 @@
 """A session with a folder of its own under `paceline launch`: from both folders a user finds what failed first."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

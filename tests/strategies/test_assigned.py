@@ -1,7 +1,5 @@
 """`p.data = ...` and `p.set_(...)` on a model in training: as in one process, or a UsageError."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

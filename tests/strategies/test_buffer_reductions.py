@@ -1,7 +1,5 @@
 """Buffers that count, add up or keep a maximum are merged to what one process without virtual ranks computes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar

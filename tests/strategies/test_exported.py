@@ -1,7 +1,5 @@
 """What is exported from a saved state is the model's state_dict at the end of a run that ends there, bit for bit."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """What a strategy refuses: sparse gradients, lazy modules, modules that reentrant checkpointing recomputes twice."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An own loop goes on after an error in a backward, on one rank or on all, as if that step had never been."""
 
-from __future__ import annotations
-
 import traceback
 from pathlib import Path
 

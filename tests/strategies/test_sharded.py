@@ -1,7 +1,5 @@
 """What zero and fsdp promise beside the conformance suite: little memory, and the whole wherever it is asked for."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Generator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 One host is made several by what each rank says of its own (`shared_memory.host_key`).
 """
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A training's state belongs to no strategy and no world size: any of them goes on where any other stopped."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from itertools import product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What `zero` and `fsdp` do for optimizers that need whole parameters, and which optimizers need them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models inside other modules, as peft wraps them, under fsdp: equal to bucketed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A dict batch is given to a model by name where its forward takes names of the dict's keys, and as it is elsewhere."""
 
-from __future__ import annotations
-
 from collections import UserDict
 from pathlib import Path
 from typing import Any

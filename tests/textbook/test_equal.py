@@ -1,7 +1,5 @@
 """The textbook computes the very bits of the product, and what is simple in it is right."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A small training with audits, as the ranks of `run_ranks`."""
 
-from __future__ import annotations
-
 import random
 import time
 from typing import Any

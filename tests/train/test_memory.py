@@ -1,7 +1,5 @@
 """`--micro-batch auto`: what fits is found under a real limit, changes no bit, is written down and kept on a resume."""
 
-from __future__ import annotations
-
 import json
 import re
 import tomllib

@@ -1,7 +1,5 @@
 """Metrics that are no means over samples: the same as those of one process, and of scikit-learn on the whole."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from pathlib import Path

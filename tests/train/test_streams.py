@@ -1,7 +1,5 @@
 """`paceline train` on a stream: torch's own result, the same bits on every number of ranks, stopped or not."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

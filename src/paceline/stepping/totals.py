@@ -129,6 +129,7 @@ class StepTotals:
         self.result = StepResult()
         self._losses: list[float | Tensor] = [0.0] * self._virtual_ranks
         self._weights: list[float | Tensor] = [0.0] * self._virtual_ranks
+        self._unsent: tuple[int, WeightedLoss] | None = None  # virtual rank and loss that `start` adds to `_losses`
         self._is_counted = False  # whether they are those of a round that is over
         self.divisor: float | None = None
         """the sum of all weights; None: not known yet"""
@@ -153,11 +154,19 @@ class StepTotals:
         return self.result
 
     def add_loss(
-        self, loss: Tensor, weighed: WeightedLoss, reduction: Reduction, micro_step: MicroStep, *, plain: bool
+        self,
+        loss: Tensor,
+        weighed: WeightedLoss,
+        reduction: Reduction,
+        micro_step: MicroStep,
+        *,
+        plain: bool,
+        is_last: bool = False,
     ) -> bool:
         """Add a loss and its weight to the totals. Backwards with a common divisor must have the same weight.
 
-        `plain`: each sample weighs 1, according to the form of the loss, which is the same on all ranks.
+        `plain`: each sample weighs 1, according to the form of the loss, which is the same on all ranks. `is_last`:
+        `start` is called next.
 
         Returns whether the loss is known to have no gradient: its factor is 0. A GPU is not asked, because the host
         would wait.
@@ -182,7 +191,11 @@ class StepTotals:
                 raise UsageError(code="wrong-virtual-ranks", virtual_rank=virtual_rank, rows=self._virtual_ranks)
             if not is_weightless:  # a mean over nothing is NaN
                 if self._on_device:
-                    self._losses[virtual_rank] = weighed.add_to(self._losses[virtual_rank])
+                    total = self._losses[virtual_rank]
+                    if is_last and isinstance(total, float) and self._world.size > 1:
+                        self._unsent = virtual_rank, weighed
+                    else:
+                        self._losses[virtual_rank] = weighed.add_to(total)
                 elif isinstance(factor, Tensor):
                     self._losses[virtual_rank] += float(weighed.value.detach() * factor)
                 else:  # the same bits
@@ -268,6 +281,10 @@ class StepTotals:
         for index, number in enumerate(numbers):
             if isinstance(number, Tensor):
                 slots[index] = number
+        if self._unsent is not None:
+            (virtual_rank, weighed), self._unsent = self._unsent, None
+            slot = slots[2 * virtual_rank]
+            self._losses[virtual_rank] = weighed.add_to(slot, out=slot)
         finish = exchange.start_sum(slots, TOTALS_NAME)
 
         def totals() -> DeferredTotals:

@@ -49,6 +49,8 @@ class Strategy:
 
     sharded = False
     """whether each rank holds only a shard of the gradients"""
+    hides_gradients = False
+    """whether the gradients are those of the optimizer's pieces only, and not .grad of the model's parameters"""
     in_lockstep = False
     """whether a forward is a collective. Then all ranks run the same number of forwards, some on dummy batches"""
     local_step_node: NodeTopology | None = None
@@ -182,7 +184,7 @@ class Strategy:
         if self.reducer is not None:
             self.reducer.reset()
         self.model.zero_grad(set_to_none=True)
-        self.drop_pieces(())
+        self.clear_pieces((), set_to_none=True)
 
     def clear_gradients(self, optimizer: Optimizer, *, set_to_none: bool) -> None:
         """Clear the gradients of the model, except of parameters that other optimizers train."""
@@ -191,14 +193,14 @@ class Strategy:
         }
         for parameter in self.model.parameters():
             if parameter.grad is not None and not (others and parameter in others):
-                if set_to_none:
+                if set_to_none or self.hides_gradients:
                     parameter.grad = None
                 else:
                     parameter.grad.detach_().zero_()
-        self.drop_pieces(others)
+        self.clear_pieces(others, set_to_none=set_to_none)
 
-    def drop_pieces(self, kept: Collection[nn.Parameter]) -> None:
-        """Drop the gradients of this rank's pieces of parameters, except those of the parameters `kept`."""
+    def clear_pieces(self, kept: Collection[nn.Parameter], *, set_to_none: bool) -> None:
+        """Clear the gradients of this rank's pieces of parameters, except those of the parameters `kept`."""
 
     def gradients(self) -> list[TensorShard]:
         """This rank's gradients of the global batch's mean, by parameter, without unused parameters."""

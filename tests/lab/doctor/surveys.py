@@ -1,7 +1,5 @@
 """A healthy set of three hosts as facts and a survey, for tests to spoil in one point."""
 
-from __future__ import annotations
-
 from itertools import permutations
 from typing import Any
 

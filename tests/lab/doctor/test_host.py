@@ -1,7 +1,5 @@
 """The program on a host answers its requests, refuses everything else, measures links, and ends with its stdin."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Each rule names what is wrong, on which host, and what to do; nothing is found on healthy hosts."""
 
-from __future__ import annotations
-
 from itertools import permutations
 from typing import Any
 

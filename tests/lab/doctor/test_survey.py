@@ -1,7 +1,5 @@
 """A host that is slow, noisy, dying or not there ends its session alone, in bounded time, with words that say why."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shlex

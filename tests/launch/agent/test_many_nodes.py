@@ -1,7 +1,5 @@
 """What a thousand nodes must not cost their head: in counts, on 100 nodes. `make bench-thousand` takes the times."""
 
-from __future__ import annotations
-
 import os
 import resource
 import select
