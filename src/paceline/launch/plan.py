@@ -25,7 +25,7 @@ from paceline.protocol.control import SECRET_NAME
 from paceline.protocol.job import Host, JobSpec, NodePlan, NodeRanks, node0_ports, plain_name
 from paceline.runs import writing
 from paceline.runs.folder import MAX_ATTEMPTS, attempt_number
-from paceline.runs.reading import list_names, read_bytes, read_json
+from paceline.runs.reading import list_names, read_file, read_json
 
 _JSON_VALUE = re.compile(rf'("[^"\s]*(?:{SECRET_NAME.pattern})[^"\s]*":\s*)"(?:[^"\\]|\\.)+"', re.IGNORECASE)
 _SHELL_VALUE = re.compile(rf"(?m)^(\s*(?:export\s+)?\w*(?:{SECRET_NAME.pattern})\w*=)\S.*$", re.IGNORECASE)
@@ -145,7 +145,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 def _file_entries(path: Path) -> Iterator[tuple[str, list[str]]]:
     try:
-        lines = read_bytes(path.resolve(), limit_bytes=MAX_HOSTFILE_BYTES).decode().splitlines()
+        lines = read_file(path.resolve(), limit_bytes=MAX_HOSTFILE_BYTES).decode().splitlines()
     except (OSError, ValueError) as error:
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else "it is not a text file"
         raise UsageError(code="hosts-unreadable", path=path, reason=reason) from error
