@@ -22,7 +22,7 @@ from msgspec.structs import asdict, replace
 from paceline.config.choices import LauncherName
 from paceline.errors import TrainingError, UsageError
 from paceline.protocol.control import SECRET_NAME
-from paceline.protocol.job import Host, JobSpec, NodePlan, NodeRanks, node0_ports, plain_name
+from paceline.protocol.job import Host, JobSpec, NodePlan, NodeRanks, host_name, node0_ports
 from paceline.runs import writing
 from paceline.runs.folder import MAX_ATTEMPTS, attempt_number
 from paceline.runs.reading import list_names, read_file, read_json
@@ -130,7 +130,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
         except ValueError as error:
             wrong.append(f"{place}: {error}")
             continue
-        key = (plain_name(host).lower(), host.port)
+        key = (host_name(host).lower(), host.port)
         if key in seen:
             wrong.append(f"{place}: {words[0]} is listed twice (see {seen[key]}). For more workers: slots=N or --nproc")
         seen.setdefault(key, place)

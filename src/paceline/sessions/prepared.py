@@ -120,7 +120,7 @@ class PreparedOptimizer:
         if self.groups:
             for name, value in self.groups.pop(0).items():
                 added_group[name] = restore_type(added_group.get(name), value)
-        self.part.note_groups()
+        self.part.on_groups_changed()
         self.part.load_pending_optimizer_state(self.optimizer, added_group["params"])
 
     def _step(self, closure: Any = None) -> Any:
@@ -247,9 +247,9 @@ class PreparedModel(ModelInTraining):
         prepared = PreparedOptimizer(self, optimizer, scheduler, len(self.gate.optimizer_ids))
         self.gate.optimizer_ids += (id(optimizer),)
         self.optimizers.append(prepared)
-        self.note_groups()
+        self.on_groups_changed()
 
-    def note_groups(self) -> None:
+    def on_groups_changed(self) -> None:
         """The groups of an optimizer have changed."""
         trained = [{id(p) for p in opt.parameters} for opt in self.optimizers]
         self._untrained = [p for p in self._parameters if not any(id(p) in own for own in trained)]
@@ -272,7 +272,7 @@ class PreparedModel(ModelInTraining):
         """Begin a step."""
         self._is_single_rank_step = self.replica.world.size == 1 and self.gate.phases.alone
         self._at_begin, self._summed = self.current_gradients() if self._waiting else None, None
-        self.replica.keep_buffers()
+        self.replica.save_buffers()
 
     def before_backward(self, wanted: bool, watched: bool) -> None:
         """Before a backward: its gradients are added to those that are put aside, or dropped if not `wanted`."""
@@ -327,9 +327,9 @@ class PreparedModel(ModelInTraining):
         self._put(self._carried)
         self._carried = None
 
-    def synchronise(self, divisor: float | Tensor, *, agreed: bool) -> bool | Deferred[bool] | None:
+    def sync_gradients(self, divisor: float | Tensor, *, agreed: bool) -> bool | Deferred[bool] | None:
         self.aside = None
-        result = super().synchronise(divisor, agreed=agreed)
+        result = super().sync_gradients(divisor, agreed=agreed)
         self._waiting = True
         if self._carried is not None:
             for parameter, carried in zip(self._parameters, self._carried, strict=True):
@@ -355,12 +355,12 @@ class PreparedModel(ModelInTraining):
         if not self._is_single_rank_step:
             self._note_left(self.current_gradients() if shown is None else shown)
 
-    def give_up(self) -> None:
+    def abort_step(self) -> None:
         """End the step early: restore gradients and buffers."""
         self.aside = self._carried = None
         self._put(self._at_begin)
         self._waiting = self._at_begin is not None
-        super().give_up()
+        super().abort_step()
 
     def state(self) -> list[TensorShard]:
         """All tensors of its state, under names with `prefix`."""
@@ -514,7 +514,7 @@ class PreparedModel(ModelInTraining):
 
     # checks
 
-    def note_added(self, module: nn.Module) -> None:
+    def on_parameters_added(self, module: nn.Module) -> None:
         """A module or parameter was added to `module`."""
         self.must_check = self.must_check or id(module) in self._modules
 

@@ -39,7 +39,7 @@ def each_optimizer(optimizer: Optimizer) -> Sequence[Optimizer]:
     return optimizer.optimizers if isinstance(optimizer, OptimizerSequence) else [optimizer]
 
 
-def trained_by_each(optimizer: Optimizer) -> list[list[nn.Parameter]]:
+def parameters_by_optimizer(optimizer: Optimizer) -> list[list[nn.Parameter]]:
     return [[p for group in one.param_groups for p in group["params"]] for one in each_optimizer(optimizer)]
 
 

@@ -40,7 +40,7 @@ from paceline.train.preemption import StopRequest
 from paceline.train.records import RunRecorder, StepTraces
 from paceline.train.step_record import StepRecord
 from paceline.train.streaming import Stream
-from paceline.train.weights import rescue, rescue_alone, save
+from paceline.train.weights import save, save_in_any_folder, save_weights_on_one_rank
 
 CheckpointValues = Callable[[], dict[str, Any]]
 """Returns the values that a checkpoint contains in addition to tensors, metrics and the definition."""
@@ -156,20 +156,20 @@ class TrainingProgress(RunRecorder):
         self._restore(origin)
         self._guard.page.set_step(self.step)
 
-    def after_step(self, votes: ControlFlags, numbers: CheckpointValues, *, save: bool, wait: bool) -> None:
+    def save_if_due(self, votes: ControlFlags, numbers: CheckpointValues, *, save: bool, wait: bool) -> None:
         """Compare, snapshot and save as due; with `wait`, return when the checkpoint is on disk (collective)."""
         if self._checkpoints is not None:
             if votes.save > 0:
                 self._saves_done, save = self._saves_seen, True
             content = partial(self._content, numbers)
-            self.throughput.exclude_pause(self._checkpoints.after_step(self.step, votes, content, save=save))
+            self.throughput.exclude_pause(self._checkpoints.save_if_due(self.step, votes, content, save=save))
             if wait:
                 self.throughput.exclude_pause(self._checkpoints.wait())
 
     def save_before_stop(self, numbers: CheckpointValues) -> None:
         """Save the state after the last step, unless this start has resumed from it (collective)."""
         if self.step > self.start:
-            self.after_step(ControlFlags(), numbers, save=True, wait=True)
+            self.save_if_due(ControlFlags(), numbers, save=True, wait=True)
 
     def _content(self, numbers: CheckpointValues) -> TrainerState:
         definition = self.place.definition if self.place else {}
@@ -196,7 +196,9 @@ class TrainingProgress(RunRecorder):
             self._checkpoints.save_after_error(error, self.step, partial(self._content, numbers))
         if stall_error is not None or not isinstance(error, OSError) or phase in USER_PHASES:
             return stall_error
-        where = rescue_alone(self._replicas[0], self.place.folder) if has_steps else "nothing was trained yet"
+        where = (
+            save_weights_on_one_rank(self._replicas[0], self.place.folder) if has_steps else "nothing was trained yet"
+        )
         return TrainingError(code="rank-failed", rank=self._world.rank, step=self.step, reason=str(error), where=where)
 
     def finish(
@@ -215,7 +217,7 @@ class TrainingProgress(RunRecorder):
         failure, is_first_rank = self._checkpoints.failed, self._world.rank == 0
         if stopped and failure:
             weights = self._replicas[0].weights()
-            failure += f"; {rescue(weights, self.place.folder)}" if is_first_rank else ""
+            failure += f"; {save_in_any_folder(weights, self.place.folder)}" if is_first_rank else ""
             raise report_on_one_rank(TrainingError(code="stopped-unsaved", step=self.step, reason=failure), self._world)
         fields: dict[str, Any] = {}
         if not stopped:

@@ -96,16 +96,16 @@ class TaskSteps:
                 losses = partial(weighted_losses, self._loss)
                 steps.run_pipeline(where, microbatches, lambda batch: call_model(replica.model, batch.inputs), losses)
             else:
-                for batch in steps.run_bodies(where, microbatches, one_each=self._one_each):
+                for batch in steps.run_micro_batches(where, microbatches, one_each=self._one_each):
                     self._compute(batch)
         except BaseException as error:
-            steps.give_up()
+            steps.abort_step()
             if is_out_of_memory(error):
                 traceback.clear_frames(error.__traceback__)  # they hold tensors
                 raise self._explain_out_of_memory(where, microbatches[0]) from error
             raise
         if not steps.is_skipped:
-            steps.begin_update()
+            steps.enter_optimizer_phase()
             replica.optimizer.step()
         return steps.end()
 

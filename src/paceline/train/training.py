@@ -174,7 +174,7 @@ class TaskTrainer:
         save = stops or (at_end and (config.checkpoint_epochs or (is_last and config.checkpoint_every is not None)))
         # wait for the checkpoint of an epoch, so that an error in the evaluation cannot lose it
         wait = at_end and not stops
-        self._progress.after_step(votes, partial(self._numbers, self._world), save=save, wait=wait)
+        self._progress.save_if_due(votes, partial(self._numbers, self._world), save=save, wait=wait)
         if (at_end or evaluator.is_due()) and not stops:
             evaluator.evaluate()
         if step == config.rehearse_preemption and self._world.rank == self._world.size - 1:
