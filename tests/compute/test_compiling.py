@@ -113,7 +113,7 @@ def test_ranks_and_attempts_share_a_private_cache(monkeypatch: pytest.MonkeyPatc
     assert inductor is not None and Path(inductor).parents[2] == tmp_path and triton == f"{inductor}/triton"
     assert Path(inductor).stat().st_mode & 0o777 == 0o700 and _caches(generation=1) == [inductor, triton]
     with monkeypatch.context() as other_processor:
-        other_processor.setattr(Path, "read_file", lambda _: b"flags: fewer\n\n")
+        other_processor.setattr(Path, "read_bytes", lambda _: b"flags: fewer\n\n")
         assert _caches()[0] not in (inductor, None)
     Path(inductor).chmod(0o777)  # torch unpickles what others could have written
     assert _caches() == [None, None]
