@@ -124,15 +124,15 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     hosts: list[Host] = []
     wrong: list[str] = []
     seen: dict[tuple[str, int | None], str] = {}
-    for place, words in _file_entries(path) if is_file else entries:
+    for place, entry in _file_entries(path) if is_file else entries:
         try:
-            host = _host(words)
+            host = _host(entry)
         except ValueError as error:
             wrong.append(f"{place}: {error}")
             continue
         key = (host_name(host).lower(), host.port)
         if key in seen:
-            wrong.append(f"{place}: {words[0]} is listed twice (see {seen[key]}). For more workers: slots=N or --nproc")
+            wrong.append(f"{place}: {entry[0]} is listed twice (see {seen[key]}). For more workers: slots=N or --nproc")
         seen.setdefault(key, place)
         hosts.append(host)
     if wrong:
@@ -150,13 +150,13 @@ def _file_entries(path: Path) -> Iterator[tuple[str, list[str]]]:
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else "it is not a text file"
         raise UsageError(code="hosts-unreadable", path=path, reason=reason) from error
     for number, line in enumerate(lines, start=1):
-        words = line.partition("#")[0].split()
-        if words:
-            yield f"line {number}", words
+        entry = line.partition("#")[0].split()
+        if entry:
+            yield f"line {number}", entry
 
 
-def _host(words: list[str]) -> Host:
-    address, *options = words
+def _host(entry: list[str]) -> Host:
+    address, *options = entry
     slots: int | None = None
     for option in options:
         name, _, value = option.partition("=")

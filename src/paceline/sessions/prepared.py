@@ -84,12 +84,11 @@ class PreparedOptimizer:
 
     def load_json_state(self, saved: Mapping[str, Any]) -> None:
         """Restore the result of `numbers`, and print the settings that the script has changed since."""
-        found = type(self.optimizer).__name__
-        if (of_checkpoint := saved.get("class", found)) != found:
-            raise UsageError(code="optimizer-class-differs", number=self.number + 1, saved=of_checkpoint, found=found)
-        found = type(self.scheduler).__name__
-        if (of_checkpoint := saved.get("scheduler_class", found)) != found:
-            raise UsageError(code="scheduler-class-differs", number=self.number + 1, saved=of_checkpoint, found=found)
+        for key, value in (("class", self.optimizer), ("scheduler_class", self.scheduler)):
+            name = type(value).__name__
+            if (of_checkpoint := saved.get(key, name)) != name:
+                code = "optimizer-class-differs" if key == "class" else "scheduler-class-differs"
+                raise UsageError(code=code, number=self.number + 1, saved=of_checkpoint, found=name)
         saved_settings, groups = saved["given"], from_json(saved["groups"])
         num_groups = len(self.optimizer.param_groups)
         self.groups = groups[num_groups:]
@@ -402,21 +401,21 @@ class PreparedModel(ModelInTraining):
         adapters = {"adapters": msgspec.to_builtins(self.adapters)} if self.adapters else {}
         return numbers | adapters | (self.scale.json_state() if self.scale else {})
 
-    def load_json_state(self, found: Mapping[str, Any], number: int = 0) -> None:
+    def load_json_state(self, state: Mapping[str, Any], number: int = 0) -> None:
         """Restore the result of `numbers` for one of its optimizers."""
         if self.scale is not None:
-            self.scale.load_json_state(found)
-        frozen = {*found.get("frozen", ())}
+            self.scale.load_json_state(state)
+        frozen = {*state.get("frozen", ())}
         for name, parameter in zip(self._names(), self._parameters, strict=True):
             if name in frozen:  # the script froze it in a part that does not run again
                 parameter.requires_grad_(False)
-        if self.adapters is not None and "adapters" in found and number == 0:
-            self.adapters, is_same = self.adapters.resumed(msgspec.convert(found["adapters"], Adapters))
+        if self.adapters is not None and "adapters" in state and number == 0:
+            self.adapters, is_same = self.adapters.resumed(msgspec.convert(state["adapters"], Adapters))
             if not is_same:
                 self.gate.notes.once(
                     "the base weights of the adapter differ from those of the saved run, which the checkpoint restores"
                 )
-        all_numbers = [found, *found.get("others", ())]
+        all_numbers = [state, *state.get("others", ())]
         self._num_saved_optimizers = len(all_numbers)
         if number >= len(all_numbers):
             raise UsageError(code="optimizer-too-many", saved=len(all_numbers))

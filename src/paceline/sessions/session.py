@@ -172,8 +172,8 @@ class Session:
             if self._observer is not None:
                 self._observer.models = self._state.models
             prepared, count = part.replica.optimizer, len(part.optimizers)
-        optimizers = [one.optimizer for one in part.optimizers[-count:]]
-        schedulers = [one.scheduler for one in part.optimizers[-count:]]
+        optimizers = [entry.optimizer for entry in part.optimizers[-count:]]
+        schedulers = [entry.scheduler for entry in part.optimizers[-count:]]
         if not isinstance(prepared, OptimizerSequence):
             (optimizers,), (schedulers,) = optimizers, schedulers
         result = (part.replica.module, optimizers)

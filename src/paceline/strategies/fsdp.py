@@ -93,10 +93,10 @@ class FSDP(Strategy):
         check_no_gradient_hooks(model, "fsdp")
         broadcast_module(model, group=world.group)
         optimizer = make_optimizer(model.parameters())
-        scopes = [find_update_scope(one, "strategy 'fsdp'") for one in each_optimizer(optimizer)]
+        scopes = [find_update_scope(opt, "strategy 'fsdp'") for opt in each_optimizer(optimizer)]
         check_optimizer_parameters(model, optimizer)
         names = {parameter: name for name, parameter in model.named_parameters()}
-        groups = [[[names[p] for p in g["params"]] for g in one.param_groups] for one in each_optimizer(optimizer)]
+        groups = [[[names[p] for p in g["params"]] for g in opt.param_groups] for opt in each_optimizer(optimizer)]
         self._blocks = shard_blocks(model, wrap, world, flag="fsdp_wrap", rounded=autocast_rounded_weights(model))
         for name, block in self._blocks.items():
             custom: Any = block  # the argument types are in a private module of torch
@@ -104,8 +104,8 @@ class FSDP(Strategy):
             custom.set_custom_reduce_scatter(_ReduceScatter(name))
         self._shards = shards = _LocalShards(model, world)
         self._updated: dict[str, LocalShard] = {}
-        for one, scope, members in zip(each_optimizer(optimizer), scopes, groups, strict=True):
-            self._updated |= shards.shard_optimizer(one, members, whole=scope == "parameter")
+        for opt, scope, members in zip(each_optimizer(optimizer), scopes, groups, strict=True):
+            self._updated |= shards.shard_optimizer(opt, members, whole=scope == "parameter")
         self._used, self._reduced_among = _UsedParameters(model, self._blocks, shards.unsharded), world
         parameters = dict(model.named_parameters())
         trained = [[parameters[name] for names in members for name in names] for members in groups]

@@ -40,8 +40,8 @@ def each_optimizer(optimizer: Optimizer) -> Sequence[Optimizer]:
 
 
 def parameters_by_optimizer(optimizer: Optimizer) -> list[list[nn.Parameter]]:
-    return [[p for group in one.param_groups for p in group["params"]] for one in each_optimizer(optimizer)]
+    return [[p for group in opt.param_groups for p in group["params"]] for opt in each_optimizer(optimizer)]
 
 
 def optimizer_names(optimizer: Optimizer) -> str:
-    return ", ".join(type(one).__name__ for one in each_optimizer(optimizer))
+    return ", ".join(type(opt).__name__ for opt in each_optimizer(optimizer))

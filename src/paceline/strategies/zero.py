@@ -43,14 +43,14 @@ class Zero(Strategy):
         check_no_sparse_gradients(model, "zero")
         broadcast_module(model)
         optimizer = make_optimizer(model.parameters())
-        scopes = [find_update_scope(one, "strategy 'zero'") for one in each_optimizer(optimizer)]
+        scopes = [find_update_scope(opt, "strategy 'zero'") for opt in each_optimizer(optimizer)]
         check_optimizer_parameters(model, optimizer)
         parameters, trained = trainable_parameters(model), parameters_by_optimizer(optimizer)
         kinds = {p: number for number, own in enumerate(trained) for p in own}
         self._shards = shards = ParameterShards(model, world.rank, world.size, kinds=kinds)
         self._updated: dict[str, LocalShard] = {}
-        for one, scope in zip(each_optimizer(optimizer), scopes, strict=True):
-            self._updated |= shards.shard_optimizer(one, whole=scope == "parameter")
+        for opt, scope in zip(each_optimizer(optimizer), scopes, strict=True):
+            self._updated |= shards.shard_optimizer(opt, whole=scope == "parameter")
         reducer = make_shard_reducer(shards, virtual_rank_partition(world, virtual_ranks or world.size))
         sizes, shares = [p.numel() for p in parameters], shards.ranges_by_rank(parameters)
         self._norm = ShardedNorm(sizes, shares, world.rank, world.device)

@@ -85,10 +85,10 @@ def _make_for_shards(
 ) -> Optimizer:
     optimizer = maker(parameters)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    for one, trained in zip(each_optimizer(optimizer), parameters_by_optimizer(optimizer), strict=True):
+    for opt, trained in zip(each_optimizer(optimizer), parameters_by_optimizer(optimizer), strict=True):
         sharded = next((names[p] for p in trained if names.get(p) in shards), None)
-        if sharded is not None and find_update_scope(one, "tensor parallelism") == "parameter":
-            raise UsageError(code="optimizer-needs-whole", kind=type(one).__name__, name=sharded)
+        if sharded is not None and find_update_scope(opt, "tensor parallelism") == "parameter":
+            raise UsageError(code="optimizer-needs-whole", kind=type(opt).__name__, name=sharded)
     return optimizer
 
 
