@@ -181,7 +181,7 @@ class TrainingLoop:
             for micro_batches in loader.training_batches(plan, run.share, position.loop_in_run, position.batch):
                 if run.world.size > 1:
                     self.checks.values_to_compare(loader)
-                for batch in step.run_bodies(position, micro_batches, one_each=one_each):
+                for batch in step.run_micro_batches(position, micro_batches, one_each=one_each):
                     proves = step.audits is not None and step.audits.is_proving and batch.work.is_repeated
                     numbers = counters(sys._getframe()) if proves else {}  # pyright: ignore[reportPrivateUsage]
                     try:
@@ -200,7 +200,7 @@ class TrainingLoop:
                     raise SystemExit(int(ExitCode.SAVED))
                 self._clock.start()
             if not self._at_end and position.batch:  # the end of the epoch was not known before
-                run.progress.after_step(
+                run.progress.save_if_due(
                     ControlFlags(), partial(self._checkpoint_values, run.world), save=True, wait=True
                 )
             self._next_loop()
@@ -246,7 +246,7 @@ class TrainingLoop:
         loader.split(search.accumulation)
         run.print(search.describe("micro_batch='auto'", "accumulation="))
 
-    def explained(self, error: BaseException | None) -> PacelineError | None:
+    def explain_error(self, error: BaseException | None) -> PacelineError | None:
         """An explanation of an error of the loop body."""
         micro_step, search = self.step.micro_step, self.search
         in_trial = search is not None and not search.is_found  # the generator of the loop may be closed already
@@ -285,7 +285,7 @@ class TrainingLoop:
         """The loop is left by break or return in a body. An error here is raised at the next call."""
         try:
             if self.step.is_untouched:
-                self.step.give_up()
+                self.step.abort_step()
             elif self.step.is_complete_after_body:
                 self.step.end_body()  # after its last backward the step is complete
                 self._end_step(loader, micro_batches, plan, was_left=True)
@@ -431,7 +431,7 @@ class TrainingLoop:
             if state.values:
                 json_copy(state.values, strict=True)
         if progress.is_open:
-            progress.after_step(
+            progress.save_if_due(
                 done.votes, partial(self._checkpoint_values, self._run.world), save=self._stopped or is_end, wait=is_end
             )
 
@@ -455,7 +455,7 @@ class TrainingLoop:
 
     # the end
 
-    def note_exit(self, code: Any) -> None:
+    def record_exit_code(self, code: Any) -> None:
         """Record a call of sys.exit(code), because the code is not available at the end of the process."""
         if self._iterators:
             self._exit = code, self._run.progress.step
@@ -503,7 +503,7 @@ class TrainingLoop:
         is_whole = not self.step.updating and self.is_open and not self._state.is_damaged
         with suppress(Exception):
             if is_whole and self.step.in_step:
-                self.step.give_up()
+                self.step.abort_step()
         with suppress(Exception):
             instead = progress.save_after_failure(error, self._checkpoint_values, is_state_consistent=is_whole)
             if isinstance(error, OSError) and instead is not None:
@@ -535,7 +535,7 @@ class EvaluationLoop:
             raise UsageError(code="evaluation-inside-step")
         in_body = step.micro_step is not None
         outside = step.stream.outside if in_body else None
-        restore = GeneratorStates().put_back if in_body else lambda: None
+        restore = GeneratorStates().restore if in_body else lambda: None
         self.is_running = True
         try:
             self._checks.fingerprint_data(loader)

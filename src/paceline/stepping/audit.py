@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from paceline.collectives.checksum import FACTOR, checksum
-from paceline.collectives.communicator import communicator
+from paceline.collectives.communicator import get_communicator
 from paceline.collectives.control import all_gather_object, raise_on_all_ranks, report_on_one_rank
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan, MicroBatchPlan
@@ -160,5 +160,5 @@ class Audits:
         self._digests, first = [self._zero, self._zero], 4 * self._world.rank
         numbers = [0.0] * (4 * self._world.size)
         numbers[first : first + 4] = map(float, halves)
-        gathered = iter(communicator(self._world.group).start_float_sum(numbers, "digests of an audit")())
+        gathered = iter(get_communicator(self._world.group).start_float_sum(numbers, "digests of an audit")())
         return [((a, b), (c, d)) for a, b, c, d in zip(gathered, gathered, gathered, gathered, strict=True)]

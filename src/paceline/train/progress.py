@@ -40,7 +40,7 @@ from paceline.train.preemption import StopRequest
 from paceline.train.records import RunRecorder, StepTraces
 from paceline.train.step_record import StepRecord
 from paceline.train.streaming import Stream
-from paceline.train.weights import rescue, rescue_alone, save
+from paceline.train.weights import save, save_in_any_folder, save_weights_on_one_rank
 
 CheckpointValues = Callable[[], dict[str, Any]]
 """Returns the values that a checkpoint contains in addition to tensors, metrics and the definition."""
@@ -159,10 +159,10 @@ class TrainingProgress(RunRecorder):
         self._guard.page.set_step(self.step)
 
     def is_due(self, step: int) -> bool:
-        """Whether `after_step` looks at the state after `step`, without any vote."""
+        """Whether `save_if_due` looks at the state after `step`, without any vote."""
         return self._checkpoints is not None and self._checkpoints.is_due(step)
 
-    def after_step(self, votes: ControlFlags, numbers: CheckpointValues, *, save: bool, wait: bool) -> None:
+    def save_if_due(self, votes: ControlFlags, numbers: CheckpointValues, *, save: bool, wait: bool) -> None:
         """Compare, snapshot and save as due; with `wait`, return when the checkpoint is on disk (collective)."""
         if self._checkpoints is not None:
             if votes.save > 0:
@@ -175,7 +175,7 @@ class TrainingProgress(RunRecorder):
     def save_before_stop(self, numbers: CheckpointValues) -> None:
         """Save the state after the last step, unless this start has resumed from it (collective)."""
         if self.step > self.start:
-            self.after_step(ControlFlags(), numbers, save=True, wait=True)
+            self.save_if_due(ControlFlags(), numbers, save=True, wait=True)
 
     def _content(self, numbers: CheckpointValues) -> TrainerState:
         definition = self.place.definition if self.place else {}
@@ -202,7 +202,9 @@ class TrainingProgress(RunRecorder):
             self._checkpoints.save_after_error(error, self.step, partial(self._content, numbers))
         if stall_error is not None or not isinstance(error, OSError) or phase in USER_PHASES:
             return stall_error
-        where = rescue_alone(self._replicas[0], self.place.folder) if has_steps else "nothing was trained yet"
+        where = (
+            save_weights_on_one_rank(self._replicas[0], self.place.folder) if has_steps else "nothing was trained yet"
+        )
         return TrainingError(code="rank-failed", rank=self._world.rank, step=self.step, reason=str(error), where=where)
 
     def finish(
@@ -221,7 +223,7 @@ class TrainingProgress(RunRecorder):
         failure, is_first_rank = self._checkpoints.failed, self._world.rank == 0
         if stopped and failure:
             weights = self._replicas[0].weights()
-            failure += f"; {rescue(weights, self.place.folder)}" if is_first_rank else ""
+            failure += f"; {save_in_any_folder(weights, self.place.folder)}" if is_first_rank else ""
             raise report_on_one_rank(TrainingError(code="stopped-unsaved", step=self.step, reason=failure), self._world)
         fields: dict[str, Any] = {}
         if not stopped:

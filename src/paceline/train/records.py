@@ -28,7 +28,7 @@ from paceline.strategies.base import Strategy
 from paceline.train.step_record import PhaseStart, StepRecord
 
 if TYPE_CHECKING:
-    from paceline.host.machine_log import MachineLog
+    from paceline.host.machine_log import NodeLog
 
 NUM_LAST_TRACED_STEPS = 8  # the last steps of a run are always traced
 MAX_LISTED_PARAMETERS = 4096
@@ -42,7 +42,7 @@ class RunRecorder:
         self.place, self.show, self._world = place, show, world
         self._writer: EventWriter | None = None
         self._tracking = TrackerQueue([], Path(), {}, self.say)
-        self._machine: MachineLog | None = None
+        self._machine: NodeLog | None = None
 
     def begin(self, place: RunLocation, report_to: str | None) -> EventWriter:
         self._writer = EventWriter(place.folder / f"events-{self._world.rank}.jsonl")
@@ -60,10 +60,10 @@ class RunRecorder:
         node = int(os.environ.get("GROUP_RANK", world.rank // world.local_size))  # torchrun's
         processes: list[tuple[int, int, int]] = all_gather_object((node, world.rank, os.getpid()), world)
         if world.local_rank == 0:
-            from paceline.host.machine_log import MachineLog  # most runs have an agent
+            from paceline.host.machine_log import NodeLog  # most runs have an agent
 
             pids = {rank: pid for rank_node, rank, pid in processes if rank_node == node}
-            self._machine = MachineLog(self.place.folder, node, pids)
+            self._machine = NodeLog(self.place.folder, node, pids)
 
     def write(self, event: events.Event) -> None:
         """Write an event. Raise OSError if the file cannot be written, e.g. because the disk is full."""
