@@ -36,7 +36,7 @@ RUNNING = RunState(
 
 def step(number: int, sync: float = 0.1, forward: float = 0.1) -> Step:
     phases = {"forward": forward, "sync": sync}
-    return Step(number, 0, 1 / number, 64, 0.1, 0.2, 0.0, 1e9 + number, phase_seconds=phases)
+    return Step(number, 0, 1 / number, 64, 0.1, 0.2, 0.0, 1e9 + number, phase_seconds=phases, share=(8, 12))
 
 
 def write_events(folder: Path, rank: int, steps: int, forward: float = 0.1) -> None:
@@ -49,7 +49,7 @@ def write_events(folder: Path, rank: int, steps: int, forward: float = 0.1) -> N
 def live_rank(rank: int, steps: int, forward: float) -> WorkerSample:
     spent = [0.0] * len(Phase)
     spent[Phase.FORWARD], spent[Phase.SYNC] = steps * forward, steps * (0.5 - forward)
-    return WorkerSample(rank, "n1", 1, step=steps, phase=Phase.SYNC, phase_seconds=tuple(spent))
+    return WorkerSample(rank, "n1", 1, step=steps, phase=Phase.SYNC, phase_seconds=tuple(spent), own_virtual_ranks=3)
 
 
 def say_live(attempt: Path, steps: int) -> None:
@@ -77,7 +77,7 @@ def test_the_agents_word_counts_while_it_is_new_and_the_slow_rank_is_named(run: 
     assert [one.is_slowest for one in now.ranks] == [False, True, False]
     assert "rank 1 (n1) is slow" in now.slow_rank_message
     assert [round(one.waiting_fraction or 0, 2) for one in now.ranks] == [0.8, 0.2, 0.8]
-    assert now.ranks[1].work_seconds[-1] == pytest.approx(0.4)
+    assert now.ranks[1].work_seconds[-1] == pytest.approx(0.4) and now.ranks[1].virtual_ranks == 3
     assert (attempt / WATCHED_FILE).exists()
 
 
@@ -87,9 +87,9 @@ def test_without_an_agents_word_the_ranks_own_records_do_and_others_folders_are_
     reader = LiveReader(run, may_ask=False)
     now = reader.read(run / "attempt-1")
     assert not now.is_reported_by_agent
-    assert [(one.rank, one.step, one.host, one.is_slowest) for one in now.ranks] == [
-        (0, 9, "n1", False),
-        (1, 9, "n1", True),
+    assert [(one.rank, one.step, one.host, one.is_slowest, one.virtual_ranks) for one in now.ranks] == [
+        (0, 9, "n1", False, 4),
+        (1, 9, "n1", True, 4),
     ]
     assert (now.step, now.samples_per_second, len(now.losses)) == (9, 64.0, 9)
     assert [*(run / "attempt-1").iterdir()] == []
@@ -149,6 +149,7 @@ def many(count: int, tick: int = 0) -> RunSnapshot:
             RankUtilization(1.0, n << 20),
             None,
             n == 150,
+            1 + n % 9,
         )
         for n in range(count)
     )
@@ -200,6 +201,7 @@ def test_200_ranks_with_hostile_names_stay_readable_and_inert(width: int) -> Non
         assert table.row_count == 200
         assert table.get_row_at(0)[1].plain == "[red]n1[/red]…"  # as it is written, and cut
         assert table.virtual_size.width <= width
+        assert [str(column.label) for column in table.columns.values()].count("virtual") == (width >= 90)
         await pilot.press("s")  # the slowest first
         assert table.get_row_at(0)[0].plain.strip() == "199"
         await pilot.press("enter")

@@ -42,6 +42,7 @@ class RankSnapshot:
     resource_use: RankUtilization | None = None
     gpu: GpuUtilization | None = None
     is_slowest: bool = False
+    virtual_ranks: int = 0  # the number that it computes; 0: unknown
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,7 @@ class RankHistory:
             phase="" if ended else rank.phase.word,
             end_description=ended,
             step=rank.step,
+            virtual_ranks=rank.own_virtual_ranks,
             no_progress_seconds=rank.still_seconds,
         )
 
@@ -122,7 +124,8 @@ class RankHistory:
         before = self._reads[-1][1] if self._reads else (0.0,) * len(Phase)
         total = tuple(b + seconds.get(phase.word, 0.0) for b, phase in zip(before, Phase, strict=True))
         self._reads.append((step.step, total, False))
-        self._now = replace(self._now, step=step.step)
+        first, stop = step.share or (0, 0)
+        self._now = replace(self._now, step=step.step, virtual_ranks=stop - first)
 
     def mean_phase_seconds(self) -> tuple[float, ...] | None:
         """The mean seconds of recent steps in each phase; None: unknown."""

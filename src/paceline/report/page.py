@@ -167,12 +167,14 @@ def _result_values(run: RunData) -> dict[str, Any]:
     step = first.steps.step[rows[-1]] if first and rows else summary.steps
     an_epoch = newest.steps_per_epoch if newest else 0
     planned = run.settings.get("steps") or (run.settings.get("epochs") or 0) * an_epoch
+    shares = [stop - first for log in run.newest_rank_logs() for first, stop in [log.virtual_ranks or (0, 0)]]
     hosts, rate = len({*run.hosts.values()}), summary.samples_per_second
     flops, good = summary.flops_per_sample, summary.goodput or goodput(run.folder)
     seconds = sum(outcome.wall_seconds_by_use(run).values()) or summary.seconds
     values: dict[str, Any] = {
         "task": str(run.settings.get("task") or summary.task).rpartition("/")[2],
         "ranks": f"{run.world_size}{f' on {hosts} hosts' if hosts > 1 else ''}" if run.world_size else None,
+        "virtual ranks of each rank": ", ".join(map(str, shares)) if max(shares, default=0) > 1 else None,
         "device": newest.device if newest else None, "strategy": run.strategy,
         "steps": f"{step:,}{f' of {planned:,}' if planned and planned != step else ''}" if step else None,
         "epochs": f"{step / an_epoch:.3g}" if step and an_epoch else None,

@@ -219,6 +219,8 @@ def _is_used(name: str, now: RunSnapshot) -> bool:
         return any(rank.no_progress_seconds >= 1 for rank in now.ranks) or not any(
             rank.work_seconds for rank in now.ranks
         )
+    if name == "virtual":
+        return any(rank.virtual_ranks > 1 for rank in now.ranks)
     if name in ("work", "history"):
         return any(rank.work_seconds for rank in now.ranks)
     return True

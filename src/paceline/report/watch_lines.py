@@ -128,6 +128,12 @@ COLUMNS = (
     Column("host", lambda rank: Text(shorten(rank.host, 14))),
     Column("phase", _phase),
     Column("step", lambda rank: Text(f"{rank.step:,}" if rank.step else ""), is_right_aligned=True),
+    Column(
+        "virtual",
+        lambda rank: Text(f"{rank.virtual_ranks or ''}"),
+        is_right_aligned=True,
+        min_terminal_width=90,
+    ),
     Column("work", _work, is_right_aligned=True),
     Column("history", lambda rank: Text(sparkline(rank.work_seconds, 12), "yellow" if rank.is_slowest else "cyan")),
     Column("waits", _waiting_cell, is_right_aligned=True),

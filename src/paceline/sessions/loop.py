@@ -536,7 +536,7 @@ class EvaluationLoop:
             raise UsageError(code="evaluation-inside-step")
         in_body = step.micro_step is not None
         outside = step.stream.outside if in_body else None
-        restore = GeneratorStates().put_back if in_body else lambda: None
+        restore = GeneratorStates().restore if in_body else lambda: None
         self.is_running = True
         try:
             self._checks.fingerprint_data(loader)

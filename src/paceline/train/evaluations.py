@@ -99,8 +99,9 @@ class Evaluator:
             "ended_early": self.ended_early or None,
         }  # fmt: skip
 
-    def is_due(self) -> bool:
-        every, step = self._run.eval_every, self._progress.step
+    def is_due(self, step: int | None = None) -> bool:
+        """Whether an evaluation is due after `step`. Default: the last step."""
+        every, step = self._run.eval_every, self._progress.step if step is None else step
         return self._data_progress.is_epoch_end(step) or (every is not None and step % every == 0)
 
     def call_on_step(self, record: StepRecord) -> None:

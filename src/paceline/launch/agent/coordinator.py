@@ -4,6 +4,7 @@ A restart may help after an external cause, such as a killed process, a lack of 
 error of the program the run ends, since the error would happen again.
 """
 
+import math
 import os
 import signal
 import subprocess
@@ -28,7 +29,7 @@ from paceline.launch.agent.cluster import Generation, RemoteNode, RemoteNodes
 from paceline.launch.agent.joining import JoinQueue, gather_nodes, use_reachable_address
 from paceline.launch.agent.monitor import LiveStatus, Monitor, StopReport
 from paceline.launch.agent.workers import InheritedResources
-from paceline.protocol.balance import AUTO, SpeedMeter, assign_virtual_ranks, parse_balance
+from paceline.protocol.balance import AUTO, SAMPLE_SECONDS, SpeedMeter, assign_virtual_ranks, parse_balance
 from paceline.protocol.control import AGENT_MARK, LIFELINE_GRACE_SECONDS, REMOTE_GRACE_SECONDS, StopOrders
 from paceline.protocol.evidence import LOADER_KILLED, SUCCESS_EXIT_CODES, Diagnosis, Evidence, StopKind, WorkerSample
 from paceline.protocol.job import EVENT_SECONDS, NodePlan
@@ -249,6 +250,7 @@ class Coordinator:
         self._events = EventCommand(plan)
         self._queue, self._began_seconds = JoinQueue(plan, self.cluster), 0.0
         self._meter = SpeedMeter()  # for --balance auto
+        self._max_look_seconds = SAMPLE_SECONDS if plan.balance == AUTO else math.inf
         self._is_balance_checked = not plan.balance
         self._regrouped = False  # whether the last generation saved its state and ended for the present one
         self._entered: Sequence[RemoteNode] = ()  # nodes that joined with the present generation
@@ -363,7 +365,8 @@ class Coordinator:
                 if self._queue.is_regroup_wanted:
                     generation.regroup()
                 self._balance(generation, ranks)
-            self.cluster.wait(monitor.look_seconds if due is None else POLL_FAILING_SECONDS)
+            look_seconds = min(monitor.look_seconds, self._max_look_seconds)
+            self.cluster.wait(look_seconds if due is None else POLL_FAILING_SECONDS)
             self.cluster.note_signals(ranks)
             if self.cluster.is_stop_ordered:
                 return self._obey(generation)
