@@ -243,7 +243,7 @@ class Strategy:
         return is_single_device and self.buffers.can_restore_on_device() and all(map(skips_on_device, self.optimizers))
 
     def step_unless(self, bad: Tensor) -> None:
-        """Update, or restore what `keep_buffers` has saved if `bad` is 1. It is () float32 on the device, 1 or 0."""
+        """Update, or restore what `save_buffers` has saved if `bad` is 1. It is () float32 on the device, 1 or 0."""
         for optimizer in self.optimizers:
             vars(optimizer)["found_inf"] = bad  # torch's fused kernels skip the step if it is exactly 1
         try:

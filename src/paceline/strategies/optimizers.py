@@ -41,7 +41,7 @@ def each_optimizer(optimizer: Optimizer) -> Sequence[Optimizer]:
 
 
 def parameters_by_optimizer(optimizer: Optimizer) -> list[list[nn.Parameter]]:
-    return [[p for group in opt.param_groups for p in group["params"]] for opt in each_optimizer(optimizer)]
+    return [[p for group in one.param_groups for p in group["params"]] for one in each_optimizer(optimizer)]
 
 
 def optimizer_names(optimizer: Optimizer) -> str:

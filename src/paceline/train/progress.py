@@ -202,9 +202,7 @@ class TrainingProgress(RunRecorder):
             self._checkpoints.save_after_error(error, self.step, partial(self._content, numbers))
         if stall_error is not None or not isinstance(error, OSError) or phase in USER_PHASES:
             return stall_error
-        where = (
-            save_weights_on_one_rank(self._replicas[0], self.place.folder) if has_steps else "nothing was trained yet"
-        )
+        where = save_weights_on_one_rank(self._replicas[0], self.place.folder) if has_steps else "nothing was trained"
         return TrainingError(code="rank-failed", rank=self._world.rank, step=self.step, reason=str(error), where=where)
 
     def finish(
