@@ -1,7 +1,5 @@
 """Audits in real runs: a run stops or continues without the rank that computes wrongly, with the right result."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from subprocess import CompletedProcess
 from types import SimpleNamespace

@@ -14,8 +14,6 @@ both: nothing is to be said). `line`: one or several that are right; none (null)
 already, by FILE.json, is left out. The exit code is 1 if something is missed or said falsely, 2 for a set that is none.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import subprocess
@@ -33,8 +31,6 @@ RUNS = {"fault": (False,), "pitfall": (True,), "clean": (False, True)}  # with -
 
 
 class Planted(msgspec.Struct, frozen=True):
-    """One script of a set."""
-
     file: str
     kind: Literal["fault", "pitfall", "clean"]
     nproc: Annotated[int, msgspec.Meta(ge=1)]
@@ -112,7 +108,6 @@ def said_of(one: Planted, script: Path, *, check: bool, folder: Path) -> Said:
 
 
 def markdown(name: str, said: list[Said]) -> str:
-    """How many were found, and a table."""
     lines = [f"# {name}", "", "| | found | right line, where one was named |", "|---|---|---|"]
     for kind in ("fault", "pitfall"):
         those = [one for one in said if one.kind == kind]
@@ -135,7 +130,6 @@ def markdown(name: str, said: list[Said]) -> str:
 
 
 def main() -> int:
-    """Try all, or those whose names begin so."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="only scripts whose names begin so")
     parser.add_argument("--set", type=Path, default=HERE, metavar="FOLDER", help="by default this folder")

@@ -6,8 +6,6 @@ The two share model, data, sampler, loss and optimizers, but not the loop. tests
 and compares; this file imports nothing from tests, so that any launcher can run it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

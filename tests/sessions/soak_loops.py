@@ -18,8 +18,6 @@ are counted by themselves. Each part writes what it has done beside --out, by co
 case fails, or more than 15 % of the right loops are rejected.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random
@@ -291,7 +289,6 @@ def _rejected(case: Case, folder: Path, attempt: int) -> tuple[str, str]:
 
 
 def _differences(case: Case, folder: Path) -> Any:
-    """What is not as in the plain loop, in words."""
     ours = _merged(folder)
     orders: dict[tuple[int, ...], list[list[int]]] = {}
     for where, indices in ours.steps:

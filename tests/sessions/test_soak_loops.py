@@ -1,7 +1,5 @@
 """A seeded sample of `make soak-loops`: each loop equals the plain one, or is rejected in time."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

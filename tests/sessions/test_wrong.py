@@ -1,7 +1,5 @@
 """Whatever users write into a loop is right, or refused in words: never silently wrong."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 python wrong.py FILE       writes the code and the text of each error, as JSON
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys

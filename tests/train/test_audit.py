@@ -1,7 +1,5 @@
 """Audits: a second rank repeats a micro-batch. Wrong numbers are found and named, and healthy ranks never are."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

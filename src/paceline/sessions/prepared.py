@@ -79,13 +79,17 @@ class PreparedOptimizer:
         state = self.optimizer.state_dict() if self._extra else {}
         extra = {key: as_json(state[key], "optimizer") for key in self._extra}
         settings = optimizer_json_state(self.optimizer, self.scheduler)
-        return {**settings, "class": type(self.optimizer).__name__, "given": self._given, "extra": extra}
+        classes = {"class": type(self.optimizer).__name__, "scheduler_class": type(self.scheduler).__name__}
+        return {**settings, **classes, "given": self._given, "extra": extra}
 
     def load_json_state(self, saved: Mapping[str, Any]) -> None:
         """Restore the result of `numbers`, and print the settings that the script has changed since."""
         found = type(self.optimizer).__name__
         if (of_checkpoint := saved.get("class", found)) != found:
             raise UsageError(code="optimizer-class-differs", number=self.number + 1, saved=of_checkpoint, found=found)
+        found = type(self.scheduler).__name__
+        if (of_checkpoint := saved.get("scheduler_class", found)) != found:
+            raise UsageError(code="scheduler-class-differs", number=self.number + 1, saved=of_checkpoint, found=found)
         saved_settings, groups = saved["given"], from_json(saved["groups"])
         num_groups = len(self.optimizer.param_groups)
         self.groups = groups[num_groups:]
