@@ -184,6 +184,7 @@ class TrainingLoop:
             for micro_batches in loader.training_batches(plan, run.share, position.loop_in_run, position.batch):
                 if run.world.size > 1:
                     self.checks.values_to_compare(loader)
+                run.progress.micro_batches = micro_batches
                 numbers, proves = list[dict[str, float]](), False
                 for batch in step.run_bodies(position, micro_batches, one_each=one_each):
                     if step.audits is not None and step.audits.is_proving:
