@@ -13,7 +13,6 @@ import torch
 from paceline.collectives.control import all_gather_object, check_equal, raise_on_all_ranks, report_on_one_rank
 from paceline.compute.flops import can_count
 from paceline.compute.memory import is_out_of_memory
-from paceline.compute.phase_events import phase_events
 from paceline.config.choices import current_name
 from paceline.config.definition import EXACT_ONLY_SETTINGS, check_same_definition
 from paceline.data.fingerprint import UNSTABLE_DATASET_TEXT
@@ -40,7 +39,7 @@ from paceline.stepping.totals import ControlFlags
 from paceline.stepping.trained_model import make_loss_scale
 from paceline.train.determinism import hardware_facts
 from paceline.train.memory import MicroBatchSearch, explain_out_of_memory
-from paceline.train.step_record import PhaseClock, StepRecord
+from paceline.train.step_record import PhaseClock, StepRecord, phase_events
 from paceline.train.wording import audit_line, batch_line, report_hint
 
 TRACK_EVERY = 50  # steps between two reports of the loss
