@@ -66,7 +66,7 @@ class TaskTrainer:
         if (every := self._config.guard.audit_every) is not None and self._world.size > 1:
             save = partial(self._progress.save_before_stop, partial(self._numbers, self._world))
             on_audit = self._config.guard.on_audit
-            self._audits = Audits(every, self._world, parts.plan.virtual_ranks, on_audit, save)
+            self._audits = Audits(every, self._world, parts.plan.virtual_ranks, on_audit, save, self._display.say)
             self._audits.use(self._data.load_again, parts.plan)
 
     def run(self) -> ExitCode:
