@@ -155,7 +155,7 @@ def waits(rank: int, size: int, late: bool) -> dict[str, int]:
     data = ArrayDataset(torch.randn(2 * 104, 1, 8, 8), torch.randint(0, 10, (2 * 104,)))
     make = partial(torch.optim.AdamW, fused=True)
     replica = STRATEGIES["single"](model(0.1).to(world.device), make, world)
-    batches = load_steps(data, BatchPlan(len(data), 2), range(1), Loading(world.device), start=0, stop=104)
+    batches = load_steps(data, BatchPlan(len(data), 2), range(1), LoadingOptions(world.device), start=0, stop=104)
     loss = partial(F.cross_entropy, reduction="none")
     records = fit(
         replica, batches, loss, Schedule(1e-2, 104), max_norm=1.0, may_be_late=(lambda step: True) if late else None
