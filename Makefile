@@ -107,7 +107,7 @@ soak-fuzz: $(STAMP)  ## damage checkpoints at random places; see that none is ev
 	PYTHONPATH=. $(BIN)/python tests/checkpoint/soak_fuzz.py --count 200 --out benchmarks/results/checkpoint-fuzz.json
 
 soak-launch: $(STAMP)  ## runs on real sshd and Slurm hosts that are killed, disconnected and preempted (root; about an hour)
-	for part in digests scripts kills lost slurm ports head; do \
+	for part in digests scripts kills slurm ports head; do \
 		PYTHONPATH=. $(BIN)/python tests/cluster/soak_launch.py --part $$part \
 			--out benchmarks/results/launch-$$part.json || exit 1; \
 	done

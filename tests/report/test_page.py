@@ -14,7 +14,7 @@ from tests.report.folders import make_run
 from paceline.cli import report
 from paceline.errors import UsageError
 from paceline.report.figures import make_drawings
-from paceline.report.page import report_page, results_table
+from paceline.report.page import render_html, results_table
 from paceline.report.run import read_run
 from paceline.runs.events import Samples
 from paceline.runs.writers import EventWriter
@@ -50,7 +50,7 @@ class Elements(html.parser.HTMLParser):
 
 def made(*folders: Path) -> tuple[str, Elements]:
     runs = [read_run(folder) for folder in folders]
-    text = report_page(runs, "paceline report", make_drawings(runs[0]) if len(runs) == 1 else ())
+    text = render_html(runs, "paceline report", make_drawings(runs[0]) if len(runs) == 1 else ())
     return text, Elements(text)
 
 

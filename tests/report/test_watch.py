@@ -17,12 +17,12 @@ from textual.widgets import Static
 
 from paceline.cli import live as command
 from paceline.cli import main
-from paceline.cli.run_state import NO_ACCESS, Access
+from paceline.cli.run_state import NO_ACCESS, RunAccess
 from paceline.protocol.evidence import LIVE, WATCHED_FILE, LiveState, Phase, WorkerSample
 from paceline.report.live import FileTail, LiveReader, RankSnapshot, RunSnapshot
 from paceline.report.watch_app import KeyActions, RankScreen, RankTable, WatchApp
 from paceline.report.watch_lines import summary_line
-from paceline.runs.console import format_duration, format_size, one_line, sparkline
+from paceline.runs.console import format_duration, format_size, shorten, sparkline
 from paceline.runs.events import Started, Step
 from paceline.runs.machine import GpuUse, MachineUse, RankUse, file_name
 from paceline.runs.summary import RunState
@@ -274,7 +274,7 @@ def test_words_and_curves() -> None:
     assert [format_duration(s) for s in (0.0031, 2, 245, 12_000, 190_800, -1, float("nan"))] == [
         "3 ms", "2.0 s", "4:05", "3:20:00", "2 d 5 h", "?", "?",
     ]  # fmt: skip
-    assert len(one_line("a\nb" * 1_000_000, 10)) == 10
+    assert len(shorten("a\nb" * 1_000_000, 10)) == 10
     still = RankSnapshot(0, no_progress_seconds=60.0)
     rendered(summary_line(RunSnapshot((still,)), RUNNING))
 
@@ -298,7 +298,7 @@ def training(tmp_path: Path, small_mnist: Path) -> Iterator[Path]:
 def test_a_real_run_is_seen_live_saves_when_asked_shows_its_stack_and_stops(training: Path) -> None:
     while not (training / "events-1.jsonl").exists():
         time.sleep(0.05)
-    watched = command._Run(training, Access(("ssh",), may_query_slurm=False))
+    watched = command._Run(training, RunAccess(("ssh",), may_query_slurm=False))
     told = KeyActions(watched.read_view, watched.stack, watched.log, watched.save, watched.stop)
 
     async def until(pilot: Any, condition: Callable[[], object]) -> None:

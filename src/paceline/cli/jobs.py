@@ -21,7 +21,7 @@ from paceline.launch.by_hand import format_commands, plan_by_hand
 from paceline.launch.plan import (
     Plan,
     SubmitRecord,
-    describe,
+    format_plan,
     next_submit_dir,
     parse_hosts,
     plan_local,
@@ -153,7 +153,7 @@ def dry_run_job(job: JobSpec, asked: Path | None, name: str) -> JobSpec:
 
 def show_plan(cluster: ClusterConfig, job: JobSpec) -> int:
     plan = LAUNCHERS[cluster.on](job)
-    print(format_commands(plan) if cluster.on == "print" else describe(plan), end="")
+    print(format_commands(plan) if cluster.on == "print" else format_plan(plan), end="")
     return ExitCode.DONE
 
 
@@ -220,7 +220,7 @@ def _start_slurm(cluster: ClusterConfig, job: JobSpec) -> int:
         return ExitCode.DONE
     show_text = partial(print, end="", flush=True)
     output = submit_dir / f"slurm-{job_id}.out"
-    return queue.follow(job_id, output, print_to_stderr, show_text, cancel_on_interrupt=cluster.cancel_on_interrupt)
+    return queue.follow_job(job_id, output, print_to_stderr, show_text, cancel_on_interrupt=cluster.cancel_on_interrupt)
 
 
 def _record(cluster: ClusterConfig, job: JobSpec, slurm_job: str = "") -> None:

@@ -22,7 +22,7 @@ from paceline.cli.options import build_settings, check_gpus, nproc_auto, resolve
 from paceline.config import settings as configuration
 from paceline.config import strategies
 from paceline.config.choices import torch_unsupported_reason, untested_torch_notice
-from paceline.config.definition import allowed_changes, check_same, settings
+from paceline.config.definition import allowed_changes, check_same_definition, definition_settings
 from paceline.config.mesh import mesh_of
 from paceline.config.settings import ClusterConfig, TrainConfig, check_values, default_strategy, resolve_batch_sizes
 from paceline.errors import ExitCode, UsageError, format_option
@@ -212,9 +212,9 @@ def _check_checkpoints(config: TrainConfig, nproc: int) -> None:
     for _, path in checkpoints.entries():  # use the newest one with a readable manifest; the workers check its bytes
         with suppress(DamagedCheckpoint):
             saved = checkpoints.check(path, files=()).definition
-            definition = settings(configuration.with_defaults(config, nproc))
+            definition = definition_settings(configuration.resolve_defaults(config, nproc))
             definition |= all_settings(str(config.task), configuration.task_options(config))
-            check_same(saved, definition, allowed, str(path))
+            check_same_definition(saved, definition, allowed, str(path))
             return
 
 
@@ -273,7 +273,7 @@ def _record(config: TrainConfig, run_dir: Path) -> None:
 
 def _launch(job: JobSpec, config: TrainConfig) -> tuple[Path, int]:
     with _locked(config) as (run_dir, lock):
-        config = configuration.with_defaults(replace(config, run=replace(config.run, run_dir=run_dir)), job.nproc)
+        config = configuration.resolve_defaults(replace(config, run=replace(config.run, run_dir=run_dir)), job.nproc)
         attempt, attempt_dir = run_folder.create_attempt_dir(run_dir)
         run_folder.write_settings(attempt_dir, configuration.dump(config))
         _record(config, run_dir)
@@ -306,7 +306,7 @@ def _hand_over(config: TrainConfig, job: JobSpec, size: int) -> int:
             checkpoint=again if on in ("slurm", "print") else config.checkpoint,
             cluster=ClusterConfig(nodes=shape),
         )
-        config = configuration.with_defaults(config, size)
+        config = configuration.resolve_defaults(config, size)
         job = jobs.with_submit_dir(replace_fields(job, run_dir=str(run_dir)), configuration.dump(config))
         _record(config, run_dir)
     code = jobs.start(cluster, training_job(config, job))

@@ -20,8 +20,8 @@ from paceline.report.analysis import log_figures
 from paceline.report.figures import Drawing, Figure
 from paceline.report.outcome import Bottleneck
 from paceline.report.run import RunData
-from paceline.runs.console import clock, format_duration, remove_controls
-from paceline.runs.summary import Summary, scores_line
+from paceline.runs.console import format_duration, format_time, remove_controls
+from paceline.runs.summary import Summary, format_metrics
 from paceline.runs.utilization import explain_mfu, goodput
 
 CAUSE_COLOURS = {"computing": "blue", "waiting for data": "orange", "waiting for the slowest rank": "red",
@@ -59,7 +59,7 @@ class Section:
         return bool(self.figures or self.tables or self.texts or self.codes or self.drawings)
 
 
-def report_page(runs: Sequence[RunData], command: str, drawings: Sequence[Drawing] = ()) -> str:
+def render_html(runs: Sequence[RunData], command: str, drawings: Sequence[Drawing] = ()) -> str:
     """The page of one run, or the comparison of several, as HTML. `command`: what creates the page, for display."""
     bottlenecks = [outcome.find_bottleneck(run) for run in runs]
     body = [section for section in _sections(runs, bottlenecks[0], drawings) if section]
@@ -178,7 +178,7 @@ def _result_values(run: RunData) -> dict[str, Any]:
         "device": newest.device if newest else None, "strategy": run.strategy,
         "steps": f"{step:,}{f' of {planned:,}' if planned and planned != step else ''}" if step else None,
         "epochs": f"{step / an_epoch:.3g}" if step and an_epoch else None,
-        "test": scores_line(summary.test_metrics or {}),
+        "test": format_metrics(summary.test_metrics or {}),
         "last training loss": f"{first.steps.loss[rows[-1]]:.4f}" if first and rows else None,
         "global batch": summary.global_batch or run.settings.get("global_batch"),
         "optimizer": run.settings.get("optimizer"), "learning rate": run.settings.get("lr"),
@@ -188,7 +188,7 @@ def _result_values(run: RunData) -> dict[str, Any]:
         "FLOP/s": explain_mfu(rate or 0, flops or 0, summary.peak_tflops or 0, summary.devices or 0),
         "goodput": f"{good:.1%}" if good else None,
         "duration": format_duration(seconds) if seconds else None,
-        "started": clock(first.start_events[0].unix_time, "%Y-%m-%d %H:%M") if first else None,
+        "started": format_time(first.start_events[0].unix_time, "%Y-%m-%d %H:%M") if first else None,
         "peak memory": f"{summary.peak_memory_bytes / 1e9:.2f} GB per rank" if summary.peak_memory_bytes else None,
     }  # fmt: skip
     return {name: value for name, value in values.items() if value}

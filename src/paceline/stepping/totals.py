@@ -92,11 +92,35 @@ class StepResult(Struct):
     """the sum over ranks"""
     skip_cause: NonFiniteCause | None = None
     """the reason if the step did not change the parameters"""
+    unread: "UnreadStep | None" = None
+    """if the host has not read the loss, the norm and `skip_cause` from the device"""
 
     @property
     def loss_sum(self) -> float:
         """The weighted sum of the global batch's losses."""
         return self.loss * self.total_weight
+
+
+class UnreadStep:
+    """A step whose loss and finiteness the host has not read from the device."""
+
+    def __init__(self, result: StepResult, bad: Tensor, wait: Callable[[], list[float]]) -> None:
+        """`bad` is () float32 on the device: 1 if a number of the step may not be finite, else 0.
+
+        `wait` returns the sum of losses, the norm of the gradients if they are clipped, and `bad`.
+        """
+        self.result, self.bad, self._wait = result, bad, wait
+        self._is_good: bool | None = None
+
+    def read(self) -> bool:
+        """Wait for the device, and complete the result. False: the step has changed nothing, and must be repeated."""
+        if self._is_good is None:
+            loss_sum, *norm, bad = self._wait()
+            self._is_good = bad == 0
+            if self._is_good:
+                self.result.loss += loss_sum / self.result.total_weight
+                self.result.grad_norm, self.result.unread = norm[0] if norm else None, None
+        return self._is_good
 
 
 class StepTotals:

@@ -28,7 +28,7 @@ from paceline.rank.world import World
 from paceline.runs import events
 from paceline.runs.folder import ADAPTER, WEIGHTS
 from paceline.runs.progress import Throughput
-from paceline.runs.summary import Summary, finite, write_summary
+from paceline.runs.summary import Summary, finite_metrics, write_summary
 from paceline.runs.utilization import goodput
 from paceline.runs.writing import remove
 from paceline.stepping.nonfinite import NonFinitePolicy, SkippedSteps
@@ -158,6 +158,10 @@ class TrainingProgress(RunRecorder):
         self._restore(origin)
         self._guard.page.set_step(self.step)
 
+    def is_due(self, step: int) -> bool:
+        """Whether `after_step` looks at the state after `step`, without any vote."""
+        return self._checkpoints is not None and self._checkpoints.is_due(step)
+
     def after_step(self, votes: ControlFlags, numbers: CheckpointValues, *, save: bool, wait: bool) -> None:
         """Compare, snapshot and save as due; with `wait`, return when the checkpoint is on disk (collective)."""
         if self._checkpoints is not None:
@@ -175,7 +179,9 @@ class TrainingProgress(RunRecorder):
 
     def _content(self, numbers: CheckpointValues) -> TrainerState:
         definition = self.place.definition if self.place else {}
-        return TrainerState(self.samples, finite(self.metrics), definition, self.evaluated, numbers(), self._names)
+        return TrainerState(
+            self.samples, finite_metrics(self.metrics), definition, self.evaluated, numbers(), self._names
+        )
 
     # the end
 

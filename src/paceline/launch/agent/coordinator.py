@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from paceline.errors import ExitCode, FaultyRankError, UsageError, plural
 from paceline.guard.deaths import RankEnd, diagnosis_due_seconds, first_to_fail, rank_end
-from paceline.guard.judge import judge_samples
+from paceline.guard.judge import diagnose_samples
 from paceline.guard.report import RunEvent, same_diagnosis
 from paceline.host.procfs import read_process
 from paceline.host.sweep import agent_mark
@@ -34,7 +34,7 @@ from paceline.protocol.control import AGENT_MARK, LIFELINE_GRACE_SECONDS, REMOTE
 from paceline.protocol.evidence import LOADER_KILLED, SUCCESS_EXIT_CODES, Diagnosis, Evidence, StopKind, WorkerSample
 from paceline.protocol.job import EVENT_SECONDS, NodePlan
 from paceline.runs import writing
-from paceline.runs.attempt import AttemptEnd, write_ended
+from paceline.runs.attempt import AttemptEnd, write_attempt_end
 from paceline.runs.console import print_to_stderr
 
 JOIN_TRIAL_SECONDS = 600.0  # a generation that fails in this time without a step fails because of the nodes that joined
@@ -272,7 +272,7 @@ class Coordinator:
             self.cluster.end(code)
             self._queue.withdraw(self.plan.attempt_dir)
             if self.plan.attempt_dir:
-                write_ended(Path(self.plan.attempt_dir), AttemptEnd(int(code), self._cause_of(code)))
+                write_attempt_end(Path(self.plan.attempt_dir), AttemptEnd(int(code), self._cause_of(code)))
         return code
 
     def _cause_of(self, code: int) -> str:
@@ -394,7 +394,7 @@ class Coordinator:
         first = first_to_fail(ranks)
         if first is not None and rank_end(first) is RankEnd.EXCEPTION:  # it could not save, for example
             evidence = [Evidence.from_sample(sample) for sample in ranks]
-            self._report(StopReport(judge_samples(ranks), evidence, self.plan.attempt_dir))
+            self._report(StopReport(diagnose_samples(ranks), evidence, self.plan.attempt_dir))
         if self._regrouped and not any(sample.step for sample in ranks):
             print_to_stderr(f"stopped by {number.name} while the ranks started again: their state is saved")
             return ExitCode.SAVED

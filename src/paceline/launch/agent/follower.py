@@ -22,7 +22,7 @@ from paceline.protocol.control import REMOTE_GRACE_SECONDS, StopOrders
 from paceline.protocol.job import NodePlan
 from paceline.runs import writing
 from paceline.runs.console import print_to_stderr
-from paceline.runs.reading import read
+from paceline.runs.reading import read_bytes
 
 COORDINATOR_STOP_SECONDS = 20.0  # beyond the grace: within it the coordinator ends the run after an order
 
@@ -140,7 +140,7 @@ class Follower:
         deadline = time.monotonic() + 5.0  # a network file system may show a new file with a delay
         while True:
             with suppress(OSError):  # the file does not exist yet
-                if read(attempt_dir / channel.PROOF_FILE, limit_bytes=100, ours=True) == proof.encode():
+                if read_bytes(attempt_dir / channel.PROOF_FILE, limit_bytes=100, ours=True) == proof.encode():
                     return
             if time.monotonic() > deadline:
                 raise UsageError(code="run-dir-not-shared", run_dir=attempt_dir.parent)
