@@ -21,6 +21,7 @@ from torch import Tensor
 from paceline.collectives.control import (
     Deferred,
     NumbersToHost,
+    flag_nonfinite,
     is_async,
     make_node_gather,
     make_world_gather,
@@ -531,9 +532,10 @@ class Step:
         if any(known.votes) or rest < 1 or not part.can_skip_on_device():  # a product with 1 / rest may overflow
             return None
         self._sums.read_totals(known)
-        found, *norm = part.clip_and_check_on_device(self._max_norm)
-        bad = (totals.numbers * 0 + found).ne(0).float()  # exactly 0 or 1
-        wait = self._to_host.start(torch.cat([totals.numbers, *norm, bad]))
+        bad, *norm = part.clip_and_check_on_device(self._max_norm)
+        numbers = torch.cat([totals.numbers, *norm]) if norm else totals.numbers
+        flag_nonfinite(numbers, bad)
+        wait = self._to_host.start(torch.cat([numbers, bad]))
         self._result.unread = unread = UnreadStep(self._result, bad.view(()), wait)
         return unread
 
