@@ -216,7 +216,10 @@ def are_finite(gradients: Sequence[Tensor], device: torch.device) -> Deferred[bo
 
 
 def flag_nonfinite(numbers: Tensor, found_inf: Tensor) -> None:
-    """Set `found_inf`, (1,) float32, to 1 if one of `numbers`, (n,), is infinite or NaN. The host does not wait."""
+    """Set `found_inf`, (1,) float32, to 1 if one of `numbers`, (n,), is infinite or NaN. The host does not wait.
+
+    `numbers` must be float32, because CUDA rounds others to it in place.
+    """
     torch._amp_foreach_non_finite_check_and_unscale_([numbers], found_inf, device_constant(numbers.device, 1.0))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 
