@@ -90,8 +90,10 @@ soak-bits: $(STAMP)  ## one digest at every world size, after kills, resumes and
 soak-replay: $(STAMP)  ## 50 random steps, repeated on one process with the same bits (about 10 minutes)
 	PYTHONPATH=. $(BIN)/python tests/soak_replay.py --out benchmarks/results/replay.json
 
-soak-balance: $(STAMP)  ## two ranks, one with half a core: steps against the harmonic limit (root; quiet; 10 minutes)
-	$(BIN)/python benchmarks/balance.py --out benchmarks/results/balance.json
+soak-balance: $(STAMP)  ## --balance: steps against the harmonic limit, and when slowdowns are corrected (root; quiet; 15 minutes)
+	for part in slowdowns sleeps speed; do \
+		$(BIN)/python benchmarks/balance.py --part $$part --out benchmarks/results/balance.json || exit 1; \
+	done
 
 soak-diff: $(STAMP)  ## pairs of runs that differ by one planted cause: the step and the layer are found (about 10 minutes)
 	PYTHONPATH=. $(BIN)/python tests/soak_diff.py --out benchmarks/results/diff.json
@@ -105,7 +107,7 @@ soak-fuzz: $(STAMP)  ## damage checkpoints at random places; see that none is ev
 	PYTHONPATH=. $(BIN)/python tests/checkpoint/soak_fuzz.py --count 200 --out benchmarks/results/checkpoint-fuzz.json
 
 soak-launch: $(STAMP)  ## runs on real sshd and Slurm hosts that are killed, disconnected and preempted (root; about an hour)
-	for part in digests scripts kills lost slurm ports head; do \
+	for part in digests scripts kills slurm ports head; do \
 		PYTHONPATH=. $(BIN)/python tests/cluster/soak_launch.py --part $$part \
 			--out benchmarks/results/launch-$$part.json || exit 1; \
 	done

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline import World, joined
+from paceline import World, process_group
 
 
 @pytest.fixture(scope="module")
 def world() -> Generator[World]:
     """A world of one for all tests of a module: gloo's listener, and what an optimizer imports, outlive a test."""
-    with joined(World.from_env({}, device="cpu")) as world:
+    with process_group(World.from_env({}, device="cpu")) as world:
         torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
         yield world
 

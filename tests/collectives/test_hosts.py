@@ -31,7 +31,7 @@ from paceline.collectives.reducer import Reducer, make_leaf_reducer, make_rank_r
 from paceline.collectives.replicate import broadcast_module
 from paceline.collectives.shared_memory import MemoryLayout, SharingRefusal, connect_memory, consecutive_ranks_by_node
 from paceline.collectives.tree import LeafPartition, add_each, tree_sum
-from paceline.data.plan import ranks_share
+from paceline.data.plan import virtual_ranks_of
 from paceline.lab.ranks.memory import TrafficCounter
 from paceline.lab.ranks.verify import verify
 from paceline.lab.verify import VerifySpec
@@ -61,9 +61,9 @@ def test_the_sums_of_hosts_are_parts_of_the_one_tree_whatever_its_leaves_and_ran
     for number in range(hosts):
         partition = LeafPartition([*pairwise(cuts)], number * size)
         plan = hosts_module.make_leaf_order_plan(partition, size)
-        nodes = partition.subtrees_by_rank()
+        nodes = partition.subtrees_by_rank
         assert plan.max_lanes == max(map(len, nodes))
-        for node, subtree in zip(plan.node_partition.subtrees_by_rank()[number], plan.node_subtrees, strict=True):
+        for node, subtree in zip(plan.node_partition.subtrees_by_rank[number], plan.node_subtrees, strict=True):
             own = {at: whole(nodes[number * size + rank][lane]) for at, (rank, lane) in subtree.lane_by_part.items()}
             parts[node] = tree_sum(own, plus, subtree.leaf_count)
     assert tree_sum(parts, plus, world + more) == whole((0, world + more))
@@ -122,7 +122,7 @@ def compare(rank: int, world_size: int, folder: Path, cases: list[tuple[int, lis
             size,
         )
         for virtual_ranks in leaves:
-            shares = [ranks_share(virtual_ranks, number, world_size) for number in range(world_size)]
+            shares = [virtual_ranks_of(virtual_ranks, number, world_size) for number in range(world_size)]
             partition = LeafPartition([(share.start, share.stop) for share in shares], rank)
             for left_out in (None, virtual_ranks - 1):
                 models = [Odd(), Odd()]

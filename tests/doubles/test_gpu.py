@@ -13,7 +13,7 @@ from tests.doubles.syncs import line_of_ours
 from tests.run_ranks import run_ranks
 from torch import nn
 
-from paceline import STRATEGIES, BatchPlan, Loading, Schedule, fit, load_steps, ranks_share
+from paceline import STRATEGIES, BatchPlan, LoadingOptions, Schedule, fit, load_steps, virtual_ranks_of
 from paceline.checkpoint.shards import full_state, sha256_of
 from paceline.data.arrays import ArrayDataset
 from paceline.rank.world import World
@@ -38,7 +38,9 @@ def trained(rank: int, size: int, strategy: str, where: str, dropout: float = 0.
     make = partial(torch.optim.AdamW, fused=True)
     replica = STRATEGIES[strategy](model(dropout).to(world.device), make, world, virtual_ranks=VIRTUAL_RANKS)
     plan = BatchPlan(len(data), 13, VIRTUAL_RANKS, 2)
-    batches = load_steps(data, plan, ranks_share(VIRTUAL_RANKS, rank, size), Loading(world.device), start=0, stop=8)
+    batches = load_steps(
+        data, plan, virtual_ranks_of(VIRTUAL_RANKS, rank, size), LoadingOptions(world.device), start=0, stop=8
+    )
     loss = partial(F.cross_entropy, reduction="none")
     losses = [record.result.loss for record in fit(replica, batches, loss, Schedule(1e-2, 8), max_norm=1.0)]
     devices = {tensor.device.type for tensor in replica.model.state_dict().values()}
@@ -153,7 +155,7 @@ def waits(rank: int, size: int, late: bool) -> dict[str, int]:
     data = ArrayDataset(torch.randn(2 * 104, 1, 8, 8), torch.randint(0, 10, (2 * 104,)))
     make = partial(torch.optim.AdamW, fused=True)
     replica = STRATEGIES["single"](model(0.1).to(world.device), make, world)
-    batches = load_steps(data, BatchPlan(len(data), 2), range(1), Loading(world.device), start=0, stop=104)
+    batches = load_steps(data, BatchPlan(len(data), 2), range(1), LoadingOptions(world.device), start=0, stop=104)
     loss = partial(F.cross_entropy, reduction="none")
     records = fit(
         replica, batches, loss, Schedule(1e-2, 104), max_norm=1.0, may_be_late=(lambda step: True) if late else None

@@ -18,7 +18,7 @@ from tests.train.test_nonfinite import BAD, CPU, MANY, batches, bits, good, made
 from tests.worlds import world as world
 from torch import Tensor, nn
 
-from paceline import STRATEGIES, BatchPlan, Loading, Schedule, Strategy, World, fit, load_steps
+from paceline import STRATEGIES, BatchPlan, LoadingOptions, Schedule, Strategy, World, fit, load_steps
 from paceline.checkpoint.shards import sha256_of
 from paceline.collectives.control import are_finite
 from paceline.data.arrays import ArrayDataset
@@ -177,7 +177,7 @@ def late_batches(world: World, virtual_ranks: int, bad: Collection[int], kind: f
         targets[12 * step + 7] = kind
     plan = BatchPlan(len(inputs), 12, virtual_ranks, 2, shuffle=False)
     share = range(virtual_ranks)
-    return [*load_steps(ArrayDataset(inputs, targets), plan, share, Loading(CPU), start=0, stop=LATE_STEPS)]
+    return [*load_steps(ArrayDataset(inputs, targets), plan, share, LoadingOptions(CPU), start=0, stop=LATE_STEPS)]
 
 
 def is_late(step: int) -> bool:

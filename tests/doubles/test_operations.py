@@ -24,7 +24,7 @@ from paceline.collectives.control import NumbersToDevice
 from paceline.config.strategies import StrategyName
 from paceline.data import loader
 from paceline.data.arrays import IndicesOnDevice
-from paceline.data.loader import Loading, load_steps
+from paceline.data.loader import LoadingOptions, load_steps
 from paceline.data.plan import BatchPlan
 from paceline.rank.world import World
 from paceline.stepping.order import CollectiveOrderCheck
@@ -98,7 +98,7 @@ def steps_of_task(strategy: StrategyName) -> Generator[None]:
         data = TensorDataset(torch.zeros(100, 8), torch.zeros(100, 4))
         plan = BatchPlan(100, SAMPLES * world.size, world.size)
         for batches in load_steps(
-            data, plan, range(world.rank, world.rank + 1), Loading(world.device), start=0, stop=9
+            data, plan, range(world.rank, world.rank + 1), LoadingOptions(world.device), start=0, stop=9
         ):
             steps.take_step(batches)
             yield
@@ -152,7 +152,9 @@ def test_data_on_the_device_need_one_copy_of_indices_in_an_epoch_and_no_separate
 ) -> None:
     monkeypatch.setattr(loader, "prefetch_to_device", None)
     dataset = dataset_class(torch.empty(100, 8, device=META), torch.empty(100, device=META))
-    steps = load_steps(dataset, BatchPlan(100, 20, virtual_ranks=2), range(1, 2), Loading(META), start=0, stop=10)
+    steps = load_steps(
+        dataset, BatchPlan(100, 20, virtual_ranks=2), range(1, 2), LoadingOptions(META), start=0, stop=10
+    )
     with Operations() as counter:
         assert [batch.inputs.shape[0] for step in steps for batch in step] == [10] * 10
     assert (counter.found["aten::_to_copy"], counter.found["aten::index_select"]) == (2, 20)

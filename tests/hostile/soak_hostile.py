@@ -28,7 +28,7 @@ from tests.guard.test_guard_story import STALLED
 from tests.hostile.folders import write_roster
 from tests.hostile.users import ROOT, User, Users, two_users
 
-from paceline.guard.judge import judge
+from paceline.guard.judge import diagnose
 from paceline.guard.report import write_diagnosis
 from paceline.protocol.evidence import Failure, LiveState, WorkerSample
 
@@ -82,7 +82,7 @@ def real_run(victim: User) -> Path:
     (run / "attempt-1" / "watched").touch()
     live = LiveState(1.0, 0, tuple(WorkerSample(rank, "n1", 9, phase_seconds=(1.0, 2.0)) for rank in range(2)))
     (run / "attempt-1" / "live.json").write_bytes(msgspec.json.encode(live))
-    write_diagnosis(run / "attempt-1" / "diagnosis-1", judge(STALLED), STALLED, waited_seconds=5.0)
+    write_diagnosis(run / "attempt-1" / "diagnosis-1", diagnose(STALLED), STALLED, waited_seconds=5.0)
     return run
 
 

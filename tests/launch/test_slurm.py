@@ -21,9 +21,9 @@ from paceline.launch.slurm.queue import (
     HeldAllocation,
     JobState,
     NodeSet,
+    allocation_problem,
     check_allocation,
     current_allocation,
-    misfit,
     parse_job,
     parse_sinfo,
     without_script_overrides,
@@ -290,7 +290,7 @@ def test_what_would_queue_for_ever_is_told(
     partition: str, nodes: int, nproc: int, asked: Allocation, words: str
 ) -> None:
     job = replace(JOB, nodes=nodes, nproc=nproc, slurm=asked)
-    found = misfit(partition, [one for one in parse_sinfo(CLUSTER) if one.partition == partition], job)
+    found = allocation_problem(partition, [one for one in parse_sinfo(CLUSTER) if one.partition == partition], job)
     assert words in found and bool(words) == bool(found)
 
 

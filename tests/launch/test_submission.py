@@ -11,11 +11,11 @@ import pytest
 from tests.errors import raises
 
 from paceline.errors import TrainingError
-from paceline.launch.output import Tail, find_last_lines, read_lines
+from paceline.launch.output import LogTail, find_last_lines, read_lines
 from paceline.launch.plan import (
     SUBMISSION_FILE,
     SubmitRecord,
-    describe,
+    format_plan,
     last_submission,
     next_submit_dir,
     node_plan,
@@ -75,7 +75,7 @@ def test_the_newest_start_that_was_written_down_counts(tmp_path: Path) -> None:
 
 def test_a_growing_file_is_read_once_in_whole_lines_that_steer_no_terminal(tmp_path: Path) -> None:
     path, shown = tmp_path / "log", ""
-    tail = Tail(path)
+    tail = LogTail(path)
     assert tail.read() == ""
     text = "step 1\n\x1b[2Jstep 2 é\n\x07last"
     for byte in text.encode():
@@ -89,7 +89,7 @@ def test_a_growing_file_is_read_once_in_whole_lines_that_steer_no_terminal(tmp_p
 
 def test_a_line_that_never_ends_is_shown_in_pieces(tmp_path: Path) -> None:
     (tmp_path / "log").write_bytes(b"x" * 3_000_000)
-    assert len(Tail(tmp_path / "log").read().strip()) > 100_000
+    assert len(LogTail(tmp_path / "log").read().strip()) > 100_000
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 100_000, 300_000])
@@ -99,7 +99,7 @@ def test_the_last_lines_of_a_large_file(tmp_path: Path, count: int) -> None:
     start, end = find_last_lines(tmp_path / "log", count)
     found = [line.text + "\n" for line in read_lines(tmp_path / "log", start, end)]
     assert found == lines[len(lines) - min(count, len(lines)) :]
-    assert Tail(tmp_path / "log", end).read() == ""
+    assert LogTail(tmp_path / "log", end).read() == ""
 
 
 # ---- the job --------------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def test_local_plan() -> None:
         python="/usr/bin/python3",
     )
     plan = plan_local(job)
-    assert describe(plan) == GOLDEN
+    assert format_plan(plan) == GOLDEN
     assert msgspec.json.decode(msgspec.json.encode(plan.nodes[0]), type=NodePlan) == plan.nodes[0]
 
 

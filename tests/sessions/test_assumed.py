@@ -230,7 +230,9 @@ LIKE_THE_PLAIN_LOOP = {  # weights, samples, epochs and learning rates are those
     "phases": Case(phases=(2, 3, 2), ranks=2),
     "phases, resumed": replace(RESUMED_ALONE, phases=(2, 3, 2), stop=17),
     "two loops, resumed": replace(RESUMED_ALONE, loops=2, order="shuffle", stop=7),
-    "a group that was added, resumed": replace(RESUMED_ALONE, optimizer="added_group", phases=(3,), stop=8),
+    "a group that was added, resumed": replace(
+        RESUMED_ALONE, optimizer="added_group", scheduler="step", phases=(3,), stop=8
+    ),
     **{
         f"{length} batches than the sampler says, {ranks} ranks": Case(order=f"batches_{length}", ranks=ranks)
         for length in ("fewer", "more", "none")

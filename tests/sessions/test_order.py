@@ -11,7 +11,7 @@ from tests import warm
 from tests.run_script import run_script
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline.data.loader import Loading
+from paceline.data.loader import LoadingOptions
 from paceline.sessions.loader import adopt_worker_settings
 from paceline.sessions.order import SampleOrder
 
@@ -89,7 +89,7 @@ with paceline.session() as s, torch.no_grad():
 def test_the_settings_of_its_processes_are_taken_over() -> None:
     data = TensorDataset(torch.ones(2))
     existing = DataLoader(data, num_workers=1, timeout=1, prefetch_factor=3, multiprocessing_context="spawn")
-    found = adopt_worker_settings(existing, Loading(torch.device("cpu"))).workers
+    found = adopt_worker_settings(existing, LoadingOptions(torch.device("cpu"))).workers
     assert (found["timeout"], found["prefetch_factor"]) == (1, 3)
     assert found["multiprocessing_context"].get_start_method() == "spawn"
 

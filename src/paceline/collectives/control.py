@@ -426,7 +426,7 @@ def check_equal(what: str, mine: Any, world: World, *, error: type[PacelineError
     else:
         minority = [rank for rank, value in enumerate(values) if value != common]
         differences = "; ".join(f"rank {rank} has {values[rank]}" for rank in minority) + f", all others {common}"
-    raise report_on_one_rank(error(code="ranks-differ", what=what, told=differences), world)
+    raise report_on_one_rank(error(code="ranks-differ", what=what, values=differences), world)
 
 
 def report_on_one_rank(error: PacelineError, world: World, *, by: int = 0) -> PacelineError:

@@ -9,7 +9,6 @@ from typing import Any
 from paceline.checkpoint.resume import ResumePoint, RunLocation
 from paceline.collectives.control import is_async
 from paceline.compute.flops import Utilization
-from paceline.compute.phase_events import phase_events
 from paceline.config.choices import steps_or_seconds
 from paceline.config.strategies import EXACT_STRATEGIES
 from paceline.data.workers import name_lost_workers
@@ -31,7 +30,7 @@ from paceline.train.preemption import record_stop_signals
 from paceline.train.prepare import TrainingComponents
 from paceline.train.progress import TrainingProgress
 from paceline.train.step import fit
-from paceline.train.step_record import StepRecord
+from paceline.train.step_record import StepRecord, phase_events
 from paceline.train.wording import closing_lines, data_wait_lines, opening_lines, stopped_line, summary_facts
 
 

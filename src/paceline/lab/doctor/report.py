@@ -13,7 +13,7 @@ from paceline.errors import plural
 from paceline.guard.report import printable
 from paceline.host.facts import NODE_RULES, Address, Facts, Finding, Node, Rule, find_differences, node_as_fact
 from paceline.host.reach import is_loopback
-from paceline.lab.doctor.host import ExamineAnswer
+from paceline.lab.doctor.host import FactsAnswer
 from paceline.lab.doctor.survey import Survey
 
 MAX_CLOCK_OFFSET_SECONDS = 2.0
@@ -63,7 +63,7 @@ class Host(Node):
         run_dir = self.survey.wanted.run_dir
         return [(run_dir, done.error) for name, done in self.survey.folder_access.items() if name == self.name]
 
-    def disk(self) -> tuple[ExamineAnswer]:
+    def disk(self) -> tuple[FactsAnswer]:
         return (self.survey.hosts[self.name],)
 
     def outgoing_link_speeds(self) -> list[tuple[str, float]]:
@@ -85,7 +85,7 @@ def _rate(bytes_per_second: float) -> str:
     return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
 
 
-def _free_space(disk: ExamineAnswer) -> str:
+def _free_space(disk: FactsAnswer) -> str:
     return f"only {disk.disk_free / 1e9:.3g} GB free of {disk.disk_size / 1e9:.3g} GB at {disk.disk_path}"
 
 
@@ -118,7 +118,8 @@ RULES: tuple[Rule[Any], ...] = (
          "and the rendezvous of torchrun can start only a part of a job",
          "synchronise it: timedatectl set-ntp true, or chronyc makestep"),
     Rule("run folder", "error", Host.folder, lambda access: access[1], "{0[0]}: {0[1]}".format,
-         "choose a writable --run-dir on a file system that all hosts mount (NFS, Lustre)"),
+         "choose a writable --run-dir on a file system that all hosts mount (NFS, Lustre). Only `paceline train --on "
+         "ssh` also works with separate file systems"),
     Rule("disk", "error", Host.disk, lambda disk: disk.disk_free < NO_SPACE_BYTES, _free_space, FREE_SPACE_ADVICE),
     Rule("disk", "warning", Host.disk, lambda disk: NO_SPACE_BYTES <= disk.disk_free < LOW_SPACE_BYTES, _free_space,
          FREE_SPACE_ADVICE),
