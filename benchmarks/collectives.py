@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.collectives.communicator import communicator, make_communicator
+from paceline.collectives.communicator import get_communicator, make_communicator
 from paceline.collectives.memory_sum import TreeSum, barrier
 from paceline.collectives.shared_memory import BULK_BYTES, SharedMemory
 from paceline.collectives.tree import LeafPartition
@@ -69,7 +69,7 @@ def _count(memory: SharedMemory, call: Callable[[], object]) -> int:
     began = time.perf_counter()
     for _ in range(3):
         call()
-    seconds = max(communicator().all_gather_object(time.perf_counter() - began, "words")) / 3
+    seconds = max(get_communicator().all_gather_object(time.perf_counter() - began, "words")) / 3
     return max(2, int(CHUNK_SECONDS / seconds))
 
 
@@ -82,9 +82,9 @@ def _chunk(memory: SharedMemory, call: Callable[[], object], count: int) -> tupl
         call()
     microseconds = (time.perf_counter() - began) / count * 1e6
     cpu_seconds = time.process_time() - cpu_before
-    told = communicator().all_gather_object([microseconds, cpu_seconds], "words")
+    told = get_communicator().all_gather_object([microseconds, cpu_seconds], "words")
     foreign = foreign_share(before, look(), sum(cpu for _, cpu in told))
-    quiet = communicator().all_gather_object(foreign <= FOREIGN_SHARE, "words")[0]
+    quiet = get_communicator().all_gather_object(foreign <= FOREIGN_SHARE, "words")[0]
     return max(each for each, _ in told), quiet
 
 

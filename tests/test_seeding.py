@@ -64,7 +64,7 @@ def test_streams_that_are_put_back_have_their_cached_normal_number() -> None:
     streams = GeneratorStates()
     np.random.randn()  # uses the cached number: the same words, without one
     drawn(1)
-    streams.put_back()
+    streams.restore()
     drawn(1)
     assert np.random.randn() == want
 

@@ -58,6 +58,12 @@ _LAZY_EXPORTS = {
     "optimizer_maker": "train.optimizer",
 }
 
+_RENAMED = {
+    "Loading": "LoadingOptions", "Moment": "CallbackState", "graph_model": "use_cuda_graphs",
+    "in_bf16": "autocast_bf16", "joined": "process_group", "keep_memory": "tune_malloc",
+    "ranks_share": "virtual_ranks_of", "recompute": "checkpoint_activations",
+}  # fmt: skip
+
 __all__ = [*_LAZY_EXPORTS, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
@@ -93,7 +99,8 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY_EXPORTS:
-        raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+        renamed = f"It was renamed. Use paceline.{_RENAMED[name]}" if name in _RENAMED else ""
+        raise AttributeError(f"module 'paceline' has no attribute {name!r}. {renamed}".rstrip())
     state = random.getstate()  # imported packages may draw from `random`, and the script may have seeded it
     try:
         return getattr(importlib.import_module(f"paceline.{_LAZY_EXPORTS[name]}"), name)

@@ -59,7 +59,7 @@ class SeededStream:
             torch.get_device_module(self._device).set_rng_state(self._on_device, self._device)
             self._on_device = None
         if self.outside is not None:
-            self.outside.put_back()
+            self.outside.restore()
             self.outside = None
 
 
@@ -89,21 +89,21 @@ class GeneratorStates:
     def _save(self) -> None:
         self._python, self._torch, self._numpy = random.getstate(), torch.get_rng_state(), _NUMPY.state()
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         random.setstate(self._python)
         torch.set_rng_state(self._torch)
-        _NUMPY.put_back(self._numpy)
+        _NUMPY.restore(self._numpy)
 
     @contextmanager
     def use_states(self) -> Generator[None]:
         """Draws continue from the saved states. At the end, save the new states and restore the previous ones."""
         before = GeneratorStates()
-        self.put_back()
+        self.restore()
         try:
             yield
         finally:
             self._save()
-            before.put_back()
+            before.restore()
 
 
 @contextmanager
@@ -112,7 +112,7 @@ def preserve_generator_states() -> Generator[GeneratorStates]:
     try:
         yield streams
     finally:
-        streams.put_back()
+        streams.restore()
 
 
 def generator_states(device: torch.device) -> torch.Tensor:
@@ -166,7 +166,7 @@ class _NumpyStream:
             self._saved = (words if is_known and not has_cached_number else b""), state
         return state
 
-    def put_back(self, state: Any) -> None:
+    def restore(self, state: Any) -> None:
         words = self._words()
         is_saved = words and self._saved[0] and state is self._saved[1]
         if is_saved:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 from paceline.lab.check.findings import Finding, are_samples_mostly_equal, do_all_tensors_differ
 from paceline.lab.check.report import check_findings, count_mistakes, render_report
 from paceline.protocol.facts import (
-    Dropped,
+    DroppedGradients,
     FileAccess,
     LoaderPass,
     MeanLoss,
@@ -306,7 +306,7 @@ PITFALLS: dict[str, tuple[Callable[[int], ScriptFacts], str, int]] = {  # what i
         lambda rank: right(
             rank,
             steps=[step(backwards=4, factors=[0.25]), step(backwards=4, factors=[0.25], epoch=2)],
-            dropped=[Dropped(0, 0, 1, 2, True)],
+            dropped=[DroppedGradients(0, 0, 1, 2, True)],
         ), "last window", 12
     ),
     "more steps on a rank": (by_rank(steps=([step()], [step(), step()])), "uneven steps", 12),

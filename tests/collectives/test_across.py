@@ -13,7 +13,7 @@ from tests.run_ranks import run_ranks
 from torch import Tensor, nn
 
 from paceline.collectives.communicator import make_communicator
-from paceline.collectives.inter_node import BLOCK, Bf16, Int8, InterNodeSum, PowerSgdCodec
+from paceline.collectives.inter_node import BLOCK, Bf16Quantizer, Int8Quantizer, InterNodeSum, PowerSgdCodec
 
 SHAPES = ((40, 30), (7,), (3, 50, 20), (), (600,))
 OF_NOBODY, OF_ONE_HOST = 1, 4  # which tensor
@@ -118,19 +118,19 @@ def values(rows: int = 3) -> Tensor:
 
 def test_numbers_come_back_within_half_a_step_and_in_the_bytes_that_are_promised() -> None:
     found = values()
-    packed = Int8().pack(found)
+    packed = Int8Quantizer().pack(found)
     assert packed.shape == (3, 2 * (BLOCK + 4)) and packed.dtype == torch.uint8
     largest = found.view(3, 2, BLOCK).abs().amax(-1, keepdim=True)
-    error = (Int8().unpack(packed, torch.float64) - found).view(3, 2, BLOCK).abs()
+    error = (Int8Quantizer().unpack(packed, torch.float64) - found).view(3, 2, BLOCK).abs()
     assert (error <= largest / 127 * 0.5001).all() and error.max() > 0
-    packed = Bf16().pack(found)
+    packed = Bf16Quantizer().pack(found)
     assert packed.shape == (3, 4 * BLOCK)
-    assert ((Bf16().unpack(packed, torch.float64) - found).abs() <= found.abs() * 2**-8).all()
+    assert ((Bf16Quantizer().unpack(packed, torch.float64) - found).abs() <= found.abs() * 2**-8).all()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("code", [Int8(), Bf16()], ids=["int8", "bf16"])
-def test_what_is_not_finite_stays_so(code: Int8 | Bf16, bad: float) -> None:
+@pytest.mark.parametrize("code", [Int8Quantizer(), Bf16Quantizer()], ids=["int8", "bf16"])
+def test_what_is_not_finite_stays_so(code: Int8Quantizer | Bf16Quantizer, bad: float) -> None:
     found = values()
     found[1, BLOCK + 7] = bad
     back = code.unpack(code.pack(found), torch.float64)
@@ -138,10 +138,10 @@ def test_what_is_not_finite_stays_so(code: Int8 | Bf16, bad: float) -> None:
     assert back[0].isfinite().all() and back[2].isfinite().all()
 
 
-@pytest.mark.parametrize("code", [Int8(), Bf16()], ids=["int8", "bf16"])
-def test_zeros_and_what_is_too_small_for_a_scale_are_zeros(code: Int8 | Bf16) -> None:
+@pytest.mark.parametrize("code", [Int8Quantizer(), Bf16Quantizer()], ids=["int8", "bf16"])
+def test_zeros_and_what_is_too_small_for_a_scale_are_zeros(code: Int8Quantizer | Bf16Quantizer) -> None:
     assert not code.unpack(code.pack(torch.zeros(2, BLOCK)), torch.float32).any()
-    assert Int8().unpack(Int8().pack(torch.full((1, BLOCK), 1e-38)), torch.float32).isfinite().all()
+    assert Int8Quantizer().unpack(Int8Quantizer().pack(torch.full((1, BLOCK), 1e-38)), torch.float32).isfinite().all()
 
 
 def test_a_matrix_that_is_hardly_smaller_in_factors_is_sent_whole() -> None:

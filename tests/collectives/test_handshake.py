@@ -16,9 +16,9 @@ from tests.errors import ended_with
 from tests.run_ranks import run_ranks
 
 from paceline.collectives import shared_memory as handshake
-from paceline.collectives.communicator import communicator, make_communicator
+from paceline.collectives.communicator import get_communicator, make_communicator
 from paceline.collectives.control import all_gather_object
-from paceline.collectives.shared_memory import MemoryLayout, SharingRefusal, connect_memory
+from paceline.collectives.shared_memory import MemoryLayout, SharedMemoryUnavailable, connect_memory
 from paceline.protocol.control import SHARED_MEMORY
 from paceline.rank.world import World
 
@@ -51,7 +51,7 @@ def stage(name: str):
             case "no room":
                 patch.setattr(os, "posix_fallocate", no_memory)
             case "another host":
-                patch.setattr(handshake, "host_key", lambda: "elsewhere")
+                patch.setattr(handshake, "node_key", lambda: "elsewhere")
             case "proc closed":
                 patch.setattr(handshake, "_open", no_memory)
             case "other memory":
@@ -88,7 +88,7 @@ def refused(rank: int, world_size: int) -> list[str]:
             try:
                 connect_memory(rank, MemoryLayout(world_size))
                 found.append("")
-            except SharingRefusal as refusal:
+            except SharedMemoryUnavailable as refusal:
                 found.append(str(refusal))
     assert open_memories() == before
     assert len(connect_memory(rank, MemoryLayout(world_size)).peers) == world_size
@@ -109,7 +109,7 @@ def falls_back(rank: int, world_size: int) -> tuple[str, list[float], list[int]]
         assert make_communicator().memory is None
         assert make_communicator().memory is None
     world = World(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
-    return said.getvalue(), communicator().start_float_sum([rank, 1.0], "test")(), all_gather_object(rank, world)
+    return said.getvalue(), get_communicator().start_float_sum([rank, 1.0], "test")(), all_gather_object(rank, world)
 
 
 def test_ranks_without_shared_memory_talk_over_gloo_and_rank_0_says_why_once(tmp_path):
@@ -126,7 +126,7 @@ def leaves_nothing(rank: int, world_size: int) -> list[bool]:
 
     found = [mapped()]
     memory = make_communicator().memory
-    assert memory is not None and memory is make_communicator().memory is communicator().memory
+    assert memory is not None and memory is make_communicator().memory is get_communicator().memory
     gather_words_everywhere = all_gather_object(
         rank, World(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
     )

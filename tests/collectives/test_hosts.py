@@ -22,14 +22,19 @@ from torch import nn
 from paceline.collectives import communicator as communicators
 from paceline.collectives import hosts as hosts_module
 from paceline.collectives import shared_memory as handshake
-from paceline.collectives.buckets import buckets_of, trainable
+from paceline.collectives.buckets import buckets_of, trainable_parameters
 from paceline.collectives.communicator import HierarchicalBucketReduction, make_communicator
-from paceline.collectives.communicator import communicator as exchange
+from paceline.collectives.communicator import get_communicator as exchange
 from paceline.collectives.control import all_gather_object
 from paceline.collectives.hosts import NodeTopology
 from paceline.collectives.reducer import Reducer, make_leaf_reducer, make_rank_reducer
 from paceline.collectives.replicate import broadcast_module
-from paceline.collectives.shared_memory import MemoryLayout, SharingRefusal, connect_memory, consecutive_ranks_by_node
+from paceline.collectives.shared_memory import (
+    MemoryLayout,
+    SharedMemoryUnavailable,
+    connect_memory,
+    consecutive_ranks_by_node,
+)
 from paceline.collectives.tree import LeafPartition, add_each, tree_sum
 from paceline.data.plan import virtual_ranks_of
 from paceline.lab.ranks.memory import TrafficCounter
@@ -86,7 +91,7 @@ def test_hosts_are_runs_of_ranks():
 def put_on(host: object, rank: int, world_size: int, folder: Path) -> None:
     dist.barrier()  # some may still be connecting
     dist.destroy_process_group()
-    handshake.host_key = lambda: str(host)
+    handshake.node_key = lambda: str(host)
     name = f"file://{folder}/meeting-{len(list(folder.glob(f'been-{rank}-*')))}"
     (folder / f"been-{rank}-{name.rpartition('-')[2]}").touch()
     dist.init_process_group("gloo", init_method=name, rank=rank, world_size=world_size)
@@ -168,13 +173,13 @@ PLACES = {
 def meets(rank: int, world_size: int) -> list[str]:
     found: list[str] = []
     for hosts, broken in [*((hosts, False) for hosts in PLACES), ("aabb", True)]:
-        handshake.host_key = lambda here=hosts[rank]: here
+        handshake.node_key = lambda here=hosts[rank]: here
         with pytest.MonkeyPatch.context() as patch:
             if broken and rank == 3:
                 patch.setattr(os, "memfd_create", refuse)
             try:
                 met = connect_memory(rank, MemoryLayout(world_size))
-            except SharingRefusal as refusal:
+            except SharedMemoryUnavailable as refusal:
                 found.append(str(refusal))
             else:
                 assert [peer.rank for peer in met.peers] == [rank // 2 * 2, rank // 2 * 2 + 1]
@@ -231,7 +236,7 @@ def again(rank: int, world_size: int, folder: Path) -> list[float]:
     model, partition = nn.Linear(2, 1), LeafPartition.one_leaf_per_rank(4, rank)
     place = make_communicator().node_topology()
     assert isinstance(place, NodeTopology)
-    buckets = buckets_of(trainable(model), 4)
+    buckets = buckets_of(trainable_parameters(model), 4)
     sums = Reducer(
         partition, HierarchicalBucketReduction(buckets, place, hosts_module.make_leaf_order_plan(partition, 2))
     )

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from paceline.collectives.reducer import make_shard_reducer
-from paceline.collectives.shards import ALIGNMENT_ELEMENTS, MAX_PENDING_BUCKETS, Shards
+from paceline.collectives.shards import ALIGNMENT_ELEMENTS, MAX_PENDING_BUCKETS, ParameterShards
 from paceline.collectives.torch_collectives import TreeReduceScatter
 from paceline.collectives.tree import LeafPartition
 from paceline.strategies.optimizer_scope import ELEMENT_WISE_OPTIMIZERS
@@ -45,7 +45,7 @@ def test_every_element_has_exactly_one_rank(
     for rank in range(world_size):
         module = copy.deepcopy(plain)
         before = list(module.parameters())
-        shards = Shards(module, rank, world_size, bucket_bytes=bucket_bytes)
+        shards = ParameterShards(module, rank, world_size, bucket_bytes=bucket_bytes)
         pieces = shards.pieces
         everybody = shards.ranges_by_rank([p for p in module.parameters() if p.requires_grad])
         assert len(everybody[rank]) == len(pieces)
@@ -83,7 +83,7 @@ def test_the_module_stays_what_it_is() -> None:
     frozen_at = norm.weight.data_ptr()
     before, x = dict(module.named_parameters()), torch.randn(3, 5)
     output = module(x)
-    shards = Shards(module, 1, 2)
+    shards = ParameterShards(module, 1, 2)
     assert all(p is before[n] for n, p in module.named_parameters())
     assert second.weight is first.weight is tied
     assert norm.weight.data_ptr() == frozen_at and norm.weight not in shards.pieces
@@ -152,7 +152,9 @@ def cases() -> list[tuple[str, Make, dict[str, Any]]]:
     return found
 
 
-def trained(make: Make, options: dict[str, Any], place: Callable[[Model], Shards | None]) -> tuple[Model, Optimizer]:
+def trained(
+    make: Make, options: dict[str, Any], place: Callable[[Model], ParameterShards | None]
+) -> tuple[Model, Optimizer]:
     model = Model()
     optimizer = make(groups(model, **({k: v for k, v in options.items() if k == "weight_decay"})), **options)
     if shards := place(model):
@@ -180,7 +182,7 @@ def kept(optimizer: Optimizer) -> list[tuple[int, int]]:
 def sharded_updates(rank: int, world_size: int) -> None:
     for name, make, options in cases():
         plain, whole = trained(make, options, lambda _: None)
-        model, optimizer = trained(make, options, lambda m: Shards(m, rank, world_size, bucket_bytes=1500))
+        model, optimizer = trained(make, options, lambda m: ParameterShards(m, rank, world_size, bucket_bytes=1500))
         for index, (found, wanted) in enumerate(zip(model.weights, plain.weights, strict=True)):
             whole_bytes = torch.uint8
             same = torch.equal(found.detach().flatten().view(whole_bytes), wanted.detach().flatten().view(whole_bytes))
@@ -204,7 +206,7 @@ def test_sharded_updates_have_the_bits_of_the_plain_optimizer_and_an_nth_of_its_
 
 
 def shares(model: Mixed, partition: LeafPartition, bucket_bytes: int) -> Reduced:
-    shards = Shards(model, partition.rank, len(partition.ranges), bucket_bytes=bucket_bytes)
+    shards = ParameterShards(model, partition.rank, len(partition.ranges), bucket_bytes=bucket_bytes)
 
     def own(weight: nn.Parameter, wanted: Tensor | None) -> tuple[Tensor | None, Tensor | None] | None:
         assert weight.grad is None  # nobody holds a whole one
@@ -222,7 +224,7 @@ def memory(rank: int, world_size: int) -> None:
     """With one micro-batch: full gradients of a few buckets at a time, and shards; at the end only shards."""
     layers = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
     one = WIDTH * WIDTH * 4
-    shards = Shards(layers, rank, world_size, bucket_bytes=one)
+    shards = ParameterShards(layers, rank, world_size, bucket_bytes=one)
     reducer = make_shard_reducer(shards, LeafPartition.one_leaf_per_rank(world_size, rank))
     weights = {bucket.weights.untyped_storage().data_ptr() for bucket in shards.buckets}
     gc.collect()

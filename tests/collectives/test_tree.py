@@ -24,7 +24,7 @@ from paceline.collectives.tree import (
     TreeNode,
     add_each,
     add_optional,
-    is_node,
+    is_tree_node,
     split_leaf,
     subtrees,
     tree_sum,
@@ -81,7 +81,7 @@ def test_the_docstrings_examples() -> None:
 def test_subtrees_tile_the_owned_run_and_each_is_a_node(owned: list[TreeNode]) -> None:
     leaves = owned[-1][1]
     nodes = all_nodes(0, leaves)
-    assert {(a, b) for a in range(leaves) for b in range(a + 1, leaves + 1) if is_node((a, b), leaves)} == nodes
+    assert {(a, b) for a in range(leaves) for b in range(a + 1, leaves + 1) if is_tree_node((a, b), leaves)} == nodes
     for first, stop in owned:
         found = subtrees((first, stop), leaves)
         assert [found[0][0], *(node[1] for node in found)] == [*(node[0] for node in found), stop]

@@ -88,15 +88,15 @@ def on_the_cpu() -> Generator[None]:
     def far(device: torch.device) -> bool:
         return True
 
-    near = control.is_async
-    users = [module for module in [*sys.modules.values()] if vars(module).get("is_async") is near]
+    near = control.is_async_device
+    users = [module for module in [*sys.modules.values()] if vars(module).get("is_async_device") is near]
     for module in users:
-        vars(module)["is_async"] = far
+        vars(module)["is_async_device"] = far
     try:
         yield
     finally:
         for module in users:
-            vars(module)["is_async"] = near
+            vars(module)["is_async_device"] = near
 
 
 def line_of_ours() -> str:

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.collectives import shards as shares
-from paceline.collectives.buckets import divide, divide_each
+from paceline.collectives.buckets import divide, divide_tensors
 from paceline.collectives.control import scale_gradients
 from paceline.collectives.norm import ShardedNorm, split_evenly
-from paceline.collectives.shards import Shards
+from paceline.collectives.shards import ParameterShards
 from paceline.collectives.tree import add_each, add_optional
 
 CPU = torch.device("cpu")
@@ -60,7 +60,7 @@ def norm_of(found: Sequence[Tensor], missing: int | None = None) -> float:
 
 def dividing(count: int) -> Callable[[], object]:
     found = gradients(count)
-    return lambda: divide_each(found, THREE)
+    return lambda: divide_tensors(found, THREE)
 
 
 def scaling(count: int) -> Callable[[], object]:
@@ -74,7 +74,7 @@ def adding(count: int) -> Callable[[], object]:
 
 
 def packing(count: int) -> Callable[[], object]:
-    bucket = Shards(nn.ParameterList(gradients(count)), 0, 2).buckets[0]
+    bucket = ParameterShards(nn.ParameterList(gradients(count)), 0, 2).buckets[0]
     found = [torch.ones_like(parameter) for parameter in bucket.parameters]
     return lambda: shares._packed(bucket, [*found], 2)
 
@@ -103,7 +103,7 @@ def test_a_norm_takes_a_few_more_for_each_level_of_its_tree() -> None:
 def test_each_is_divided_as_alone() -> None:
     for divisor in (3.0, THREE):
         found, wanted = gradients(12, TYPES), [divide(one, divisor) for one in gradients(12, TYPES)]
-        divide_each(found, divisor)
+        divide_tensors(found, divisor)
         assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 

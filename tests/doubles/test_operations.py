@@ -89,7 +89,7 @@ def loop_of_session(strategy: StrategyName) -> Generator[None]:
 
 def steps_of_task(strategy: StrategyName) -> Generator[None]:
     world = World.from_env(backend="gloo")
-    with paceline.joined(world):
+    with paceline.process_group(world):
         steps = TaskSteps(
             STRATEGIES[strategy](make_model().to(world.device), make_optimizer, world),
             losses_of,

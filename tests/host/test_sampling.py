@@ -12,12 +12,12 @@ from tests.host.test_gpus import HOT, Driver
 
 from paceline.host import machine_log as sampling
 from paceline.host.cgroup import memory_limit, quota_used_seconds
-from paceline.host.machine_log import THROTTLE_REASONS, GpuReader, MachineLog, MachineSampler, read_gpus
-from paceline.runs.machine import MachineUse, decode_record
+from paceline.host.machine_log import THROTTLE_REASONS, GpuReader, NodeLog, NodeSampler, read_gpus
+from paceline.runs.machine import NodeUtilization, decode_record
 
 
 def test_a_sample_says_what_the_machine_and_its_ranks_use() -> None:
-    sampler = MachineSampler()
+    sampler = NodeSampler()
     sampler.sample({0: os.getpid(), 1: 2**22 + 1})
     found = sampler.sample({0: os.getpid(), 1: 2**22 + 1})
     assert 0 <= found.cores_busy <= found.cores
@@ -43,7 +43,7 @@ def test_rates_are_differences_and_the_loopback_does_not_count(tmp_path: Path, m
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     monkeypatch.setattr(sampling.time, "monotonic", lambda: next(now))
     counted(0, 1000)
-    sampler = MachineSampler()
+    sampler = NodeSampler()
     counted(os.sysconf("SC_CLK_TCK"), 5000)
     found = sampler.sample({})
     assert found.cores_busy == 1.0  # two cores for one second each, of two seconds; the third core is not ours
@@ -107,19 +107,19 @@ def test_a_driver_that_never_answers_is_asked_once_and_waited_for_by_nobody(monk
 
 def test_the_log_of_a_node_has_its_ranks_and_its_end_ends_it(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("paceline.host.machine_log.SAMPLE_INTERVAL_SECONDS", 0.01)
-    log = MachineLog(tmp_path, 4, {2: os.getpid()})
+    log = NodeLog(tmp_path, 4, {2: os.getpid()})
     while not (tmp_path / "machine-4.jsonl").exists():
         threading.Event().wait(0.01)
     log.close()
     first = decode_record((tmp_path / "machine-4.jsonl").read_bytes().splitlines()[0])
-    assert isinstance(first, MachineUse)
+    assert isinstance(first, NodeUtilization)
     assert [*first.ranks] == [2]
     assert "paceline-machine" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_a_kernel_that_says_nothing_is_no_reason_to_fail(tmp_path: Path, monkeypatch, capfd) -> None:
-    monkeypatch.setattr("paceline.host.machine_log.MachineSampler", lambda: 1 / 0)
-    log = MachineLog(tmp_path, 0, {})
+    monkeypatch.setattr("paceline.host.machine_log.NodeSampler", lambda: 1 / 0)
+    log = NodeLog(tmp_path, 0, {})
     log._thread.join()
     log.close()
     assert "does not record" in capfd.readouterr().err
@@ -128,5 +128,5 @@ def test_a_kernel_that_says_nothing_is_no_reason_to_fail(tmp_path: Path, monkeyp
 @pytest.mark.parametrize("name", ["stat", "net/dev"])
 def test_a_missing_file_of_proc_counts_as_nothing(tmp_path: Path, monkeypatch, name: str) -> None:
     monkeypatch.setattr(sampling, "PROC", tmp_path)
-    assert MachineSampler().sample({0: os.getpid()}).sent_bytes == 0
+    assert NodeSampler().sample({0: os.getpid()}).sent_bytes == 0
     assert not (tmp_path / name).exists()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from paceline.errors import TrainingError
 from paceline.parallel.partition import Chain, LayerGroup, best_splits, profile_chain
-from paceline.parallel.pipeline import ModelStage, Schedule, SplitPoint, _ShapesOnly, actions, idle_fractions
+from paceline.parallel.pipeline import ModelStage, Schedule, SplitPoint, _ShapesOnly, idle_fractions, stage_schedule
 from paceline.seeding import generator_states, restore_generator_states, seed_streams
 
 CPU = torch.device("cpu")
@@ -39,7 +39,7 @@ def chain(*seconds: float, trained: int = 1) -> Chain:
 @given(st.sampled_from(get_args(Schedule)), st.integers(1, 5), st.integers(1, 9))
 def test_every_micro_batch_goes_forward_and_then_backward_once(schedule, stages, count):
     for stage in range(stages):
-        order = actions(schedule, stage, stages, count)
+        order = stage_schedule(schedule, stage, stages, count)
         assert sorted(order) == sorted(product((False, True), range(count)))
         assert all(order.index((True, n)) < order.index((False, n)) for n in range(count))
         # gradients add up in one order on all stages

@@ -22,10 +22,10 @@ from paceline.checkpoint.shards import (
 )
 from paceline.config.mesh import Mesh
 from paceline.errors import UsageError
-from paceline.parallel.tensor_plan import find_plan, shards_of
+from paceline.parallel.tensor_plan import find_plan, parameter_shards
 from paceline.rank.world import create_mesh_groups
 from paceline.strategies import STRATEGIES
-from paceline.strategies.model_parallel import ModelParallelAdapter
+from paceline.strategies.model_parallel import WholeModelView
 
 CPU = torch.device("cpu")
 EVERYTHING = {**OWN, **HUGGING_FACE}
@@ -195,7 +195,7 @@ def test_parts_of_all_ranks_are_saved_as_whole_tensors(tmp_path: Path) -> None:
     model = Encoder()
     wanted = {name: p.detach().clone() for name, p in model.named_parameters()}
     files: list[tuple[Path, Any]] = []
-    cuts = [shards_of(model, find_plan(model, 2), World(rank, 2, rank, 2, CPU, "gloo")) for rank in range(2)]
+    cuts = [parameter_shards(model, find_plan(model, 2), World(rank, 2, rank, 2, CPU, "gloo")) for rank in range(2)]
     for rank, own in enumerate(cuts):
         held = [
             piece
@@ -236,7 +236,7 @@ def state_of_parts(rank: int, size: int) -> Any:
         wanted = {name: p.detach().clone() for name, p in model.state_dict().items()}
         shards = shard_along_tensor(model, world).shards
         replica = STRATEGIES[strategy](model, lambda p: torch.optim.AdamW(p), world.data)
-        replica.join(ModelParallelAdapter(model, world, shards), world)
+        replica.join(WholeModelView(model, world, shards), world)
         held = replica.state()
         together = full_state(held, world)
         weights = replica.weights()

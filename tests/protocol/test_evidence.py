@@ -3,7 +3,7 @@
 import pytest
 
 from paceline.errors import ExitCode, ReportedByPeer
-from paceline.protocol.evidence import LOADER_KILLED, is_victim
+from paceline.protocol.evidence import LOADER_KILLED, reports_lost_peers
 
 GLOO = "[rank0]: RuntimeError: [../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5120\n"
 
@@ -32,14 +32,14 @@ class DistBackendError(RuntimeError):
     ],
 )
 def test_victims_by_their_words(error: Exception, expected: bool) -> None:
-    assert is_victim(error) is expected
+    assert reports_lost_peers(error) is expected
 
 
 def test_victim_behind_another_error() -> None:
     outer, ring = ValueError("epoch 3 failed"), ValueError("ring")
     outer.__cause__ = RuntimeError(GLOO)
     ring.__cause__ = ring
-    assert is_victim(outer) and not is_victim(ring)
+    assert reports_lost_peers(outer) and not reports_lost_peers(ring)
 
 
 @pytest.mark.parametrize(

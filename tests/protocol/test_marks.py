@@ -87,7 +87,7 @@ def test_the_last_calls_of_each_group_are_read_again_in_their_order(page: Status
 
 
 def test_names_calls_and_the_last_findings_are_read_again(page: StatusPage) -> None:
-    names = marks.Names(page)
+    names = marks.NamesWriter(page)
     names.set_tensor_names(7, ["fc.weight"])
     names.set_call(5, b"0\x1fall_reduce\x1f[8]\x1ffloat32\x1f\x1ftrain.py:3 in main")
     assert marks.read_names(page.descriptor).tensors == {"7": ["fc.weight"]}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.protocol.marks import Names, parse_fingerprints, read_findings, read_fingerprints
+from paceline.protocol.marks import NamesWriter, parse_fingerprints, read_findings, read_fingerprints
 from paceline.protocol.status_page import StatusPage, make_status_page, read_counters
 from paceline.rank.probes.faults import StaleGradientDetector
 from paceline.rank.probes.replicas import FingerprintWriter
@@ -36,7 +36,7 @@ class Rank:
         self.counted = StepCounter(page, self.joint)
         self.stale, self.prints = (
             StaleGradientDetector(page, self.counted),
-            FingerprintWriter(page, Names(page), self.joint),
+            FingerprintWriter(page, NamesWriter(page), self.joint),
         )
 
     def replica(self) -> Replica:

@@ -15,7 +15,7 @@ from tests.rendered import rendered
 from paceline.protocol.evidence import Phase
 from paceline.protocol.marks import (
     TABLES,
-    Names,
+    NamesWriter,
     ReplicaFingerprint,
     parse_fingerprints,
     read_findings,
@@ -95,7 +95,7 @@ def test_an_exception_by_which_a_rank_is_freed_is_no_progress(page: StatusPage) 
 
 
 def test_optimizers_that_follow_each_other_are_all_marked_and_their_steps_go_on(page: StatusPage) -> None:
-    prints, model = FingerprintWriter(page, Names(page)), torch.nn.Linear(2, 2)
+    prints, model = FingerprintWriter(page, NamesWriter(page)), torch.nn.Linear(2, 2)
     for _ in range(TABLES + 1):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         for _ in range(3):
@@ -110,7 +110,7 @@ def test_optimizers_that_follow_each_other_are_all_marked_and_their_steps_go_on(
 def test_every_element_is_marked_within_some_steps_and_one_bit_makes_another_mark(page: StatusPage) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(70, 80), torch.nn.Linear(80, 90))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    prints = FingerprintWriter(page, Names(page))
+    prints = FingerprintWriter(page, NamesWriter(page))
     for _ in range(40):
         prints.on_step_end(optimizer)
     first = marked(page)
@@ -134,21 +134,21 @@ def test_every_element_is_marked_within_some_steps_and_one_bit_makes_another_mar
 def test_what_ranks_may_rightly_have_apart_is_not_marked(page: StatusPage) -> None:
     model = torch.nn.Linear(3, 3)
     model.weight = torch.nn.Parameter(torch.ones(3, 6)[:, ::2])  # not dense
-    FingerprintWriter(page, Names(page)).on_step_end(torch.optim.SGD(model.parameters(), lr=0.1))
+    FingerprintWriter(page, NamesWriter(page)).on_step_end(torch.optim.SGD(model.parameters(), lr=0.1))
     assert marked(page) == []
     plain = torch.optim.SGD(torch.nn.Linear(3, 3).parameters(), lr=0.1)
     page.put("uneven", 1)
-    FingerprintWriter(page, Names(page)).on_step_end(plain)
+    FingerprintWriter(page, NamesWriter(page)).on_step_end(plain)
     assert marked(page) == []
     page.put("uneven", 0)
-    FingerprintWriter(page, Names(page)).on_step_end(plain)
+    FingerprintWriter(page, NamesWriter(page)).on_step_end(plain)
     assert len(marked(page)) == 1
 
 
 def test_a_mark_has_the_settings_of_its_step_added_up_over_parameter_groups(page: StatusPage) -> None:
     groups = [{"params": [torch.nn.Parameter(torch.ones(2))], "weight_decay": decay} for decay in (0.25, 0.5)]
     optimizer = torch.optim.AdamW(groups, lr=0.5, betas=(0.75, 0.99))
-    FingerprintWriter(page, Names(page)).on_step_end(optimizer)
+    FingerprintWriter(page, NamesWriter(page)).on_step_end(optimizer)
     assert marked(page)[0].settings == (1.0, 0.75, 0.0, 1.5)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 
 from paceline.runs.events import Ended, MemoryBreakdown, Notice, Started, Step, TracedStep
-from paceline.runs.machine import MachineUse, RankUse
+from paceline.runs.machine import NodeUtilization, RankUtilization
 from paceline.runs.writers import EventWriter
 
 USUAL = {"data": 0.001, "forward": 0.010, "backward": 0.020, "optimizer": 0.002}
@@ -76,7 +76,7 @@ def make_run(
         f'"threads_per_rank": {threads}, "weights_sha256": "ab12"}}'
     )
     for node, host in enumerate(dict.fromkeys(hosts)):
-        got = {rank: RankUse(share, 10**8) for rank, share in (rank_cores or {}).items()}
-        use = [MachineUse(1000.0 + second, host, int(cores), 1.0, 10**9, 10**10, ranks=got) for second in range(5)]
+        got = {rank: RankUtilization(share, 10**8) for rank, share in (rank_cores or {}).items()}
+        use = [NodeUtilization(1000.0 + second, host, int(cores), 1.0, 10**9, 10**10, ranks=got) for second in range(5)]
         (folder / f"machine-{node}.jsonl").write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in use))
     return folder

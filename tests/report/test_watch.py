@@ -24,7 +24,7 @@ from paceline.report.watch_app import KeyActions, RankScreen, RankTable, WatchAp
 from paceline.report.watch_lines import summary_line
 from paceline.runs.console import format_duration, format_size, shorten, sparkline
 from paceline.runs.events import Started, Step
-from paceline.runs.machine import GpuUse, MachineUse, RankUse, file_name
+from paceline.runs.machine import GpuUtilization, NodeUtilization, RankUtilization, node_log_name
 from paceline.runs.summary import RunState
 from paceline.runs.writers import EventWriter
 
@@ -127,12 +127,12 @@ def test_only_what_is_new_is_read_and_of_a_long_file_the_end(tmp_path: Path) -> 
 
 def test_a_rank_has_its_share_of_its_machine(run: Path) -> None:
     write_events(run, 0, 3)
-    gpu = GpuUse(0, "H200", 0.9, 1 << 30, 2 << 30, 500.0, 80.0, 1000.0, 1980.0, "at its power limit")
-    use = MachineUse(1.0, "n1", 8, 3.0, 97, 100, ranks={0: RankUse(1.5, 1 << 30)}, gpus=(gpu,))
-    (run / file_name(0)).write_bytes(msgspec.json.encode(use) + b"\n")
+    gpu = GpuUtilization(0, "H200", 0.9, 1 << 30, 2 << 30, 500.0, 80.0, 1000.0, 1980.0, "at its power limit")
+    use = NodeUtilization(1.0, "n1", 8, 3.0, 97, 100, ranks={0: RankUtilization(1.5, 1 << 30)}, gpus=(gpu,))
+    (run / node_log_name(0)).write_bytes(msgspec.json.encode(use) + b"\n")
     reader = LiveReader(run, may_ask=False)
     (one,) = reader.read(None).ranks
-    assert (one.resource_use, one.gpu) == (RankUse(1.5, 1 << 30), gpu)
+    assert (one.resource_use, one.gpu) == (RankUtilization(1.5, 1 << 30), gpu)
 
 
 def many(count: int, tick: int = 0) -> RunSnapshot:
@@ -146,7 +146,7 @@ def many(count: int, tick: int = 0) -> RunSnapshot:
             (0.1, 0.1 + n / 1000),
             0.5,
             0.0,
-            RankUse(1.0, n << 20),
+            RankUtilization(1.0, n << 20),
             None,
             n == 150,
             1 + n % 9,

@@ -14,7 +14,7 @@ from paceline.runs.reading import (
     is_folder,
     list_folders,
     list_names,
-    read_bytes,
+    read_file,
     read_json,
     read_lines,
     read_toml,
@@ -29,18 +29,18 @@ class Record(msgspec.Struct):
 
 def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"x" * 100)
-    assert read_bytes(tmp_path / "a", limit_bytes=100) == b"x" * 100
+    assert read_file(tmp_path / "a", limit_bytes=100) == b"x" * 100
     with pytest.raises(UnreadableFileError, match="has 100 bytes, above the limit of 99"):
-        read_bytes(tmp_path / "a", limit_bytes=99)
+        read_file(tmp_path / "a", limit_bytes=99)
     os.truncate(tmp_path / "a", 1 << 40)
     with pytest.raises(UnreadableFileError, match="1,099,511,627,776 bytes"):
-        read_bytes(tmp_path / "a")
+        read_file(tmp_path / "a")
 
 
 def test_what_says_that_it_is_empty_and_is_not_is_bounded_too() -> None:
     assert Path("/proc/self/status").stat().st_size == 0
     with pytest.raises(UnreadableFileError, match="limit of 10 bytes"):
-        read_bytes(Path(f"/proc/{os.getpid()}/status"), limit_bytes=10)
+        read_file(Path(f"/proc/{os.getpid()}/status"), limit_bytes=10)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_links_in_a_circle_lead_nowhere(tmp_path: Path) -> None:
     (tmp_path / "a").symlink_to("a")
     assert real_path(tmp_path / "a") == tmp_path / "a"  # Path.resolve raises RuntimeError
     with pytest.raises(UnreadableFileError, match="symbolic link"):
-        read_bytes(real_path(tmp_path / "a"))
+        read_file(real_path(tmp_path / "a"))
 
 
 def test_what_is_there_is_known_or_told(tmp_path: Path) -> None:

@@ -54,6 +54,13 @@ def settings() -> dict[str, tuple[Any, Any]]:
     return found
 
 
+@pytest.mark.parametrize(("former", "current"), vars(paceline)["_RENAMED"].items())
+def test_a_former_name_of_the_interface_is_an_error_that_states_the_current_name(former: str, current: str) -> None:
+    with pytest.raises(AttributeError, match=rf"{former}.*paceline\.{current}$"):
+        getattr(paceline, former)
+    assert getattr(paceline, current)
+
+
 def test_each_setting_is_an_argument_with_the_same_type_and_default_or_is_left_out_on_purpose() -> None:
     parameters, hints = inspect.signature(paceline.session).parameters, get_type_hints(paceline.session)
     left_out = set().union(*LEFT_OUT.values())

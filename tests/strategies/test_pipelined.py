@@ -11,7 +11,7 @@ from tests.run_ranks import run_ranks
 
 from paceline.lab.ranks.verify import verify
 from paceline.lab.verify import Result, VerifySpec
-from paceline.parallel.pipeline import ModelStage, Pipeline, actions
+from paceline.parallel.pipeline import ModelStage, Pipeline, stage_schedule
 from paceline.rank.world import World
 from paceline.strategies import pipelined
 
@@ -80,7 +80,9 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
         Pipeline, "backward", lambda self, run, go: BACKWARD(self, run, go and (lambda: _twice(go))),
     ),
     "a micro-batch is never gone backward with": (
-        Pipeline, "actions", lambda self, count: actions(self._schedule, self.number, self.stages, count - (count > 2)),
+        Pipeline,
+        "actions",
+        lambda self, count: stage_schedule(self._schedule, self.number, self.stages, count - (count > 2)),
     ),
 }  # fmt: skip
 

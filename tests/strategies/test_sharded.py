@@ -24,7 +24,7 @@ from paceline.data.plan import virtual_ranks_of
 from paceline.protocol.control import SHARED_MEMORY
 from paceline.strategies import STRATEGIES, Strategy
 from paceline.strategies.fsdp import FSDP
-from paceline.train.weights import rescue_alone
+from paceline.train.weights import save_weights_on_one_rank
 
 CPU = torch.device("cpu")
 
@@ -206,7 +206,7 @@ def the_whole_on_request(rank: int, size: int, folder: str) -> None:
     assert parameters_now(model) < held_bytes([*plain.parameters()]) * 0.6  # and thrown away again
     train(replica, 1)
     before = sha256_of(full_state(replica.state(), world))
-    assert rescue_alone(replica, Path(folder)) and not [*Path(folder).glob("*-rescued.safetensors")]
+    assert save_weights_on_one_rank(replica, Path(folder)) and not [*Path(folder).glob("*-rescued.safetensors")]
     assert sha256_of(full_state(replica.state(), world)) == before
 
 

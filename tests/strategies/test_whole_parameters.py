@@ -26,7 +26,7 @@ from paceline.config.mesh import Mesh
 from paceline.data.plan import virtual_ranks_of
 from paceline.rank.world import create_mesh_groups
 from paceline.strategies import STRATEGIES, Strategy
-from paceline.strategies.optimizer_scope import scope_of
+from paceline.strategies.optimizer_scope import find_update_scope
 from paceline.train.parallelism import ParallelPlan
 
 CPU, STEPS = torch.device("cpu"), 4
@@ -110,23 +110,23 @@ def matrices(model: nn.Module) -> list[nn.Parameter]:
 
 @pytest.mark.parametrize("make", [SGD, AdamW])
 def test_known_optimizers_of_elements_need_no_whole_parameters(make: Callable[..., Optimizer]) -> None:
-    assert scope_of(make(layers().parameters(), lr=0.1), "zero") == "element"
+    assert find_update_scope(make(layers().parameters(), lr=0.1), "zero") == "element"
 
 
 @pytest.mark.parametrize("make", [Muon, Adafactor, partial(Shampoo, lr=0.1), Declared, partial(Joint, first=99)])
 def test_all_others_need_them_also_those_that_paceline_does_not_know(make: Callable[..., Optimizer]) -> None:
-    assert scope_of(make(matrices(layers())), "zero") == "parameter"
+    assert find_update_scope(make(matrices(layers())), "zero") == "parameter"
 
 
 @pytest.mark.parametrize("first", [0, 10])
 def test_an_optimizer_that_joins_parameters_is_refused_also_if_it_only_does_so_later(first: int) -> None:
     with raises("optimizer-joins-parameters", kind="Joint", owner="strategy 'zero'"):
-        scope_of(Joint(layers().parameters(), first), "strategy 'zero'")
+        find_update_scope(Joint(layers().parameters(), first), "strategy 'zero'")
 
 
 def test_an_optimizer_whose_trial_fails_is_refused_and_the_reason_given() -> None:
     with raises("optimizer-not-tried", kind="Momentum") as caught:
-        scope_of(Momentum(layers().parameters()), "zero")
+        find_update_scope(Momentum(layers().parameters()), "zero")
     assert caught.value.fields["reason"].startswith("RuntimeError: ")
 
 
@@ -135,19 +135,19 @@ def test_a_warm_up_that_begins_at_zero_hides_nothing(lr: Any) -> None:
     optimizer = Joint(layers().parameters())
     optimizer.param_groups[0]["lr"] = lr
     with raises("optimizer-joins-parameters", kind="Joint"):
-        scope_of(optimizer, "zero")
+        find_update_scope(optimizer, "zero")
     assert optimizer.param_groups[0]["lr"] is lr
 
 
 @pytest.mark.parametrize("views", [False, True])
 def test_an_optimizer_that_would_not_train_replaced_parameters_is_refused(views: bool) -> None:
     with raises("optimizer-not-tried", kind="Listed"):
-        scope_of(Listed(layers().parameters(), views=views), "zero")
+        find_update_scope(Listed(layers().parameters(), views=views), "zero")
 
 
 def test_an_optimizer_that_communicates_itself_is_refused(world: World) -> None:
     with raises("optimizer-communicates", kind="Gathering", owner="zero"):
-        scope_of(Gathering(layers().parameters()), "zero")
+        find_update_scope(Gathering(layers().parameters()), "zero")
 
 
 def test_a_trial_calls_no_hooks_of_all_optimizers_and_keeps_them() -> None:
@@ -155,7 +155,7 @@ def test_a_trial_calls_no_hooks_of_all_optimizers_and_keeps_them() -> None:
     calls = list[object]()
     hook = register_optimizer_step_pre_hook(lambda *_: calls.append(1))
     try:
-        assert scope_of(Outer(layers().parameters(), lr=0.1, fused=True), "zero") == "parameter"
+        assert find_update_scope(Outer(layers().parameters(), lr=0.1, fused=True), "zero") == "parameter"
         assert not calls
         AdamW(layers().parameters()).step()
         assert calls
@@ -168,7 +168,7 @@ def test_a_trial_changes_nothing() -> None:
     optimizer, calls = Shampoo(model.parameters(), lr=0.1), list[object]()
     optimizer.register_step_pre_hook(lambda *_: calls.append(1))
     before, numbers = [p.detach().clone() for p in model.parameters()], torch.get_rng_state()
-    scope_of(optimizer, "zero")
+    find_update_scope(optimizer, "zero")
     assert not calls and not optimizer.state and torch.equal(torch.get_rng_state(), numbers)
     assert all(torch.equal(a, b) and a.grad is None for a, b in zip(model.parameters(), before, strict=True))
 

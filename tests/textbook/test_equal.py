@@ -31,7 +31,7 @@ from paceline.collectives.communicator import make_communicator
 from paceline.collectives.norm import ShardedNorm
 from paceline.collectives.reducer import make_shard_reducer
 from paceline.collectives.replicate import broadcast_module
-from paceline.collectives.shards import Shards
+from paceline.collectives.shards import ParameterShards
 from paceline.collectives.tree import LeafPartition, subtrees
 from paceline.data.plan import BatchPlan, virtual_ranks_of
 
@@ -181,7 +181,7 @@ def zero(rank: int, size: int) -> None:
     mine, products = net(0), net(0)
     sharded = ShardedOptimizer(mine, lambda share: torch.optim.AdamW(share, lr=0.1))
     optimizer = torch.optim.AdamW(products.parameters(), lr=0.1)
-    shards = Shards(products, rank, size)
+    shards = ParameterShards(products, rank, size)
     shards.shard_optimizer(optimizer)
     reducer = make_shard_reducer(shards, of_ranks(rank, size))
     for step in range(3):

@@ -18,7 +18,7 @@ from paceline.data.loader import MicroBatch
 from paceline.data.plan import MicroBatchPlan
 from paceline.errors import TrainingError
 from paceline.strategies import STRATEGIES, Strategy
-from paceline.train.checkpointing import must_save_alone, save_alone
+from paceline.train.checkpointing import must_save_on_this_rank, save_on_one_rank
 
 CONTENT = TrainerState(24, {"loss": 0.5}, {"seed": 0}, 3)
 
@@ -27,14 +27,14 @@ CONTENT = TrainerState(24, {"loss": 0.5}, {"seed": 0}, 3)
 def test_exactly_one_rank_saves_and_never_a_guilty_one(world_size, data):
     causes = data.draw(st.sets(st.integers(0, world_size - 1)))
     word = json.dumps({"kind": "BEHIND", "page": "...", "exit_code": 3, "causes": [*causes]})
-    writers = [rank for rank in range(world_size) if must_save_alone(word, rank, world_size)]
+    writers = [rank for rank in range(world_size) if must_save_on_this_rank(word, rank, world_size)]
     assert len(writers) == (len(causes) < world_size)
     assert not causes & {*writers}
 
 
 @pytest.mark.parametrize("word", ["", "{}", "{", "[]", '{"causes": 1}', '{"causes": null}', '{"causes": ["a"]}'])
 def test_without_a_word_that_says_who_is_guilty_nobody_saves(word):
-    assert not must_save_alone(word, 0, 2)
+    assert not must_save_on_this_rank(word, 0, 2)
 
 
 # ---- writing -----------------------------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ def test_what_is_saved_alone_is_the_whole_state_and_the_newest_checkpoint(world,
     there.claim_publishing(1, 0)
     begun = there.begin(7)  # one of the same step, that all ranks had begun, and may still be writing
     (begun / "shard-0-of-2.safetensors").touch()
-    path = save_alone(replica, 7, CONTENT, Checkpoints(tmp_path), Claim(1, 0), keep=2, say=said.append)
+    path = save_on_one_rank(replica, 7, CONTENT, Checkpoints(tmp_path), Claim(1, 0), keep=2, say=said.append)
     found = Checkpoints(tmp_path).newest_valid(said.append)
     assert found is not None and found[0] == path and said == []
     manifest = found[1]
@@ -87,12 +87,12 @@ def test_where_a_part_is_on_other_ranks_nothing_is_published(world, tmp_path, st
         with replica.alone(MicroBatch(None, None, MicroBatchPlan(0, 0, 0, 0, torch.arange(4)), 0)):
             replica.model(torch.ones(4, 3))
     with raises("state-on-other-ranks", raised=TrainingError):
-        save_alone(replica, 7, CONTENT, checkpoints(tmp_path), Claim(1, 0), keep=2, say=print)
+        save_on_one_rank(replica, 7, CONTENT, checkpoints(tmp_path), Claim(1, 0), keep=2, say=print)
     assert [p.name for p in tmp_path.iterdir()] == [".fence"]
 
 
 def test_a_rank_of_an_older_generation_publishes_nothing(world, tmp_path):
     replica = trained(world, nn.Linear(3, 2))
     with pytest.raises(FencedError):
-        save_alone(replica, 7, CONTENT, checkpoints(tmp_path, generation=1), Claim(1, 0), keep=2, say=print)
+        save_on_one_rank(replica, 7, CONTENT, checkpoints(tmp_path, generation=1), Claim(1, 0), keep=2, say=print)
     assert not [p for p in tmp_path.iterdir() if p.name.startswith("step-")]

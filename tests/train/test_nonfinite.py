@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from paceline import BatchPlan, LoadingOptions, World, load_steps, train_step
 from paceline.checkpoint.shards import sha256_of
 from paceline.collectives import control as finite
-from paceline.collectives.control import are_finite, resolve, scale_gradients
+from paceline.collectives.control import are_finite, resolve_deferred, scale_gradients
 from paceline.data.arrays import ArrayDataset
 from paceline.data.plan import virtual_ranks_of
 from paceline.errors import PacelineError, TrainingError
@@ -32,7 +32,7 @@ BAD = (3, 17)  # whose output is exactly 0, where the root has no slope
 
 def scaled(gradients: list[torch.Tensor], factor: torch.Tensor) -> bool:
     parameters: Any = [SimpleNamespace(grad=gradient) for gradient in gradients]
-    return resolve(scale_gradients(parameters, factor, CPU))
+    return resolve_deferred(scale_gradients(parameters, factor, CPU))
 
 
 def dataset() -> ArrayDataset:
@@ -248,7 +248,7 @@ def test_a_step_goes_back_once_and_is_then_left_out():
 def test_gradients_are_judged_as_they_are_scaled_and_scaled_as_by_themselves(
     dtype: torch.dtype, far: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(finite, "is_async", lambda _: far)
+    monkeypatch.setattr(finite, "is_async_device", lambda _: far)
     factor = torch.tensor(1 / 97, dtype=torch.float64)
     gradients = [torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype) for size in (3, 1000)]
     wanted = [gradient * factor for gradient in gradients]
@@ -264,7 +264,7 @@ def test_gradients_that_overflow_only_as_they_are_scaled_are_not_finite(
     far: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sum of all weights may be below one."""
-    monkeypatch.setattr(finite, "is_async", lambda _: far)
+    monkeypatch.setattr(finite, "is_async_device", lambda _: far)
     assert not scaled([torch.full((3,), 3e38)], torch.tensor(2.0, dtype=torch.float64))
     assert scaled([torch.full((3,), 1e38)], torch.tensor(2.0, dtype=torch.float64))
     assert scaled([], torch.tensor(2.0))

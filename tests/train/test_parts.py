@@ -16,7 +16,7 @@ from paceline.runs.progress import WARMUP_STEPS, Throughput
 from paceline.train.optimizer import Schedule, scaled_lr
 from paceline.train.prepare import check_loss
 from paceline.train.step import weighted_losses
-from paceline.train.weights import rescue, save
+from paceline.train.weights import save, save_in_any_folder
 
 
 def test_schedules_warm_up_and_fall():
@@ -133,7 +133,7 @@ def test_rescued_weights_lie_somewhere_else(tmp_path, monkeypatch):
     run_dir = tmp_path / "runs" / "a-run"  # does not exist: cannot be written
     (tmp_path / "cwd").mkdir()
     monkeypatch.chdir(tmp_path / "cwd")
-    told = rescue(nn.Linear(1, 1).state_dict(), run_dir)
+    told = save_in_any_folder(nn.Linear(1, 1).state_dict(), run_dir)
     assert (tmp_path / "cwd" / "a-run-rescued.safetensors").is_file()
     assert "rescued to" in told
 
@@ -143,7 +143,7 @@ def test_weights_that_cannot_be_rescued_are_said_to_be_lost(tmp_path, monkeypatc
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("paceline.train.weights.save", full)
-    assert "LOST" in rescue(nn.Linear(1, 1).state_dict(), tmp_path)
+    assert "LOST" in save_in_any_folder(nn.Linear(1, 1).state_dict(), tmp_path)
 
 
 class MadeLate(nn.Linear):

@@ -39,7 +39,7 @@ from paceline.checkpoint.shards import (
     write_shard_file,
 )
 from paceline.checkpoint.state import TensorShard
-from paceline.collectives.control import all_gather_object, is_async
+from paceline.collectives.control import all_gather_object, is_async_device
 from paceline.collectives.replicate import broadcast
 from paceline.collectives.torch_collectives import all_gather_json, start_all_gather
 from paceline.collectives.tree import round_up
@@ -101,7 +101,7 @@ class SnapshotWriter:
         # a multiple, so that the size stays equal; twice, because quotes are escaped
         room_bytes = round_up(2 * len(msgspec.json.encode(meta)) + ROOM_BYTES // 2, ROOM_BYTES)
         shard = make_shard_layout(select_shards_to_save(shards, self._part, self._parts), room_bytes=room_bytes)
-        on_gpu = any(is_async(entry.tensor.device) for entry in shard.shards)
+        on_gpu = any(is_async_device(entry.tensor.device) for entry in shard.shards)
         buffer = self._buffer(descriptor, shard.total_bytes, on_gpu)
         write_shard_file(buffer, shard, msgspec.to_builtins(meta))
         self._files = other, descriptor

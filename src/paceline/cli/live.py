@@ -31,7 +31,7 @@ from paceline.runs import writing
 from paceline.runs.console import format_time, remove_controls
 from paceline.runs.folder import CHECKPOINTS, JOIN_FILE, LOCK
 from paceline.runs.owners import UnreadableFileError
-from paceline.runs.reading import list_names, read_bytes, read_json
+from paceline.runs.reading import list_names, read_file, read_json
 from paceline.runs.summary import LIVE_STATES, RunState
 
 END_POLL_SECONDS = 0.5
@@ -98,7 +98,7 @@ def _stop_agent(run_dir: Path, submission: SubmitRecord | None, access: run_stat
     roster = run_state.coordinator_roster(run_dir)
     if roster is None or not run_state.is_agent_alive(run_dir, roster, submission, access.ssh):
         try:
-            holder = read_bytes(run_dir / LOCK, limit_bytes=1000).decode(errors="replace").strip()
+            holder = read_file(run_dir / LOCK, limit_bytes=1000).decode(errors="replace").strip()
         except OSError:
             holder = "no process"
         agent = f"its agent is on {roster.host}, pid {roster.agent_pid}" if roster else ""

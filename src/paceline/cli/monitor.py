@@ -20,11 +20,11 @@ from rich.text import Text
 from paceline.cli import command_line
 from paceline.cli.options import print_json, split_command, ssh_command
 from paceline.errors import ExitCode, UsageError
-from paceline.host.machine_log import MachineSampler
+from paceline.host.machine_log import NodeSampler
 from paceline.protocol.control import RUN_ID
 from paceline.report.watch_lines import format_gpu_use
 from paceline.runs.console import format_size, shorten, table_console
-from paceline.runs.machine import MachineUse
+from paceline.runs.machine import NodeUtilization
 
 EVERY_SECONDS = 1.0
 SSH_SECONDS = 30.0
@@ -44,7 +44,7 @@ class ProcessUse(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class NodeUsage(msgspec.Struct, frozen=True):
     name: str
-    use: MachineUse | None = None
+    use: NodeUtilization | None = None
     processes: tuple[ProcessUse, ...] = ()
     failure: str = ""
 
@@ -53,7 +53,7 @@ class Monitor:
     """Samples this machine. Rates are averages since the previous sample."""
 
     def __init__(self) -> None:
-        self._sampler = MachineSampler()
+        self._sampler = NodeSampler()
         self._sampler.gpus.latest(GPU_QUERY_TIMEOUT_SECONDS)
         self._look()
 

@@ -246,12 +246,14 @@ def _sides(config: DiffConfig, arguments: Sequence[list[str]]) -> tuple[tuple[Co
         of_b = number == 1 and not python
         run = open_replay_source(str(run_dir), first, device=config.device, eager=True, trust=config.trust)
         its_script = config.script_b if of_b and config.script_b else script
-        words = tuple(arguments[min(number * (not python), len(arguments) - 1)] if arguments else ())
-        check_code(run, its_script, words)
+        script_args = tuple(arguments[min(number * (not python), len(arguments) - 1)] if arguments else ())
+        check_code(run, its_script, script_args)
         if run.config.strategy not in EXACT_STRATEGIES:
             allowed = ", ".join(EXACT_STRATEGIES)
             raise UsageError(code="diff-not-exact", run_dir=run_dir, strategy=run.config.strategy, allowed=allowed)
-        request = RecordRequest(str(run_dir), first, last, str(its_script or ""), words, config.device, config.trust)
+        request = RecordRequest(
+            str(run_dir), first, last, str(its_script or ""), script_args, config.device, config.trust
+        )
         label = f"{run_dir} under {python}" if python and number else str(run_dir)
         sides.append(ComparedRun(label, run, request, log, python if number else ""))
     return (sides[0], sides[1]), step
@@ -328,8 +330,8 @@ def _record(side: ComparedRun, folder: Path, *, fetch: int | None = None) -> Ste
         # our paceline, so that only the environment differs
         env = {**os.environ, "PYTHONPATH": str(Path(paceline.__file__).parents[1])}
         code = "from paceline.cli.replay import record_in_this_process; record_in_this_process()"
-        words = [side.python, "-c", code, str(folder)]
-        subprocess.run(words, input=msgspec.json.encode(request), env=env, stdout=sys.stderr, check=False)
+        command = [side.python, "-c", code, str(folder)]
+        subprocess.run(command, input=msgspec.json.encode(request), env=env, stdout=sys.stderr, check=False)
     else:
         child = get_context("fork").Process(target=record_in_this_process, args=(folder, request))
         child.start()

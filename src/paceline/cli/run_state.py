@@ -49,7 +49,7 @@ MOST_SCORES, MOST_CHARS = 20, 2000  # limits of the output: texts in a run folde
 
 @dataclass(frozen=True)
 class RunFlags:
-    """RunAccess to the run."""
+    """Access to the run."""
 
     run: str
     """run folder, or the beginning of its name under runs/"""
@@ -61,7 +61,7 @@ class RunFlags:
 
 @dataclass(frozen=True)
 class NewestRunFlags(RunFlags):
-    """RunAccess to the run."""
+    """Access to the run."""
 
     run: str = ""
     """run folder, or the beginning of its name under runs/ (default: the newest there)"""

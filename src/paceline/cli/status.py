@@ -67,10 +67,10 @@ def _lines(state: RunState) -> Iterator[tuple[str, str]]:
     yield "where", f"{state.on}{job}" + (f", on {', '.join(state.hosts)}" if state.hosts else "")
     if state.nodes:
         yield "nodes", state.nodes
-    yield "starts", str(state.attempts)
+    yield "attempts", str(state.attempts)
     if state.metrics:
-        yield "scores", format_metrics(state.metrics)
-    yield from (("found", finding) for finding in state.found)
+        yield "metrics", format_metrics(state.metrics)
+    yield from (("finding", finding) for finding in state.found)
     yield "saved", _saved(state)
     if state.state not in LIVE_STATES and (spent := _main_time_loss(Path(state.run_dir))):
         yield "time", spent

@@ -20,7 +20,7 @@ Bucket = Sequence[nn.Parameter]
 Layout = tuple[Sequence[int], Sequence[int]]  # the shape and strides of a tensor
 
 
-def trainable(module: nn.Module) -> list[nn.Parameter]:
+def trainable_parameters(module: nn.Module) -> list[nn.Parameter]:
     return [p for p in module.parameters() if p.requires_grad]
 
 
@@ -133,7 +133,7 @@ def divide(total: Tensor, divisor: float | Tensor) -> Tensor:
     return total.div_(divisor)
 
 
-def divide_each(totals: Iterable[Tensor], divisor: float | Tensor) -> None:
+def divide_tensors(totals: Iterable[Tensor], divisor: float | Tensor) -> None:
     for group, number in group_by_type(totals, divisor) if isinstance(divisor, Tensor) or divisor != 1.0 else ():
         if group[0].element_size() < 4:
             for total in group:

@@ -5,7 +5,7 @@
     otherwise                                                  "torch"    torch.distributed
 
     make_communicator()                       # the first call is a collective
-    communicator().start_sum(numbers, "name")()
+    get_communicator().start_sum(numbers, "name")()
 
 torch.distributed sends all tensors that are not on the CPU, and all tensors until the choice is made. Each kind has a
 transport, which sums gradients.
@@ -35,7 +35,7 @@ from paceline.collectives.buckets import (
     buckets_of,
     convert_to_layouts,
     divide,
-    divide_each,
+    divide_tensors,
     is_present,
     numels_and_dtypes,
 )
@@ -44,19 +44,19 @@ from paceline.collectives.hosts import (
     HierarchicalSum,
     HierarchyPlan,
     NodeTopology,
-    connect_hosts,
-    group_name,
+    connect_nodes,
     make_leaf_order_plan,
     make_rank_order_plan,
-    single_rank_hosts,
+    node_group_name,
+    single_rank_nodes,
 )
-from paceline.collectives.memory_sum import MAX_TENSORS, Scratch, TreeSum, describe_tensors
+from paceline.collectives.memory_sum import MAX_TENSORS, ScratchBuffers, TreeSum, describe_tensors
 from paceline.collectives.shared_memory import (
     BULK_BYTES,
     GROUP_NAME,
     MemoryLayout,
     SharedMemory,
-    SharingRefusal,
+    SharedMemoryUnavailable,
     connect_memory,
 )
 from paceline.collectives.torch_collectives import (
@@ -173,7 +173,7 @@ class SharedMemoryBucketReduction:
         if self._sum is not None:
             results = self._sum.run(own, divisor)
         elif divisor is not None:
-            divide_each([grad for grad in first if grad is not None], divisor)
+            divide_tensors([grad for grad in first if grad is not None], divisor)
         if divisor is not None:
             assign_grads(self._parameters, results)
         return self._sum is not None and self._sum.finite
@@ -194,7 +194,7 @@ class HierarchicalBucketReduction:
     def __init__(self, buckets: Sequence[Bucket], hosts: NodeTopology, plan: HierarchyPlan) -> None:
         """A collective. `plan` defines the order of additions."""
         parameters = [parameter for bucket in buckets for parameter in bucket]
-        scratch, layouts = Scratch(), iter(agreed_layouts(parameters, hosts.size))
+        scratch, layouts = ScratchBuffers(), iter(agreed_layouts(parameters, hosts.size))
         self.buckets, self._memory = buckets, hosts.memory
         self._layouts = [[next(layouts) for _ in bucket] for bucket in buckets]
         self._sums = [
@@ -254,8 +254,8 @@ class Communicator:
         group = dist.group.WORLD
         if group is None or group.size() == 1 or not _uses_gloo(group):
             return None
-        keys = all_gather_json(handshake.host_key(), group.size())
-        return single_rank_hosts(group, _timeout_seconds(group)) if len(set(keys)) == len(keys) else None
+        keys = all_gather_json(handshake.node_key(), group.size())
+        return single_rank_nodes(group, _timeout_seconds(group)) if len(set(keys)) == len(keys) else None
 
     def broadcast(self, tensors: Sequence[Tensor], src: int, name: str) -> None:
         """Copy the contiguous tensors of rank `src` into those of all ranks."""
@@ -380,7 +380,7 @@ _chosen: WeakKeyDictionary[dist.ProcessGroup, Communicator] = WeakKeyDictionary(
 """Weak keys: an entry ends with torch's process group."""
 
 
-def communicator(group: Group = None) -> Communicator:
+def get_communicator(group: Group = None) -> Communicator:
     """The communicator of a group (default: all ranks). Before `make_communicator`, one over torch.distributed."""
     key = group or dist.group.WORLD
     return (key and _chosen.get(key)) or Communicator(group)
@@ -404,7 +404,7 @@ def make_communicator(
     """
     world = dist.group.WORLD
     if world is None or world.size() == 1 or (group is not None and group.size() < world.size()):
-        return communicator(group)
+        return get_communicator(group)
     if world not in _chosen:
         _chosen[world] = _create(world, choice, bulk_bytes)
     if group is not None:
@@ -425,31 +425,31 @@ def _create(group: dist.ProcessGroup, choice: TransportChoice, bulk_bytes: int) 
     layout = MemoryLayout(group.size(), bulk_bytes)
     try:
         members = connect_memory(group.rank(), layout, wanted=choice != "torch")
-    except SharingRefusal as refusal:
+    except SharedMemoryUnavailable as refusal:
         if choice == "shared":
             raise _memory_not_shared(group, str(refusal)) from None
         if not str(refusal).endswith(_SILENT_REASON_ENDINGS):
-            print_notice(f"ranks talk over gloo, not through shared memory: {refusal}")
+            print_on_rank_0(f"ranks talk over gloo, not through shared memory: {refusal}")
         return Communicator()
     several, index = members.node_count > 1, [peer.rank for peer in members.peers].index(group.rank())
-    name, seconds = group_name(members.node_index) if several else GROUP_NAME, _timeout_seconds(group)
+    name, seconds = node_group_name(members.node_index) if several else GROUP_NAME, _timeout_seconds(group)
     memory = SharedMemory(members.peers, index, layout, seconds, group=name)
     # When the group or the process ends, ranks that wait for this rank get an error.
     weakref.finalize(group, memory.leave)
     if not several:
         return _MemoryCommunicator(memory)
-    print_notice(
+    print_on_rank_0(
         f"gradients are added up in shared memory on each of {members.node_count} hosts ({memory.size} ranks each), "
         "and over gloo between hosts"
     )
-    return _HostsCommunicator(connect_hosts(memory, members.node_index, members.node_count))
+    return _HostsCommunicator(connect_nodes(memory, members.node_index, members.node_count))
 
 
 def _uses_gloo(group: dist.ProcessGroup) -> bool:
     return "cpu:gloo" in str(dist.get_backend_config(group))  # has both backends if the program names none
 
 
-def print_notice(text: str) -> None:
+def print_on_rank_0(text: str) -> None:
     """Print a notice on rank 0 of the default group."""
     if dist.group.WORLD is None or dist.group.WORLD.rank() == 0:
         print(f"paceline: {text}", file=sys.stderr, flush=True)

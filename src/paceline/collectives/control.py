@@ -42,7 +42,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.collectives.buckets import grad_of, group_by_type, is_present
-from paceline.collectives.communicator import communicator, memory_communicator
+from paceline.collectives.communicator import get_communicator, memory_communicator
 from paceline.errors import ExitCode, PacelineError, ReportedByPeer, TrainingError, UsageError
 from paceline.rank.guard import HangGuard
 from paceline.rank.sites import MAX_DEPTH, CodeOwner, code_owner, format_frame, frame_record, short_filename
@@ -69,25 +69,27 @@ class Deferred(Generic[_T]):
         return Deferred(self.numbers, lambda numbers: change(self.compute(numbers)))
 
     def result(self) -> _T:
-        """Read the numbers (see `read_all`), and compute the value."""
-        return self.compute(read_all([self])[0])
+        """Read the numbers (see `read_all_deferred`), and compute the value."""
+        return self.compute(read_all_deferred([self])[0])
 
 
-def read_all(deferred: Sequence[Deferred[Any]]) -> list[list[float]]:
+def read_all_deferred(deferred: Sequence[Deferred[Any]]) -> list[list[float]]:
     """The numbers of each; the host waits for the device at most once.
 
     Raises:
         StallError: if the guard has unblocked this rank. The numbers are then undefined.
     """
     tensors = [value.numbers for value in deferred]
-    on_device = [numbers for numbers in tensors if is_async(numbers.device)]
+    on_device = [numbers for numbers in tensors if is_async_device(numbers.device)]
     from_device: list[float] = torch.cat(on_device).tolist() if on_device else []
     HangGuard.of_process().check_unblocked()
     rest = iter(from_device)
-    return [[*islice(rest, len(numbers))] if is_async(numbers.device) else numbers.tolist() for numbers in tensors]
+    return [
+        [*islice(rest, len(numbers))] if is_async_device(numbers.device) else numbers.tolist() for numbers in tensors
+    ]
 
 
-def resolve(value: "_T | Deferred[_T]") -> _T:
+def resolve_deferred(value: "_T | Deferred[_T]") -> _T:
     """The value itself, or the result of a `Deferred`."""
     if isinstance(value, Deferred):
         deferred: Deferred[_T] = value  # pyright: ignore[reportUnknownVariableType]
@@ -95,7 +97,7 @@ def resolve(value: "_T | Deferred[_T]") -> _T:
     return value
 
 
-def is_async(device: torch.device) -> bool:
+def is_async_device(device: torch.device) -> bool:
     """Whether the host must wait for `device` to read one of its numbers."""
     return device.type != "cpu"
 
@@ -165,7 +167,7 @@ MAX_FUSED_ELEMENTS = 1 << 16
 """The most elements for one fused kernel. It writes each element: for more, one kernel per tensor is faster."""
 
 
-def are_finite_here(gradients: Sequence[Tensor]) -> bool:
+def are_finite_on_cpu(gradients: Sequence[Tensor]) -> bool:
     """Whether gradients on the CPU hold no infinity and no NaN."""
     if not gradients:
         return True
@@ -202,8 +204,8 @@ def are_finite(gradients: Sequence[Tensor], device: torch.device) -> Deferred[bo
     """
     if not gradients:
         return Deferred(torch.zeros(1, dtype=torch.float64, device=device), lambda _: True)
-    if not is_async(device):
-        flag = torch.tensor([float(not are_finite_here(gradients))], dtype=torch.float64)
+    if not is_async_device(device):
+        flag = torch.tensor([float(not are_finite_on_cpu(gradients))], dtype=torch.float64)
         return Deferred(flag, lambda bad: not bad[0])
     found_inf = torch.zeros(1, device=device)
     is_plain = {*map(_dtype_and_layout, gradients)} == {(torch.float32, torch.strided)}
@@ -233,7 +235,7 @@ def scale_gradients(
     if on_host or not gradients or any(gradient.dtype != torch.float32 for gradient in gradients):
         for group, number in group_by_type(gradients, factor) if isinstance(factor, Tensor) or factor != 1.0 else ():
             torch._foreach_mul_(group, number)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-        return are_finite_here(gradients) if on_host else are_finite(gradients, device)
+        return are_finite_on_cpu(gradients) if on_host else are_finite(gradients, device)
     # The kernel checks an element before it multiplies it. With a factor above 1 the product may overflow.
     if isinstance(factor, Tensor):
         factor = factor.float()
@@ -302,7 +304,7 @@ def _user_lines() -> str:
     return ", called from ".join(format_frame(frame_record(frame)) for frame in islice(of_user, MAX_SHOWN_LINES))
 
 
-def call_sites() -> CallSites:
+def default_call_sites() -> CallSites:
     """The call sites of torch's default group."""
     group = dist.group.WORLD
     assert group is not None  # torch.distributed is initialized
@@ -349,7 +351,7 @@ def all_gather_object(value: Any, world: World) -> list[Any]:
     """
     if world.size == 1:
         return [value]
-    return communicator(world.group).all_gather_object(value, f"messages of {_caller()}", world.device)
+    return get_communicator(world.group).all_gather_object(value, f"messages of {_caller()}", world.device)
 
 
 def _caller() -> str:
@@ -448,7 +450,7 @@ def sum_over_ranks(
         TrainingError: with MISMATCH, on one rank, if they do not; see `CallSites`.
         ReportedByPeer: on the other ranks.
     """
-    exchange = communicator(group)
+    exchange = get_communicator(group)
     if group is not None or name != LOOP_SUMS_NAME or (size := exchange.size) == 1:
         return exchange.start_sum(numbers, name)()
     hashes = [0.0] * size
@@ -456,7 +458,7 @@ def sum_over_ranks(
     total = exchange.start_sum(torch.cat([numbers, to_device_async(hashes, numbers.device)]), name)()
     site_hashes: list[float] = total[len(numbers) :].tolist()
     gather = partial(exchange.all_gather_object, device=numbers.device, name=f"call sites of {name}")
-    call_sites().compare([int(value) for value in site_hashes], name, gather)
+    default_call_sites().compare([int(value) for value in site_hashes], name, gather)
     return total[: len(numbers)]
 
 
@@ -479,13 +481,13 @@ def all_gather_tensors(value: Any, world: World, name: str, *, where: Sequence[i
     skeleton = _without_tensors(value, tensors)
     header = [skeleton, [[str(t.dtype)[6:], [*t.shape]] for t in tensors], call_site_hash(where)]
     headers = all_gather_object(header, world)
-    call_sites().compare([site for *_, site in headers], name, partial(all_gather_object, world=world))
+    default_call_sites().compare([site for *_, site in headers], name, partial(all_gather_object, world=world))
     copies = [t.detach().to(world.device).clone(memory_format=torch.contiguous_format) for t in tensors]
     payload = torch.cat([torch.empty(0, dtype=torch.uint8, device=world.device), *map(_bytes, copies)])
     sizes = [[math.prod(shape) * getattr(torch, dtype).itemsize for dtype, shape in specs] for _, specs, _ in headers]
     padded = payload.new_zeros(max(map(sum, sizes)))
     padded[: len(payload)] = payload
-    payloads = communicator().start_gather(padded, name)() if len(padded) else [padded] * world.size
+    payloads = get_communicator().start_gather(padded, name)() if len(padded) else [padded] * world.size
     values: list[Any] = []
     for (skeleton, specs, _), sizes_of_rank, received in zip(headers, sizes, payloads, strict=True):
         pieces = received[: sum(sizes_of_rank)].split(sizes_of_rank)

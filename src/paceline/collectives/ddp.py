@@ -29,7 +29,7 @@ from paceline.collectives.communicator import (
     can_use_shared_memory,
     make_communicator,
     memory_communicator,
-    print_notice,
+    print_on_rank_0,
 )
 from paceline.collectives.memory_sum import Chunk, TreeSum, ring_sum
 from paceline.collectives.shared_memory import SharedMemory
@@ -90,7 +90,7 @@ def _first_true(obstacles: Mapping[str, object]) -> str:
 
 @cache
 def _notify(text: str) -> None:
-    print_notice(text)  # once for each text
+    print_on_rank_0(text)  # once for each text
 
 
 class _Hook:

@@ -30,7 +30,7 @@ from paceline.collectives.memory_sum import (
     Chunk,
     LaneAddress,
     Results,
-    Scratch,
+    ScratchBuffers,
     SlotLayout,
     TensorList,
     assign_lanes,
@@ -71,12 +71,12 @@ class NodeTopology:
         return group
 
 
-def group_name(host: int) -> str:
+def node_group_name(host: int) -> str:
     """The name, in the hang guard, of the group of ranks that share memory on one of several hosts."""
     return f"{GROUP_NAME} on host {host}"
 
 
-def connect_hosts(memory: SharedMemory, host: int, hosts: int) -> NodeTopology:
+def connect_nodes(memory: SharedMemory, host: int, hosts: int) -> NodeTopology:
     """Create the process groups between hosts (a collective of all ranks)."""
     size, timeout = memory.size, timedelta(seconds=memory.timeout_seconds)  # torch's default is half an hour
     # every rank must create all groups, in the same order
@@ -86,10 +86,10 @@ def connect_hosts(memory: SharedMemory, host: int, hosts: int) -> NodeTopology:
     return NodeTopology(memory, host, hosts, weakref.ref(group))
 
 
-def single_rank_hosts(group: dist.ProcessGroup, timeout_seconds: float) -> NodeTopology:
+def single_rank_nodes(group: dist.ProcessGroup, timeout_seconds: float) -> NodeTopology:
     rank, layout = group.rank(), MemoryLayout(1, bulk_bytes=4096)
     alone = MemoryPeer(rank, os.getpid(), 0, memoryview(bytearray(layout.total_bytes)))
-    memory = SharedMemory([alone], 0, layout, timeout_seconds, group=group_name(rank))
+    memory = SharedMemory([alone], 0, layout, timeout_seconds, group=node_group_name(rank))
     return NodeTopology(memory, rank, group.size(), weakref.ref(group))
 
 
@@ -148,7 +148,7 @@ class HierarchicalSum:
         dtypes: Sequence[torch.dtype],
         plan: HierarchyPlan,
         name: str,
-        scratch: Scratch,
+        scratch: ScratchBuffers,
         layouts: Sequence[Layout] | None = None,
     ) -> None:
         self._hosts, self._memory, self._plan, self._name = hosts, hosts.memory, plan, name
@@ -240,7 +240,7 @@ class HierarchicalSum:
         bulk, at = self._memory.bulk, 0
         for chunk in bundle:
             start, stop = self._lanes.shard_range(chunk, self._memory.rank)
-            slot = bulk.begin_tick()
+            slot = bulk.begin_round()
             bulk.view(chunk.dtype, slot, self._memory.rank, 0, stop - start).copy_(flat[at : at + stop - start])
             at += stop - start
             bulk.exchange()

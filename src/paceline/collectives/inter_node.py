@@ -51,11 +51,13 @@ class UncompressedCodec:
         self, tensors: Sequence[Tensor], state: CodecState, group: dist.ProcessGroup
     ) -> tuple[list[Tensor], CodecState]:
         """The sums, new and contiguous, and the next state (a collective). Does not change its arguments."""
-        flat = name_collective(flattened(tensors), COLLECTIVE_NAME)
-        return split(wait_for_result(dist.all_reduce(flat, group=group, async_op=True), flat), self._shapes), state
+        flat = name_collective(flatten_tensors(tensors), COLLECTIVE_NAME)
+        return unflatten_tensors(
+            wait_for_result(dist.all_reduce(flat, group=group, async_op=True), flat), self._shapes
+        ), state
 
 
-class Bf16:
+class Bf16Quantizer:
     """Encodes numbers in bfloat16: (rows, n) <-> (rows, bytes) uint8; n is a multiple of BLOCK."""
 
     def pack(self, values: Tensor) -> Tensor:
@@ -66,7 +68,7 @@ class Bf16:
         return packed.view(torch.bfloat16).to(dtype)
 
 
-class Int8:
+class Int8Quantizer:
     """As Bf16, but in 8-bit integers with a scale for each block. A row has its scales (float32), then its numbers."""
 
     def pack(self, values: Tensor) -> Tensor:
@@ -89,7 +91,9 @@ class QuantizedCodec:
     With H hosts, a host therefore sends 2 (H - 1) / H numbers for each value, like an all-reduce.
     """
 
-    def __init__(self, shapes: Sequence[torch.Size], dtype: torch.dtype, hosts: int, code: Bf16 | Int8) -> None:
+    def __init__(
+        self, shapes: Sequence[torch.Size], dtype: torch.dtype, hosts: int, code: Bf16Quantizer | Int8Quantizer
+    ) -> None:
         self._shapes, self._dtype, self._hosts, self._code = shapes, dtype, hosts, code
         self._size = sum(shape.numel() for shape in shapes)
         self._shard_size = round_up(self._size, BLOCK * hosts) // hosts
@@ -103,7 +107,7 @@ class QuantizedCodec:
         self, tensors: Sequence[Tensor], state: CodecState, group: dist.ProcessGroup
     ) -> tuple[list[Tensor], CodecState]:
         code, values = self._code, state["held"].clone()
-        values[: self._size] += flattened(tensors)
+        values[: self._size] += flatten_tensors(tensors)
         packed = code.pack(values.view(self._hosts, -1))
         received = torch.empty_like(packed)
         work = dist.all_to_all_single(received, name_collective(packed, COLLECTIVE_NAME), group=group, async_op=True)
@@ -116,7 +120,7 @@ class QuantizedCodec:
         gathered = start_all_gather(packed_total.flatten(), COLLECTIVE_NAME, group)
         owed = total.sub_(code.unpack(packed_total, self._dtype)[0])
         sums = code.unpack(gathered(), self._dtype).flatten()[: self._size]
-        return split(sums, self._shapes), {"held": held, "owed": owed}
+        return unflatten_tensors(sums, self._shapes), {"held": held, "owed": owed}
 
 
 class PowerSgdCodec:
@@ -153,15 +157,15 @@ class PowerSgdCodec:
         left = [value @ state[f"basis/{i}"] for i, value in values.items()]
         others = [tensors[i] for i in self._whole]
         shapes = [t.shape for t in (*left, *others)]
-        sums = split(start_all_reduce(flattened([*left, *others]), COLLECTIVE_NAME, group)(), shapes)
+        sums = unflatten_tensors(start_all_reduce(flatten_tensors([*left, *others]), COLLECTIVE_NAME, group)(), shapes)
         bases: list[Tensor] = [torch.linalg.qr(total)[0] for total in sums[: len(left)]]
         right = [value.T @ base for value, base in zip(values.values(), bases, strict=True)]
         for (i, value), base, factor in zip(values.items(), bases, right, strict=True):
             after[f"held/{i}"] = value - base @ factor.T
         results = dict(zip(self._whole, sums[len(left) :], strict=True))
         if right:
-            totals = split(
-                start_all_reduce(flattened(right), COLLECTIVE_NAME, group)(), [factor.shape for factor in right]
+            totals = unflatten_tensors(
+                start_all_reduce(flatten_tensors(right), COLLECTIVE_NAME, group)(), [factor.shape for factor in right]
             )
             for i, base, total in zip(values, bases, totals, strict=True):
                 after[f"basis/{i}"] = total.clone()
@@ -176,15 +180,15 @@ def make_codec(
         return UncompressedCodec(shapes)
     if compress == "powersgd":
         return PowerSgdCodec(shapes, dtype, rank or DEFAULT_RANK)
-    return QuantizedCodec(shapes, dtype, hosts, Int8() if compress == "int8" else Bf16())
+    return QuantizedCodec(shapes, dtype, hosts, Int8Quantizer() if compress == "int8" else Bf16Quantizer())
 
 
-def flattened(tensors: Sequence[Tensor]) -> Tensor:
+def flatten_tensors(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
-def split(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """Views of `flat` with these shapes; the inverse of `flattened`."""
+def unflatten_tensors(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """Views of `flat` with these shapes; the inverse of `flatten_tensors`."""
     parts = flat.split([shape.numel() for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 

@@ -34,7 +34,7 @@ Results = Sequence[Tensor | None]  # each tensor, dense; None: no rank has a val
 
 
 @dataclass(frozen=True)
-class Segment:
+class TensorSegment:
     """Elements [start, stop) of tensor number `tensor`, in memory order."""
 
     tensor_index: int
@@ -51,10 +51,10 @@ class Chunk:
     """The data of one tick: one segment of a large tensor, or several small tensors."""
 
     dtype: torch.dtype
-    segments: tuple[Segment, ...]
+    segments: tuple[TensorSegment, ...]
 
     @cached_property
-    def single_segment(self) -> Segment | None:
+    def single_segment(self) -> TensorSegment | None:
         """The segment of a large tensor; None if the chunk has several tensors."""
         return self.segments[0] if len(self.segments) == 1 else None
 
@@ -80,19 +80,19 @@ def split_into_chunks(
     """Split tensors of `sizes` elements into chunks. `lane_sizes`: the largest number of elements of a chunk."""
     chunks: list[Chunk] = []
     for dtype in dict.fromkeys(dtypes):
-        room, small, used = lane_sizes[dtype], list[Segment](), 0
+        room, small, used = lane_sizes[dtype], list[TensorSegment](), 0
         for number, size in enumerate(sizes):
             if dtypes[number] != dtype or size == 0:
                 continue
             if size * SMALL_TENSOR_DIVISOR >= room:
                 chunk_size = -(-size // -(-size // room) // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
                 starts = range(0, size, chunk_size)
-                chunks += [Chunk(dtype, (Segment(number, at, min(at + chunk_size, size)),)) for at in starts]
+                chunks += [Chunk(dtype, (TensorSegment(number, at, min(at + chunk_size, size)),)) for at in starts]
                 continue
             if used + size > room:
                 chunks.append(Chunk(dtype, tuple(small)))
                 small, used = [], 0
-            small.append(Segment(number, 0, size))
+            small.append(TensorSegment(number, 0, size))
             used += size
         if small:
             chunks.append(Chunk(dtype, tuple(small)))
@@ -103,7 +103,7 @@ LaneAddress = tuple[int, int]  # the index of a rank, and of its lane
 MAX_TENSORS = MAX_FLAGS
 
 
-class Scratch:
+class ScratchBuffers:
     """Temporary memory of this rank, allocated once and reused."""
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ class SlotLayout:
         sizes: Sequence[int],
         dtypes: Sequence[torch.dtype],
         lane_sizes: Mapping[torch.dtype, int],
-        scratch: Scratch,
+        scratch: ScratchBuffers,
         layouts: Sequence[Layout] | None = None,
     ) -> None:
         """`lane_sizes`: elements of a lane by type, multiples of ALIGNED. Without `layouts`, tensors are (n,)."""
@@ -193,7 +193,7 @@ class SlotLayout:
                 target[:start].copy_(part[:start])
                 target[stop:].copy_(part[stop:])
             else:
-                copy_each(pieces, chunk.tensor_selector(flat))
+                copy_tensors(pieces, chunk.tensor_selector(flat))
                 if factor is not None:
                     target.mul_(factor)
 
@@ -201,7 +201,7 @@ class SlotLayout:
         self, chunk: Chunk | None, partials: Sequence[TensorList | None], *, is_first: bool, factor: float | None = None
     ) -> int:
         """Run one tick that sends the chunk, and in the first tick the flags, of all ranks; return its slot."""
-        slot = self._memory.bulk.begin_tick(self.flags_of(partials) if is_first else b"")
+        slot = self._memory.bulk.begin_round(self.flags_of(partials) if is_first else b"")
         if chunk is not None:
             self.write_chunk(chunk, partials, slot, factor=factor)
         self._memory.bulk.exchange()
@@ -227,7 +227,7 @@ class SlotLayout:
         if (only := chunk.single_segment) is None:
             whole, pieces = self.place(chunk)
             torch.cat(parts, out=whole)
-            copy_each(chunk.tensor_selector(results), pieces)
+            copy_tensors(chunk.tensor_selector(results), pieces)
         elif (result := results[only.tensor_index]) is not None:
             torch.cat(parts, out=only.view_of(result))
 
@@ -246,7 +246,7 @@ class SlotLayout:
         return [self._scratch.take(dtype, 1 + number, size) for number in range(count)]
 
 
-def copy_each(targets: Results, sources: Results) -> None:
+def copy_tensors(targets: Results, sources: Results) -> None:
     """Copy tensors, in one call if there is no None: a source of zeros, or a target that is skipped."""
     try:
         torch._foreach_copy_(targets, sources)  # pyright: ignore
@@ -291,7 +291,7 @@ class TreeSum:
         # at the same byte for all types: a tick can contain a chunk of one type and sums of a different one
         self._results_at = {dtype: lanes * lane_bytes // dtype.itemsize for dtype in dtypes}
         lane_sizes = {dtype: lane_bytes // dtype.itemsize for dtype in dtypes}
-        self._lanes = SlotLayout(memory, sizes, dtypes, lane_sizes, Scratch(), layouts)
+        self._lanes = SlotLayout(memory, sizes, dtypes, lane_sizes, ScratchBuffers(), layouts)
         self._parts = cache(partial(self._lanes.parts, self._nodes))
         self._operation = memory.operation("all_reduce", name, *describe_tensors(sizes, dtypes))
         self.finite = False
@@ -336,7 +336,7 @@ class TreeSum:
         # tick k sends chunk k, and the sums of chunk k - 1
         bulk, lanes, results, finite = self._memory.bulk, self._lanes, list[Tensor | None](), True
         for number in range(len(lanes.chunks) + 1):
-            slot = bulk.begin_tick(lanes.flags_of(partials) if number == 0 else b"")
+            slot = bulk.begin_round(lanes.flags_of(partials) if number == 0 else b"")
             if number < len(lanes.chunks):
                 lanes.write_chunk(lanes.chunks[number], partials, slot, for_others=True, factor=factor)
             if number > 0:
@@ -366,7 +366,7 @@ class TreeSum:
         if (only := chunk.single_segment) is None:
             whole, pieces = self._lanes.place(chunk)
             self._make_root(chunk, 0, parts, whole, divisor)
-            copy_each(chunk.tensor_selector(results), pieces)
+            copy_tensors(chunk.tensor_selector(results), pieces)
         elif (result := results[only.tensor_index]) is not None:
             whole = only.view_of(result)
             self._make_root(chunk, 0, parts, whole, divisor)
@@ -449,7 +449,7 @@ def sum_parts(
 SEGMENT_BYTES = 1 << 20  # gloo's maximum
 
 
-def ring_part(size: int, itemsize: int, ranks: int) -> int:
+def ring_part_size(size: int, itemsize: int, ranks: int) -> int:
     """The number of elements in each part of gloo's all-reduce of `size` elements. The last parts may be shorter."""
     longest = SEGMENT_BYTES // itemsize
     segments = round_up(max(-(-size // longest), 2 * ranks), ranks)
@@ -468,7 +468,7 @@ def ring_sum(of_rank: Sequence[Tensor], first: int, size: int, out: Tensor) -> N
     Source: `ring` in gloo/allreduce.cc, the algorithm that torch uses. See tests/collectives/test_ring.py.
     """
     ranks, low = len(of_rank), 0
-    part_size = ring_part(size, out.element_size(), ranks)
+    part_size = ring_part_size(size, out.element_size(), ranks)
     while low < len(out):
         number, within = divmod(first + low, part_size)
         high = min(len(out), low + part_size - within)
@@ -481,7 +481,7 @@ def ring_sum(of_rank: Sequence[Tensor], first: int, size: int, out: Tensor) -> N
 def barrier(memory: SharedMemory) -> None:
     """Return when all ranks have called it."""
     with memory.operation("barrier", "barrier"):
-        memory.bulk.begin_tick()
+        memory.bulk.begin_round()
         memory.bulk.exchange()
 
 
@@ -495,7 +495,7 @@ def broadcast_in_memory(memory: SharedMemory, tensors: Sequence[Tensor], src: in
     )
     with memory.operation("broadcast", name, f"[{sum(sizes)}]", "bytes"):
         for chunk in chunks or [Chunk(torch.uint8, ())]:  # at least one tick, which compares the calls
-            slot = bulk.begin_tick()
+            slot = bulk.begin_round()
             in_slot = slots[slot][src][: chunk.size].split(chunk.lengths)
             in_place = [flat[segment.tensor_index][segment.start : segment.stop] for segment in chunk.segments]
             if is_source:
@@ -515,7 +515,7 @@ def all_gather(memory: SharedMemory, mine: Tensor, out: Tensor, name: str = "sha
     with memory.operation("all_gather", name, f"[{size}]", mine.dtype):
         for start in range(0, size, room):
             stop = min(start + room, size)
-            slot = bulk.begin_tick()
+            slot = bulk.begin_round()
             slots[slot][memory.rank][: stop - start] = mine[start:stop]
             bulk.exchange()
             for rank, part in enumerate(parts):
@@ -553,7 +553,7 @@ def reduce_scatter(
     with memory.operation("reduce_scatter", name, f"[{shard_size * size}]", out.dtype):
         for start in range(0, shard_size, room):
             stop = min(start + room, shard_size)
-            slot = bulk.begin_tick()
+            slot = bulk.begin_round()
             mine = slots[slot][memory.rank][: lanes * size * room].view(lanes, size, room)[:, :, : stop - start]
             for lane, flat in enumerate(shards):
                 for rank, target in enumerate(mine[lane]):
@@ -593,7 +593,7 @@ class AsyncSum:
         operation = memory.operation("all_reduce", name, f"[{self._size}]", torch.float64, channel=channel)
         operation.work = self
         with operation:
-            slot = channel.begin_tick()
+            slot = channel.begin_round()
             channel.floats[slot][memory.rank][: self._size] = array("d", numbers)
             self._tick = channel.publish()
             memory.running = self

@@ -21,7 +21,7 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor, nn
 
-from paceline.collectives.control import Deferred, device_constant, is_async, sum_over_ranks
+from paceline.collectives.control import Deferred, device_constant, is_async_device, sum_over_ranks
 from paceline.collectives.tree import TreeNode, tree_sum
 
 BLOCK_ELEMENTS = 64  # elements
@@ -121,7 +121,7 @@ class ShardedNorm:
             size, dtype = shard[2] - shard[1], gradients[shard[0]].dtype if shard[0] in gradients else None
             if dtype is None or dtype != group_dtype or size > room:
                 groups.append([])
-                room, group_dtype = CHUNK_OF_GPU if is_async(self._device) else 0, dtype
+                room, group_dtype = CHUNK_OF_GPU if is_async_device(self._device) else 0, dtype
             groups[-1].append(shard)
             room -= size
         return groups
@@ -195,7 +195,7 @@ def block_square_sums(values: Tensor, dtype: torch.dtype | None = None) -> Tenso
     values = values.abs() if values.is_complex() else values
     dtype = dtype or torch.promote_types(values.dtype, torch.float32)
     sums = values.new_empty(-(-len(values) // BLOCK_ELEMENTS), dtype=torch.float64)
-    size = CHUNK_OF_GPU if is_async(values.device) else CHUNK
+    size = CHUNK_OF_GPU if is_async_device(values.device) else CHUNK
     for start in range(0, len(values), size):
         chunk = values[start : start + size].to(dtype)
         if missing := -len(chunk) % BLOCK_ELEMENTS:

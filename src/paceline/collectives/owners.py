@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.collectives.buckets import assign_balanced
-from paceline.collectives.communicator import print_notice
+from paceline.collectives.communicator import print_on_rank_0
 from paceline.collectives.torch_collectives import Group, name_collective
 
 
@@ -75,12 +75,12 @@ class ParameterOwners:
             self.owned[name] = LocalShard(0, parameter.numel(), nn.Parameter(values), parameter.shape)
         self._sizes = {name: parameter.element_size() for name, parameter in parameters.items()}
 
-    def adopt(self, optimizer: Optimizer) -> dict[str, LocalShard]:
+    def attach_to(self, optimizer: Optimizer) -> dict[str, LocalShard]:
         """Exchange before and after each update of `optimizer`. Returns what this rank updates, by name."""
         optimizer.register_step_pre_hook(self.gather)
         optimizer.register_step_post_hook(self.scatter)
         if len(self._ranges) > 1:
-            print_notice(
+            print_on_rank_0(
                 f"{type(optimizer).__name__} reads whole parameters: each of its {len(self._shapes)} parameters is "
                 f"updated by one rank. For this a rank sends up to {self.sent_bytes / 1e6:,.1f} MB more in each step"
             )

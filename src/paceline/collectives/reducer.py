@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from paceline.collectives.buckets import check_dense, grad_of, trainable
+from paceline.collectives.buckets import check_dense, grad_of, trainable_parameters
 from paceline.collectives.communicator import BucketReduction, SharedMemoryBucketReduction, make_communicator
 from paceline.collectives.hosts import NodeTopology
 from paceline.collectives.inter_node import InterNodeSum, TwoLevelBucketReduction
-from paceline.collectives.shards import ShardBucketReduction, Shards
+from paceline.collectives.shards import ParameterShards, ShardBucketReduction
 from paceline.collectives.torch_collectives import Group
 from paceline.collectives.tree import Grads, LeafPartition, add_each
 from paceline.errors import UsageError
@@ -193,20 +193,20 @@ def make_rank_reducer(module: nn.Module, partition: LeafPartition, group: Group 
     return _reducer(module, partition, in_order=False, group=group)
 
 
-def make_host_reducer(module: nn.Module, hosts: NodeTopology, across: InterNodeSum | None = None) -> Reducer:
+def make_node_reducer(module: nn.Module, hosts: NodeTopology, across: InterNodeSum | None = None) -> Reducer:
     """A reducer over the ranks of each host, and if there is `across`, over hosts (a collective)."""
     rank = hosts.memory.rank
-    transport = TwoLevelBucketReduction(trainable(module), hosts, across)
+    transport = TwoLevelBucketReduction(trainable_parameters(module), hosts, across)
     return Reducer(LeafPartition.one_leaf_per_rank(hosts.memory.size, rank), transport, module=module, single_leaf=rank)
 
 
-def make_shard_reducer(shards: Shards, partition: LeafPartition) -> Reducer:
+def make_shard_reducer(shards: ParameterShards, partition: LeafPartition) -> Reducer:
     """A reducer that sums like `make_leaf_reducer`, and sets the gradient of each piece of this rank."""
     return Reducer(partition, ShardBucketReduction(shards, partition), at_start=shards.begin_step, module=shards.module)
 
 
 def _reducer(module: nn.Module, partition: LeafPartition, *, in_order: bool, group: Group = None) -> Reducer:
-    parameters, single_leaf = trainable(module), None if in_order else partition.ranges[partition.rank][0]
+    parameters, single_leaf = trainable_parameters(module), None if in_order else partition.ranges[partition.rank][0]
     if len(partition.ranges) == 1:
         return Reducer(
             partition, SharedMemoryBucketReduction(parameters, None, partition), module=module, single_leaf=single_leaf

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.collectives.communicator import communicator, make_communicator
+from paceline.collectives.communicator import get_communicator, make_communicator
 from paceline.collectives.torch_collectives import CPU
 from paceline.errors import first_few
 
@@ -43,7 +43,7 @@ def broadcast(
     # backends send contiguous memory
     copies = {tensor: tensor.detach().contiguous() for tensor in tensors if tensor.numel()}
     if copies:
-        communicator(group).broadcast([*copies.values()], src, name)
+        get_communicator(group).broadcast([*copies.values()], src, name)
     for tensor, copy in copies.items():
         if copy.data_ptr() != tensor.data_ptr():
             tensor.copy_(copy)

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.collectives.buckets import BUCKET_BYTES, Bucket, buckets_of, divide, trainable
-from paceline.collectives.communicator import communicator
+from paceline.collectives.buckets import BUCKET_BYTES, Bucket, buckets_of, divide, trainable_parameters
+from paceline.collectives.communicator import get_communicator
 from paceline.collectives.owners import LocalShard, ParameterOwners, replace_parameters
 from paceline.collectives.torch_collectives import WaitFunction
 from paceline.collectives.tree import ALIGNMENT_ELEMENTS, Grads, LeafPartition, round_up
@@ -56,7 +56,7 @@ class ShardedBucket:
     ranges_by_rank: Sequence[Sequence[ShardRange]]  # by rank
 
 
-class Shards:
+class ParameterShards:
     """A module's parameters in buckets, split into shards; `pieces` are those of this rank."""
 
     def __init__(
@@ -73,7 +73,7 @@ class Shards:
         A bucket contains parameters with the same number in `kinds`. ValueError: two parameters are views of the same
         memory.
         """
-        parameters = trainable(module)
+        parameters = trainable_parameters(module)
         _check_no_views(parameters)
         self.module, self.rank, self.world_size = module, rank, world_size
         self.buckets = [_shard_bucket(bucket, world_size) for bucket in buckets_of(parameters, bucket_bytes, kinds)]
@@ -104,7 +104,7 @@ class Shards:
         updated = {name: self.pieces[p] for name, p in named.items() if p in self.pieces}
         optimizer.register_step_pre_hook(self.copy_assigned_values)
         if whole and named:  # the parameters of a pipeline stage may all belong to other optimizers
-            updated = self._owners(named, updated).adopt(optimizer)
+            updated = self._owners(named, updated).attach_to(optimizer)
         replace_parameters(optimizer, groups, {name: shard.parameter for name, shard in updated.items()})
         buckets = [number for number, bucket in enumerate(self.buckets) if trained.intersection(bucket.parameters)]
         optimizer.register_step_post_hook(partial(self.gather, buckets))
@@ -170,7 +170,7 @@ class Shards:
         if self.world_size == 1:
             return
         works = [
-            communicator().all_gather(
+            get_communicator().all_gather(
                 bucket.weights, bucket.weights.view(self.world_size, -1)[self.rank], f"weights of bucket {index}",
                 async_op=True,
             )
@@ -226,7 +226,7 @@ class ShardBucketReduction:
 
     overlaps_backward = True
 
-    def __init__(self, shards: Shards, partition: LeafPartition) -> None:
+    def __init__(self, shards: ParameterShards, partition: LeafPartition) -> None:
         self.buckets: Sequence[Bucket] = [bucket.parameters for bucket in shards.buckets]
         self._shards, self._partition = shards, partition
         self.discard_sums()
@@ -238,7 +238,7 @@ class ShardBucketReduction:
             [any(grads and grads[i] is not None for grads in partials) for i in range(len(bucket.parameters))]
         )
         partials.clear()  # they are copied: free them before the gradients of other ranks arrive
-        self._pending.append(communicator().start_reduce_scatter(self._partition, packed, f"bucket {number}"))
+        self._pending.append(get_communicator().start_reduce_scatter(self._partition, packed, f"bucket {number}"))
         while len(self._pending) > MAX_PENDING_BUCKETS:
             self._end_first()
 

@@ -128,7 +128,7 @@ class Channel:
         """Elements [start, stop) of a slot of a rank."""
         return self.slots_as(dtype)[slot][rank][start:stop]
 
-    def begin_tick(self, flags: bytes = b"") -> int:
+    def begin_round(self, flags: bytes = b"") -> int:
         """Begin a tick, with up to MAX_FLAGS bits in its header; return the slot, 0 or 1, that may be written now."""
         assert self._waited == self.tick  # so no rank reads the slot of the tick before it
         slot = (self.tick + 1) & 1
@@ -379,7 +379,7 @@ SUPPORTED_ARCHITECTURES = ("x86_64", "AMD64", "i686")  # their memory order is t
 ADD_SEALS, NO_SHRINKING = 1033, 0x2  # Linux's F_ADD_SEALS, F_SEAL_SHRINK: reading a shrunk file kills the process
 
 
-class SharingRefusal(Exception):  # noqa: N818 - not an error: the ranks use torch.distributed
+class SharedMemoryUnavailable(Exception):  # noqa: N818 - not an error: the ranks use torch.distributed
     """The reason why ranks do not share memory."""
 
 
@@ -400,18 +400,20 @@ class _Handshake:
 
     def offer(self, *, wanted: bool) -> dict[str, Any]:
         if not wanted or os.environ.get(SHARED_MEMORY, "auto") == "off":
-            raise SharingRefusal("switched off")
+            raise SharedMemoryUnavailable("switched off")
         if sys.platform != "linux" or platform.machine() not in SUPPORTED_ARCHITECTURES:
-            raise SharingRefusal(f"{platform.system()} on {platform.machine()} does not keep stores to memory in order")
+            raise SharedMemoryUnavailable(
+                f"{platform.system()} on {platform.machine()} does not keep stores to memory in order"
+            )
         process = read_process(os.getpid())
         if process is None:
-            raise SharingRefusal("/proc is missing")
+            raise SharedMemoryUnavailable("/proc is missing")
         self._descriptor = os.memfd_create(f"paceline-shared-{self._rank}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.posix_fallocate(self._descriptor, 0, self._layout.total_bytes)  # fails now, not at the first write
         fcntl.fcntl(self._descriptor, ADD_SEALS, NO_SHRINKING)
         self._memory = _map(self._descriptor, self._layout)
         self._memory[:TOKEN_BYTES] = self._token
-        location = {"host": host_key(), "pid": process.pid, "start": process.start_ticks}
+        location = {"host": node_key(), "pid": process.pid, "start": process.start_ticks}
         return location | {"descriptor": self._descriptor, "token": self._token.hex()}
 
     def open_peers(self, ranks: range, offers: list[dict[str, Any]]) -> None:
@@ -421,14 +423,16 @@ class _Handshake:
             if rank != self._rank:
                 memory = _open(offer, self._layout)
                 if bytes(memory[:TOKEN_BYTES]) != bytes.fromhex(offer["token"]):
-                    raise SharingRefusal(f"the memory of process {offer['pid']} does not have the token of rank {rank}")
+                    raise SharedMemoryUnavailable(
+                        f"the memory of process {offer['pid']} does not have the token of rank {rank}"
+                    )
                 memory[_token_slice(self._rank)] = self._token
             self.peers.append(MemoryPeer(rank, offer["pid"], offer["start"], memory))
 
     def check_tokens(self, ranks: range, offers: list[dict[str, Any]]) -> None:
         for rank in ranks:
             if rank != self._rank and bytes(self._memory[_token_slice(rank)]) != bytes.fromhex(offers[rank]["token"]):
-                raise SharingRefusal(f"rank {rank} has opened different memory")
+                raise SharedMemoryUnavailable(f"rank {rank} has opened different memory")
 
     def close(self) -> None:
         """Close the descriptor; the memory stays mapped."""
@@ -466,7 +470,7 @@ def connect_memory(rank: int, layout: MemoryLayout, *, wanted: bool = True) -> N
     return NodeMembers(handshake.peers, host, len(hosts))
 
 
-def host_key() -> str:
+def node_key() -> str:
     """A text that differs between hosts, and between containers that cannot see each other's processes."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"  # noqa: PTH116
@@ -481,26 +485,28 @@ def _run_on_all(size: int, phase: Callable[[], Any]) -> list[Any]:
     result, why = None, ""
     try:
         result = phase()
-    except SharingRefusal as refusal:
+    except SharedMemoryUnavailable as refusal:
         why = str(refusal)
     except Exception as error:  # the other ranks wait for the result of a failed rank
         why = f"{type(error).__name__}: {error}"
     outcomes = all_gather_json([result, why], size)
     for rank, (_, why) in enumerate(outcomes):
         if why:
-            raise SharingRefusal(f"rank {rank}: {why}")
+            raise SharedMemoryUnavailable(f"rank {rank}: {why}")
     return [result for result, _ in outcomes]
 
 
 def _ranks_of_hosts(keys: list[str]) -> list[range]:
     runs, hosts = consecutive_ranks_by_node(keys), len(set(keys))
     if hosts == len(keys):
-        raise SharingRefusal(f"the ranks are on {hosts} hosts")
+        raise SharedMemoryUnavailable(f"the ranks are on {hosts} hosts")
     if not runs:
-        raise SharingRefusal(f"the ranks are on {hosts} hosts, and the ranks of one host are not consecutive")
+        raise SharedMemoryUnavailable(f"the ranks are on {hosts} hosts, and the ranks of one host are not consecutive")
     sizes = list(map(len, runs))
     if len(set(sizes)) > 1:
-        raise SharingRefusal(f"the {hosts} hosts have different numbers of ranks: {', '.join(map(str, sizes))}")
+        raise SharedMemoryUnavailable(
+            f"the {hosts} hosts have different numbers of ranks: {', '.join(map(str, sizes))}"
+        )
     return runs
 
 
@@ -512,7 +518,7 @@ def _open(offer: dict[str, Any], layout: MemoryLayout) -> memoryview:
     descriptor = os.open(f"/proc/{offer['pid']}/fd/{offer['descriptor']}", os.O_RDWR | os.O_CLOEXEC)
     try:
         if os.fstat(descriptor).st_size != layout.total_bytes:
-            raise SharingRefusal(f"the memory of process {offer['pid']} has a different size")
+            raise SharedMemoryUnavailable(f"the memory of process {offer['pid']} has a different size")
         return _map(descriptor, layout)
     finally:
         with suppress(OSError):

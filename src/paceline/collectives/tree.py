@@ -42,7 +42,7 @@ def split_leaf(node: tuple[int, int]) -> int:
     return first + (1 << ((stop - first - 1).bit_length() - 1))
 
 
-def is_node(node: TreeNode, leaves: int) -> bool:
+def is_tree_node(node: TreeNode, leaves: int) -> bool:
     at = (0, leaves)
     while at != node and at[1] - at[0] > 1:
         cut = split_leaf(at)
@@ -115,7 +115,7 @@ class PartialSums(Generic[_T]):
     def _push(self, leaf: int, value: _T | None) -> None:
         self._next = leaf + 1
         node = (leaf, leaf + 1)
-        while self._nodes and is_node((self._nodes[-1][0], node[1]), self._leaves):
+        while self._nodes and is_tree_node((self._nodes[-1][0], node[1]), self._leaves):
             node, value = (self._nodes.pop()[0], node[1]), self._add(self._sums.pop(), value)
         self._nodes.append(node)
         self._sums.append(value)

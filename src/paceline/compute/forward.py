@@ -142,7 +142,7 @@ def _contexts(module: nn.Module, name: str) -> tuple[AbstractContextManager[None
     buffers: Buffers = [(m, n, b) for m in module.modules() for n, b in m.named_buffers(recurse=False)]
     small = [(m, n, b.clone()) for m, n, b in buffers if b.nbytes <= MAX_COPIED_BUFFER_BYTES]
     large = [(m, n, b) for m, n, b in buffers if b.nbytes > MAX_COPIED_BUFFER_BYTES]
-    return _checking(name, large), _restore_for_recomputation(small, GeneratorStates().put_back)
+    return _checking(name, large), _restore_for_recomputation(small, GeneratorStates().restore)
 
 
 @contextmanager

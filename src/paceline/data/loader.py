@@ -90,7 +90,9 @@ class LoadingOptions:
     worker_init_fn: Callable[[int], object] | None = None
     kept_loaders: dict[bool, DataLoader[Any]] | None = None
     """By `evaluates`, the loaders whose worker processes remain after an epoch; None if they end with it."""
-    thin: Callable[[list[MicroBatchPlan]], list[MicroBatchPlan]] | None = None  # removes samples from a training step
+    filter_samples: Callable[[list[MicroBatchPlan]], list[MicroBatchPlan]] | None = (
+        None  # removes samples from a training step
+    )
 
     def worker_settings(self, seed: int) -> dict[str, Any]:
         """Arguments of DataLoader. With `seed` it does not take the seed of its workers from the global stream."""
@@ -134,7 +136,7 @@ def load_planned_batches(
     batch that worker processes load ahead, and by one for the batches that are started ahead for a GPU. These numbers
     do not depend on the number of micro-batches, which differs between world sizes.
     """
-    steps = steps if loading.thin is None or loading.evaluates else map(loading.thin, steps)
+    steps = steps if loading.filter_samples is None or loading.evaluates else map(loading.filter_samples, steps)
     if (gather := _gatherer_in_place(dataset, loading)) is not None:
         for step in steps:
             draws = SampleRandomNumbers(seed, step[0].epoch)

@@ -289,10 +289,12 @@ def read_chunks(reader: ChunkReader, loading: LoadingOptions) -> Generator[Strea
             ended = [*ended, chunk] if has_ended else []
             if len(ended) == turns:
                 micro_batches = [batch._replace(counted=False) for batch in chunk.micro_batches]
-                probe = hash_of(sorted(one.probe_hash for one in ended))
+                probe = hash_of(sorted(part.probe_hash for part in ended))
                 chunk, ended = chunk._replace(micro_batches=micro_batches, num_samples=0, probe_hash=probe), []
             if not ended:
-                moved = [one._replace(batch=move_to_device(one.batch, loading.device)) for one in chunk.micro_batches]
+                moved = [
+                    batch._replace(batch=move_to_device(batch.batch, loading.device)) for batch in chunk.micro_batches
+                ]
                 yield chunk._replace(micro_batches=moved, positions=dict(positions))
 
 

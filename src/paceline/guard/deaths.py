@@ -11,7 +11,7 @@ import signal
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
-from paceline.protocol.evidence import SUCCESS_EXIT_CODES, Evidence, WorkerSample, speaks_of_lost_peer
+from paceline.protocol.evidence import SUCCESS_EXIT_CODES, Evidence, WorkerSample, mentions_lost_peer
 
 # from the first failure to the diagnosis, so that the diagnosis includes simultaneous failures
 DIAGNOSIS_DELAY_SECONDS = 0.3
@@ -54,7 +54,7 @@ def rank_end(sample: WorkerSample) -> RankEnd:
     if sample.code is None:
         return RankEnd.RUNS
     # SIGKILL comes from outside, for any log. With gloo, victims end by SIGABRT or SIGSEGV.
-    if sample.code != -signal.SIGKILL and speaks_of_lost_peer(sample.error_text):
+    if sample.code != -signal.SIGKILL and mentions_lost_peer(sample.error_text):
         return RankEnd.VICTIM
     return RankEnd.SIGNAL if sample.code < 0 else RankEnd.EXIT
 

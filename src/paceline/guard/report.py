@@ -24,7 +24,7 @@ from paceline.guard.sentences import format_caller, format_loader, format_op, fo
 from paceline.protocol.evidence import Diagnosis, Evidence, Op, Phase, Stack, StopKind, WorkerSample
 from paceline.runs import writing
 from paceline.runs.console import remove_controls
-from paceline.runs.reading import read_bytes
+from paceline.runs.reading import read_file
 
 DIAGNOSIS_FILE = "diagnosis.json"
 # names in old files
@@ -282,7 +282,7 @@ class _Header(msgspec.Struct):
 def read_diagnosis(folder: Path) -> DiagnosisRecord:
     path = diagnosis_file(folder)
     try:
-        content = read_bytes(path, limit_bytes=MAX_DIAGNOSIS_BYTES)
+        content = read_file(path, limit_bytes=MAX_DIAGNOSIS_BYTES)
     except OSError as error:
         raise UsageError(code="diagnosis-not-readable", path=path, strerror=error.strerror) from error
     if path.name != DIAGNOSIS_FILE:

@@ -21,7 +21,7 @@ from paceline.host.gpus import call_with_nvml, query_nvml
 from paceline.host.procfs import PROC, read_process
 from paceline.protocol.control import STOP_SIGNALS
 from paceline.runs.console import print_to_stderr
-from paceline.runs.machine import GpuUse, MachineUse, RankUse, file_name
+from paceline.runs.machine import GpuUtilization, NodeUtilization, RankUtilization, node_log_name
 from paceline.runs.writers import BoundedWriter
 
 IDLE_FIELDS = (3, 4)  # of a line of /proc/stat: idle, iowait
@@ -48,7 +48,7 @@ class _MachineCounters(NamedTuple):
     sent_bytes: int
 
 
-class MachineSampler:
+class NodeSampler:
     def __init__(self) -> None:
         self.gpus = GpuReader()
         self._host, self._cores = os.uname().nodename, usable_cores()
@@ -57,13 +57,13 @@ class MachineSampler:
         self._before = self._count()
         self._cpu_before: dict[int, tuple[float, float]] = {}  # pid -> its CPU seconds, and the time of the reading
 
-    def sample(self, pids: Mapping[int, int]) -> MachineUse:
+    def sample(self, pids: Mapping[int, int]) -> NodeUtilization:
         before, now = self._before, self._count()
         self._before, seconds = now, max(now.seconds - before.seconds, 1e-3)
         uses = {rank: use for rank, pid in pids.items() if (use := self.sample_process(pid)) is not None}
         self._cpu_before = {pid: self._cpu_before[pid] for pid in pids.values() if pid in self._cpu_before}
         total = memory_limit()
-        return MachineUse(
+        return NodeUtilization(
             unix_time=round(time.time(), 3),
             host=self._host,
             cores=self._cores,
@@ -76,7 +76,7 @@ class MachineSampler:
             gpus=self.gpus.latest().gpus,
         )
 
-    def sample_process(self, pid: int) -> RankUse | None:
+    def sample_process(self, pid: int) -> RankUtilization | None:
         process = read_process(pid)
         if process is None or not process.runs:
             return None
@@ -84,7 +84,7 @@ class MachineSampler:
         cpu_before, time_before = self._cpu_before.get(pid, (process.cpu_seconds, 0.0))
         self._cpu_before[pid] = process.cpu_seconds, now
         cores = max(0.0, process.cpu_seconds - cpu_before) / max(now - time_before, 1e-3)
-        return RankUse(round(cores, 3), _resident_bytes(pid))
+        return RankUtilization(round(cores, 3), _resident_bytes(pid))
 
     def _count(self) -> _MachineCounters:
         received, sent = _network()
@@ -119,9 +119,9 @@ def _network() -> tuple[int, int]:
     return received, sent
 
 
-class MachineLog:
+class NodeLog:
     def __init__(self, run_dir: Path, node: int, pids: Mapping[int, int]) -> None:
-        self._writer = BoundedWriter(run_dir / file_name(node))
+        self._writer = BoundedWriter(run_dir / node_log_name(node))
         self._pids, self._over = dict(pids), threading.Event()
         self._thread = threading.Thread(target=self._run, name="paceline-machine", daemon=True)
         self._thread.start()
@@ -138,7 +138,7 @@ class MachineLog:
         # signals are for the main thread: it blocks them when its exit code is decided
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
-            sampler = MachineSampler()
+            sampler = NodeSampler()
             while not self._over.wait(SAMPLE_INTERVAL_SECONDS) and not self._writer.failed:
                 self._writer.write(sampler.sample(self._pids))
         except Exception as error:  # for example an unknown format in /proc
@@ -151,7 +151,7 @@ class MachineLog:
 
 
 class GpuReading(NamedTuple):
-    gpus: tuple[GpuUse, ...] = ()
+    gpus: tuple[GpuUtilization, ...] = ()
     memory_bytes_by_pid: dict[int, int] = {}  # noqa: RUF012 - never changed
 
 
@@ -190,13 +190,13 @@ class GpuReader:
 
 def read_gpus(nvml: Any) -> GpuReading:
     """The state of all GPUs; `nvml` is an initialised pynvml. A lost GPU does not hide the others."""
-    gpus: list[GpuUse] = []
+    gpus: list[GpuUtilization] = []
     memory_of: dict[int, int] = {}
     for index in range(int(nvml.nvmlDeviceGetCount())):
         try:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
         except nvml.NVMLError as error:
-            gpus.append(GpuUse(index, held_back=f"does not answer: {error}"))
+            gpus.append(GpuUtilization(index, held_back=f"does not answer: {error}"))
             continue
         gpus.append(_use(nvml, index, handle))
         with suppress(nvml.NVMLError):
@@ -205,9 +205,9 @@ def read_gpus(nvml: Any) -> GpuReading:
     return GpuReading(tuple(gpus), memory_of)
 
 
-def _use(nvml: Any, index: int, handle: Any) -> GpuUse:
+def _use(nvml: Any, index: int, handle: Any) -> GpuUtilization:
     memory = query_nvml(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle), None)
-    return GpuUse(
+    return GpuUtilization(
         index=index,
         name=query_nvml(nvml, lambda: str(nvml.nvmlDeviceGetName(handle)), ""),
         busy=query_nvml(nvml, lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100, None),

@@ -116,7 +116,7 @@ class ReplayResult(msgspec.Struct):
 
 def read_log(run_dir: Path, step: int, *, ended: bool) -> LoggedStep:
     """What the ranks of the run have logged of `step`. `ended`: the run has ended without an error."""
-    found: dict[tuple[int, int], dict[int, tuple[Started, Step]]] = {}
+    steps_by_start: dict[tuple[int, int], dict[int, tuple[Started, Step]]] = {}
     latest, last = None, 0
     for path in event_files(run_dir).values():
         started = None
@@ -126,16 +126,16 @@ def read_log(run_dir: Path, step: int, *, ended: bool) -> LoggedStep:
             elif isinstance(event, Step) and started is not None:
                 last = max(last, event.step)
                 if event.step - event.steps < step <= event.step:
-                    found.setdefault((started.attempt, started.generation), {})[started.rank] = started, event
+                    steps_by_start.setdefault((started.attempt, started.generation), {})[started.rank] = started, event
     if latest is None:
         raise UsageError(code="replay-without-events", run_dir=run_dir)
     if not 1 <= step <= last + (not ended):  # a run can end with an error within the step after the last logged one
         raise UsageError(code="replay-no-such-step", value=step, last=last, most=last + (not ended), run_dir=run_dir)
-    if not found:
+    if not steps_by_start:
         return LoggedStep(
             latest.attempt, latest.world_size, why_not="the run has not logged it: it failed in this step"
         )
-    by_rank = found[max(found)]
+    by_rank = steps_by_start[max(steps_by_start)]
     started, logged = by_rank[min(by_rank)]
     if logged.steps > 1:
         return LoggedStep(
@@ -339,8 +339,8 @@ def first_difference(ours: Sequence[TensorRecord], theirs: Sequence[TensorRecord
 def probable_cause(first: TensorRecord | None, settings: Settings, not_reproduced: Sequence[str]) -> str:
     """The setting that explains the first difference, or a key of EXPLANATIONS; empty without a difference."""
     if first is None:
-        found = [name for name in (*COMPUTE, *settings) if name in settings]
-        return (found or ["not reproduced"])[0] if not_reproduced else ""
+        causes = [name for name in (*COMPUTE, *settings) if name in settings]
+        return (causes or ["not reproduced"])[0] if not_reproduced else ""
     names, otherwise = CAUSES.get(first.kind, OF_MODULES)
     of_task = [name for name in settings if name.startswith("task_arg.")] if first.kind != "learning rate" else []
     return next((name for name in (*names, *of_task) if name in settings), otherwise)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from paceline.errors import UsageError
 from paceline.launch.plan import Command, Plan, format_command, format_plan_file, node_plan
 from paceline.protocol.control import BOOTSTRAP, RUN_ID, SECRET_NAME
-from paceline.protocol.job import JobSpec, labels, node0_ports, plain_name
+from paceline.protocol.job import JobSpec, host_labels, host_name, node0_ports
 
 PLAN_FILE = "plan.json"
 NODE0_PLACEHOLDER = "NODE0"  # placeholder for the unknown name of node 0
@@ -68,12 +68,12 @@ def _torchrun(job: JobSpec, node: int, nproc: int) -> tuple[str, ...]:
 def _nodes(job: JobSpec) -> list[tuple[str, int]]:
     if not job.hosts:
         return [(f"node {node}", job.nproc) for node in range(job.nodes)]
-    names = labels(job.hosts)
+    names = host_labels(job.hosts)
     return [(f"node {k}: {names[k]}", host.slots or job.nproc) for k, host in enumerate(job.hosts)]
 
 
 def _node0(job: JobSpec) -> str:
-    return plain_name(job.hosts[0]) if job.hosts else NODE0_PLACEHOLDER
+    return host_name(job.hosts[0]) if job.hosts else NODE0_PLACEHOLDER
 
 
 def _notes(job: JobSpec) -> Iterator[str]:

@@ -22,10 +22,10 @@ from msgspec.structs import asdict, replace
 from paceline.config.choices import LauncherName
 from paceline.errors import TrainingError, UsageError
 from paceline.protocol.control import SECRET_NAME
-from paceline.protocol.job import Host, JobSpec, NodePlan, NodeRanks, node0_ports, plain_name
+from paceline.protocol.job import Host, JobSpec, NodePlan, NodeRanks, host_name, node0_ports
 from paceline.runs import writing
 from paceline.runs.folder import MAX_ATTEMPTS, attempt_number
-from paceline.runs.reading import list_names, read_bytes, read_json
+from paceline.runs.reading import list_names, read_file, read_json
 
 _JSON_VALUE = re.compile(rf'("[^"\s]*(?:{SECRET_NAME.pattern})[^"\s]*":\s*)"(?:[^"\\]|\\.)+"', re.IGNORECASE)
 _SHELL_VALUE = re.compile(rf"(?m)^(\s*(?:export\s+)?\w*(?:{SECRET_NAME.pattern})\w*=)\S.*$", re.IGNORECASE)
@@ -124,15 +124,15 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     hosts: list[Host] = []
     wrong: list[str] = []
     seen: dict[tuple[str, int | None], str] = {}
-    for place, words in _file_entries(path) if is_file else entries:
+    for place, entry in _file_entries(path) if is_file else entries:
         try:
-            host = _host(words)
+            host = _host(entry)
         except ValueError as error:
             wrong.append(f"{place}: {error}")
             continue
-        key = (plain_name(host).lower(), host.port)
+        key = (host_name(host).lower(), host.port)
         if key in seen:
-            wrong.append(f"{place}: {words[0]} is listed twice (see {seen[key]}). For more workers: slots=N or --nproc")
+            wrong.append(f"{place}: {entry[0]} is listed twice (see {seen[key]}). For more workers: slots=N or --nproc")
         seen.setdefault(key, place)
         hosts.append(host)
     if wrong:
@@ -145,18 +145,18 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 def _file_entries(path: Path) -> Iterator[tuple[str, list[str]]]:
     try:
-        lines = read_bytes(path.resolve(), limit_bytes=MAX_HOSTFILE_BYTES).decode().splitlines()
+        lines = read_file(path.resolve(), limit_bytes=MAX_HOSTFILE_BYTES).decode().splitlines()
     except (OSError, ValueError) as error:
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else "it is not a text file"
         raise UsageError(code="hosts-unreadable", path=path, reason=reason) from error
     for number, line in enumerate(lines, start=1):
-        words = line.partition("#")[0].split()
-        if words:
-            yield f"line {number}", words
+        entry = line.partition("#")[0].split()
+        if entry:
+            yield f"line {number}", entry
 
 
-def _host(words: list[str]) -> Host:
-    address, *options = words
+def _host(entry: list[str]) -> Host:
+    address, *options = entry
     slots: int | None = None
     for option in options:
         name, _, value = option.partition("=")

@@ -30,7 +30,7 @@ from paceline.parallel.dtensor import (
     with_contiguous_gradient,
 )
 from paceline.parallel.dtensor_mode import DTensorMode, attention
-from paceline.parallel.layers import is_transposed, mask_of_heads, projections, replace_forward
+from paceline.parallel.layers import attention_mask, is_transposed, qkv_projections, replace_forward
 from paceline.parallel.tensor import compare_losses, run_in_mode
 from paceline.rank.world import World
 
@@ -162,14 +162,14 @@ def _split_attention(module: nn.MultiheadAttention, mode: ContextMode) -> None:
         inputs = (query, key, value)
         projected: list[Any] = []
         if not (need_weights or self.add_zero_attn or self.bias_k is not None or self.in_proj_weight is None):
-            parts = zip(inputs, *projections(self), strict=True)
+            parts = zip(inputs, *qkv_projections(self), strict=True)
             projected = [mode.compute_local_positions(F.linear, x, w, b) if x.ndim == 3 else None for x, w, b in parts]
         if not projected or any(y is None for y in projected):
             full_inputs = [full_tensor(x) for x in (*inputs, key_padding_mask)]
             return plain(self, *full_inputs, need_weights, full_tensor(attn_mask), average_attn_weights, is_causal)
         batch_first = [y if self.batch_first else y.transpose(0, 1) for y in projected]
         q, k, v = (y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in batch_first)
-        mask = mask_of_heads(attn_mask, key_padding_mask, q.dtype, self.num_heads)
+        mask = attention_mask(attn_mask, key_padding_mask, q.dtype, self.num_heads)
         mask_dtensor = None if mask is None else to_replicated(mask, q.device_mesh)
         y: Any = attention(q, k, v, mask_dtensor, self.dropout if self.training else 0.0)
         mode.by_rows = mode.by_rows or bool(self.num_heads % q.device_mesh.size())

@@ -84,12 +84,12 @@ class FusedProjection(Tensor):
         raise NotImplementedError(f"{func} of a fused projection outside the model's forward")
 
 
-def concatenated(parts: Sequence[DTensor], dim: int) -> Tensor:
+def concatenate_shards(parts: Sequence[DTensor], dim: int) -> Tensor:
     return torch.cat([part.redistribute(placements=REPLICATED) for part in parts], dim)
 
 
 def full_tensor(value: Any) -> Any:
-    value = concatenated(value.parts, -1) if isinstance(value, FusedProjection) else value
+    value = concatenate_shards(value.parts, -1) if isinstance(value, FusedProjection) else value
     return value.redistribute(placements=REPLICATED).to_local() if isinstance(value, DTensor) else value
 
 

@@ -27,7 +27,7 @@ from paceline.parallel.dtensor import (
     PARTIAL,
     REPLICATED,
     FusedProjection,
-    concatenated,
+    concatenate_shards,
     full_tensor,
     local_shard,
     to_replicated,
@@ -155,14 +155,14 @@ class DTensorMode(TorchFunctionMode):
         if isinstance(value, DTensor) or not isinstance(value, Tensor):
             return value
         if isinstance(value, FusedProjection):
-            return concatenated(value.parts, -1)
+            return concatenate_shards(value.parts, -1)
         if not self._is_sharded(value):
             return to_replicated(value, self._mesh)
         self.used_elsewhere.add(id(value))
         shard = self._shards[id(value)][1]
         runs = value.split([stop - start for start, stop in shard.ranges], shard.dim)
         parts = [DTensor.from_local(run, self._mesh, [Shard(shard.dim)]) for run in runs]
-        return parts[0] if len(parts) == 1 else concatenated(parts, shard.dim)
+        return parts[0] if len(parts) == 1 else concatenate_shards(parts, shard.dim)
 
 
 def _leaves(values: Any) -> Iterator[Any]:

@@ -34,7 +34,7 @@ def _weight(module: Any) -> Tensor:
     return module.weight.T if is_transposed(module) else module.weight
 
 
-def widths(module: nn.Module) -> tuple[int, int]:
+def linear_features(module: nn.Module) -> tuple[int, int]:
     outputs, inputs = _weight(module).shape
     return inputs, outputs
 
@@ -90,7 +90,7 @@ def shard_attention_heads(module: nn.MultiheadAttention, comm: LayerCommunicatio
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         q, k, v = _projected(self, comm, query, key, value)
-        mask = mask_of_heads(attn_mask, key_padding_mask, q.dtype, self.num_heads)
+        mask = attention_mask(attn_mask, key_padding_mask, q.dtype, self.num_heads)
         p = self.dropout if self.training else 0.0
         weights = None
         if need_weights:
@@ -119,20 +119,20 @@ def shard_attention_heads(module: nn.MultiheadAttention, comm: LayerCommunicatio
 def _projected(module: Any, comm: LayerCommunication, *inputs: Tensor) -> list[Tensor]:
     """Queries, keys and values, each (B, this rank's heads, L, width)."""
     projected: list[Tensor] = []
-    for x, weight, bias in zip(inputs, *projections(module), strict=True):
+    for x, weight, bias in zip(inputs, *qkv_projections(module), strict=True):
         y = comm.linear(x, weight, bias)
         y = y.unsqueeze(0) if y.ndim == 2 else y if module.batch_first else y.transpose(0, 1)
         projected.append(y.unflatten(-1, (-1, module.head_dim)).transpose(1, 2))
     return projected
 
 
-def projections(module: Any) -> tuple[Sequence[Tensor], Sequence[Any]]:
+def qkv_projections(module: Any) -> tuple[Sequence[Tensor], Sequence[Any]]:
     """The weights and biases of queries, keys and values of an nn.MultiheadAttention; a bias may be None."""
     bias = module.in_proj_bias
     return module.in_proj_weight.chunk(3), [None] * 3 if bias is None else bias.chunk(3)
 
 
-def mask_of_heads(mask: Tensor | None, padding: Tensor | None, dtype: torch.dtype, heads: int) -> Tensor | None:
+def attention_mask(mask: Tensor | None, padding: Tensor | None, dtype: torch.dtype, heads: int) -> Tensor | None:
     """The summand of the scores of all heads, (B or 1, heads or 1, L, S), from masks of nn.MultiheadAttention."""
 
     def as_summand(mask: Tensor) -> Tensor:

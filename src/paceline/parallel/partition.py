@@ -227,7 +227,7 @@ def profile_chain(model: nn.Module, forward: Callable[[], Any], inputs: Any, los
     Buffers and random streams are restored afterwards.
     """
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    restore = GeneratorStates().put_back
+    restore = GeneratorStates().restore
     try:
         flow = _DataFlow(model, inputs)
         with _hooked(model, flow.begin, flow.end), flow:

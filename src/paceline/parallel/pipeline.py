@@ -53,14 +53,14 @@ class SplitPoint:
     """outermost modules that are only called before it"""
 
 
-def actions(schedule: Schedule, stage: int, stages: int, microbatches: int) -> list[Action]:
+def stage_schedule(schedule: Schedule, stage: int, stages: int, microbatches: int) -> list[Action]:
     """The forwards and backwards of this stage in a step, in order.
 
     "gpipe" (Huang et al. 2018): all forwards, then all backwards. A stage keeps the activations of all micro-batches.
     "1f1b" (Narayanan et al. 2019, "PipeDream"): a stage runs a backward as soon as possible, then the next forward. In
     S stages, stage s keeps the activations of at most S - s micro-batches. Both schedules are idle for the same time.
 
-    actions("1f1b", 0, 2, 3) is F0 F1 B0 F2 B1 B2. For stage 1 it is F0 B0 F1 B1 F2 B2.
+    stage_schedule("1f1b", 0, 2, 3) is F0 F1 B0 F2 B1 B2. For stage 1 it is F0 B0 F1 B1 F2 B2.
     """
     ahead = microbatches if schedule == "gpipe" else min(microbatches, stages - stage)
     order = [(True, number) for number in range(ahead)]
@@ -75,7 +75,7 @@ def idle_fractions(schedule: Schedule, seconds: Sequence[tuple[float, float]], m
     It is (S - 1) / (M + S - 1) for S equally fast stages and M micro-batches. Messages take no time in this model.
     """
     stages = len(seconds)
-    remaining = [deque(actions(schedule, stage, stages, microbatches)) for stage in range(stages)]
+    remaining = [deque(stage_schedule(schedule, stage, stages, microbatches)) for stage in range(stages)]
     ended: dict[tuple[int, bool, int], float] = {}
     clocks, busy = [0.0] * stages, [0.0] * stages
     while any(remaining):
@@ -107,7 +107,7 @@ class StageRun:
         self.gradients: list[Tensor | None] = []
         """the gradients of `taken`, after the backward"""
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self.__init__()
 
 
@@ -315,7 +315,7 @@ class Pipeline:
         return self.number == self.stages - 1
 
     def actions(self, microbatches: int) -> list[Action]:
-        return actions(self._schedule, self.number, self.stages, microbatches)
+        return stage_schedule(self._schedule, self.number, self.stages, microbatches)
 
     def backward(self, run: StageRun, propagate: Callable[[], object] | None) -> None:
         if propagate is not None:
@@ -324,7 +324,7 @@ class Pipeline:
             torch.autograd.backward(run.sent, [self._receive_gradient(sent) for sent in run.sent])
         for like, gradient in zip(run.taken, run.gradients, strict=True):
             self._send(torch.zeros_like(like, device=self._device) if gradient is None else gradient, -1, self._up)
-        run.forget()
+        run.reset()
 
     def wait_for_sends(self) -> None:
         while self._pending:

@@ -20,7 +20,7 @@ from paceline.parallel import layers
 from paceline.parallel.dtensor import InputCache, LayerCommunication, full_tensor
 from paceline.parallel.dtensor_mode import DTensorMode
 from paceline.parallel.logits import wrap_output
-from paceline.parallel.tensor_plan import LayerSharding, find_plan, shards_of
+from paceline.parallel.tensor_plan import LayerSharding, find_plan, parameter_shards
 from paceline.rank.world import World
 
 MEGA = 1e6
@@ -40,7 +40,7 @@ class TensorSharding:
     def add_sent_bytes(self, layer: str, size: int) -> None:
         self.sent[layer] = self.sent.get(layer, 0) + size
 
-    def table(self, model: nn.Module, samples: int, of_step: int) -> list[str]:
+    def format_table(self, model: nn.Module, samples: int, of_step: int) -> list[str]:
         """A table of the sharded layers and the bytes per step. `samples`: in `sent`; `of_step`: in a step."""
         rows = [("parameters", "shape", "sharding", "bytes per step")]
         layers_of: dict[tuple[str, str, str], list[str]] = {}
@@ -102,7 +102,7 @@ def shard_along_tensor(
     with raise_on_all_ranks(world):
         expected = None if probe is None else probe()
         plan = find_plan(model, along.size, None if choose_styles is None else dict(choose_styles(model)))
-        shards = shards_of(model, plan, along)
+        shards = parameter_shards(model, plan, along)
     mesh = DeviceMesh.from_group(along.group, world.device.type)
     sharding = TensorSharding(plan, shards, along.size)
     names = {id(p): name for name, p in model.named_parameters()}

@@ -16,7 +16,7 @@ from torch import nn
 
 from paceline.checkpoint.shards import ShardedParameter
 from paceline.errors import UsageError, first_few, plural, unknown_name_error
-from paceline.parallel.layers import is_linear, is_transposed, widths
+from paceline.parallel.layers import is_linear, is_transposed, linear_features
 from paceline.rank.world import World
 
 SHARDING_STYLES = ("colwise", "rowwise", "qkv", "heads", "vocabulary", "whole")
@@ -58,7 +58,7 @@ def find_plan(
     return plan
 
 
-def shards_of(model: nn.Module, plan: Mapping[str, LayerSharding], world: World) -> dict[str, ShardedParameter]:
+def parameter_shards(model: nn.Module, plan: Mapping[str, LayerSharding], world: World) -> dict[str, ShardedParameter]:
     shards: dict[str, ShardedParameter] = {}
     first = {id(p): name for name, p in model.named_parameters()}
     for name, layer in plan.items():
@@ -117,7 +117,7 @@ def _asked_layer(name: str, module: Any, way: str, ranks: int) -> LayerSharding:
     fits = {"heads": type(module) is nn.MultiheadAttention, "vocabulary": type(module) is nn.Embedding}
     if not fits.get(way, is_linear(module)):
         raise UsageError(code="parallelize-way", name=name, kind=type(module).__name__, way=way)
-    layer = LayerSharding(way, (widths(module)[1] // 3,) * 3 if way == "qkv" else ())
+    layer = LayerSharding(way, (linear_features(module)[1] // 3,) * 3 if way == "qkv" else ())
     for leaf, dim, parts in _dims(module, layer):
         shape = module.get_parameter(leaf).shape
         if any(width % ranks for width in parts or (shape[dim],)):
@@ -183,14 +183,14 @@ def _plan_attention(model: nn.Module, free: Sequence[NamedModule], ranks: int) -
 
 def _plan_projections(group: Sequence[NamedModule], last: NamedModule) -> dict[str, LayerSharding] | None:
     """How queries, keys and values are sharded; None if the next layer does not take their outputs."""
-    width = widths(last[1])[0]
+    width = linear_features(last[1])[0]
     if len(group) == 1:
-        outputs = widths(group[0][1])[1]
+        outputs = linear_features(group[0][1])[1]
         if outputs <= width or (outputs - width) % 2:
             return None
         other = (outputs - width) // 2
         return {group[0][0]: LayerSharding("qkv", (width, other, other))}
-    if max(widths(module)[1] for _, module in group) != width:
+    if max(linear_features(module)[1] for _, module in group) != width:
         return None
     return {name: LayerSharding("colwise") for name, _ in group}
 
@@ -203,16 +203,16 @@ def _plan_linear_pairs(
     linears = [(n, m) for n, m in free if is_linear(m) and n not in taken and not n.startswith(inside)]
     at = 0
     while at + 1 < len(linears):
-        group, (inputs, outputs) = [linears[at]], widths(linears[at][1])
+        group, (inputs, outputs) = [linears[at]], linear_features(linears[at][1])
         while (  # a gate next to its values
             inputs != outputs
             and at + len(group) + 1 < len(linears)
-            and widths(linears[at + len(group)][1]) == (inputs, outputs)
+            and linear_features(linears[at + len(group)][1]) == (inputs, outputs)
             and _are_in_neighbouring_modules(group[0][0], linears[at + len(group)][0])
         ):
             group.append(linears[at + len(group)])
         last = linears[at + len(group)]
-        inner = widths(last[1])[0]
+        inner = linear_features(last[1])[0]
         fits = _are_in_neighbouring_modules(group[0][0], last[0]) and _fits(group, last, ranks)
         if fits and outputs == inner:
             plan |= {name: LayerSharding("colwise") for name, _ in group} | {last[0]: LayerSharding("rowwise")}
@@ -237,7 +237,7 @@ def _plan_vocabulary(
             if usual and large and module.num_embeddings % ranks == 0:
                 plan[name] = LayerSharding("vocabulary")
                 vocab_sizes.add(module.num_embeddings)
-        elif is_linear(module) and name not in taken and widths(module)[1] in vocab_sizes:
+        elif is_linear(module) and name not in taken and linear_features(module)[1] in vocab_sizes:
             plan[name] = LayerSharding("colwise")
     return plan
 
@@ -274,4 +274,7 @@ def _are_in_neighbouring_modules(a: str, b: str) -> bool:
 
 
 def _fits(group: Sequence[NamedModule], last: NamedModule, ranks: int) -> bool:
-    return all(size % ranks == 0 for size in [*(widths(module)[1] for _, module in group), widths(last[1])[0]])
+    return all(
+        size % ranks == 0
+        for size in [*(linear_features(module)[1] for _, module in group), linear_features(last[1])[0]]
+    )

@@ -151,7 +151,7 @@ def line_of(frame: Frame) -> str:
     return "/".join([*(folders if len(folders) < 3 else [folders[0], "..."]), f"{name}:{frame.line}"])
 
 
-def site(frame: Frame | None) -> str:
+def format_location(frame: Frame | None) -> str:
     return f"{line_of(frame)} in {frame.function}" if frame is not None else ""
 
 
@@ -162,4 +162,4 @@ def library_suffix(library: Frame | None) -> str:
 def format_call_site(frame: Frame | None, library: Frame | None) -> str:
     """A user's line and the line of the library that it called, limited to SITE_CHARS."""
     suffix = library_suffix(library)
-    return site(frame)[: SITE_CHARS - len(suffix)] + suffix
+    return format_location(frame)[: SITE_CHARS - len(suffix)] + suffix

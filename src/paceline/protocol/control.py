@@ -117,7 +117,7 @@ class ForkRequest(msgspec.Struct, frozen=True, array_like=True):
     blocked_signals: tuple[int, ...]
 
 
-def as_bytes(env: Mapping[str, str]) -> tuple[tuple[bytes, bytes], ...]:
+def encode_environment(env: Mapping[str, str]) -> tuple[tuple[bytes, bytes], ...]:
     return tuple((os.fsencode(name), os.fsencode(value)) for name, value in env.items())
 
 

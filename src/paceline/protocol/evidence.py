@@ -60,12 +60,12 @@ class Failure(msgspec.Struct, frozen=True):
     fields: dict[str, Any] = {}
 
 
-def speaks_of_lost_peer(text: str) -> bool:
+def mentions_lost_peer(text: str) -> bool:
     text = text.lower()
     return any(phrase in text for phrase in PEER_LOST)
 
 
-def is_victim(error: BaseException) -> bool:
+def reports_lost_peers(error: BaseException) -> bool:
     """Whether `error` or one of its causes only reports lost ranks. Uses names of types, without torch."""
     seen_ids: set[int] = set()
     current: BaseException | None = error
@@ -84,7 +84,7 @@ def _says_peers_are_gone(error: BaseException) -> bool:
     if names & TRANSPORT_TYPES:
         return "failed to listen" not in str(error)  # the store itself failed on this rank
     # torch raises no bare ConnectionResetError: a download of the user failed, which is a primary failure
-    return bool(names & TORCH_ERROR_TYPES) and speaks_of_lost_peer(str(error))
+    return bool(names & TORCH_ERROR_TYPES) and mentions_lost_peer(str(error))
 
 
 class Phase(IntEnum):

@@ -103,7 +103,7 @@ class SeenStep(msgspec.Struct):
     clip_site: str = ""
 
 
-class Dropped(msgspec.Struct):
+class DroppedGradients(msgspec.Struct):
     """Gradients that were cleared or not yet applied when an epoch began."""
 
     optimizer: int
@@ -189,7 +189,7 @@ class ScriptFacts(msgspec.Struct):
     seeds: dict[str, str] = {}  # generator -> the line that seeded it last
     loaders: list[SeenLoader] = []
     steps: list[SeenStep] = []
-    dropped: list[Dropped] = []
+    dropped: list[DroppedGradients] = []
     losses: list[MeanLoss] = []
     replicas: list[SeenReplica] = []
     schedules: list[SeenSchedule] = []

@@ -123,7 +123,7 @@ def put_replica_fingerprint(page: StatusPage, mark: ReplicaFingerprint) -> None:
     page.put("marks", page.get("marks") + 1)
 
 
-class Names:
+class NamesWriter:
     def __init__(self, own: StatusPage) -> None:
         self._own = own
         self._tensors: dict[str, list[str]] = {}

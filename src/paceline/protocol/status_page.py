@@ -153,7 +153,7 @@ class StatusPage:
     def tick(self) -> None:
         self.words[_CHANGES] += 1
 
-    def put_stops(self, name: str, value: int) -> None:
+    def set_stop_counter(self, name: str, value: int) -> None:
         """Set one of the counters that concern stops. Works with the guard off."""
         self.steps[_INDEX[name]] = value
 

@@ -35,8 +35,8 @@ from msgspec.structs import replace
 
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.protocol import control
-from paceline.protocol.evidence import is_victim
-from paceline.protocol.marks import Names
+from paceline.protocol.evidence import reports_lost_peers
+from paceline.protocol.marks import NamesWriter
 from paceline.protocol.status_page import make_status_page
 from paceline.rank import flight_recorder
 from paceline.rank.attach import attach, exit_worker, record_failure, report_error, report_victim
@@ -220,7 +220,7 @@ def _report_failure(error: BaseException, *, is_worker: bool) -> int:
     interrupted = isinstance(error, KeyboardInterrupt)
     if is_worker and not interrupted:
         unblocked = bool(HangGuard.of_process().release_reason())  # the agent has unblocked this rank in a collective
-        victim = unblocked or is_victim(error)
+        victim = unblocked or reports_lost_peers(error)
         recorded = record_failure(error, ExitCode.FAILED, traceback=True, victim=victim)
         if victim and recorded and sys.excepthook.__module__ in ("sys", "torch.distributed.distributed_c10d"):
             if (sessions := sys.modules.get("paceline.sessions.lifecycle")) is not None:  # by name: it imports torch
@@ -292,7 +292,7 @@ def watch_script(guard: HangGuard, *also: ScriptListener) -> Callable[[], None]:
 
     The caller must call the result when the script has ended with exit code 0.
     """
-    page, names, marker, on_failure = guard.page, Names(guard.page), None, None
+    page, names, marker, on_failure = guard.page, NamesWriter(guard.page), None, None
     joint = JointOptimizerDetector(lambda: page.get("ops"))
     listeners: list[ScriptListener] = [joint, StepCounter(page, joint)]
     if guard.on:

@@ -25,7 +25,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from paceline.protocol.evidence import Op, Phase
-from paceline.protocol.marks import GROUPS, ROOTED, CallHistory, Names, put_call
+from paceline.protocol.marks import GROUPS, ROOTED, CallHistory, NamesWriter, put_call
 from paceline.protocol.status_page import NO_PEER, RECORDS, StatusPage, encode_op
 from paceline.rank.imports import hide_from_warnings
 from paceline.rank.sites import Site, call_site
@@ -480,7 +480,7 @@ def order_hash(op: Op) -> int:
 class CollectiveOrderRecorder:
     """Records the order of a script's collectives over the first groups of all ranks; agents compare the orders."""
 
-    def __init__(self, page: StatusPage, names: Names) -> None:
+    def __init__(self, page: StatusPage, names: NamesWriter) -> None:
         self._page, self._names = page, names
         self._groups: dict[str, tuple[int, CallHistory]] = {}
 

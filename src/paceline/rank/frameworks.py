@@ -75,13 +75,13 @@ def _checkpoint_of_stop(stops: StepStops, training: StoppableTraining) -> Path |
         return None
     world_sizes = {record.world_size, int(os.environ["WORLD_SIZE"])}
     checkpoints = reversed(numbered_files(training.folder, TRAINER_CHECKPOINT).values())
-    found = next((path for path in checkpoints if _is_whole(path, training.name, world_sizes)), None)
-    training.compare(found)
-    if found is None:
+    checkpoint = next((path for path in checkpoints if _is_whole(path, training.name, world_sizes)), None)
+    training.compare(checkpoint)
+    if checkpoint is None:
         stops.say(f"warning: {training.folder} has no whole checkpoint of the stopped training: not resumed")
     else:
-        stops.say(f"resuming from {found}: this command was stopped after step {record.step}")
-    return found
+        stops.say(f"resuming from {checkpoint}: this command was stopped after step {record.step}")
+    return checkpoint
 
 
 def _is_whole(checkpoint: Path, training: str, world_sizes: set[int]) -> bool:
@@ -244,7 +244,7 @@ def _lightning_callback(stops: StepStops, package: str) -> Any:
         def on_train_batch_start(self, trainer: Any, module: Any, *args: Any) -> None:
             if self._random_file:
                 path = self._training.folder / self._random_file
-                state = bytearray(reading.read_bytes(path, limit_bytes=MAX_STATE_BYTES))
+                state = bytearray(reading.read_file(path, limit_bytes=MAX_STATE_BYTES))
                 restore_generator_states(torch.frombuffer(state, dtype=torch.uint8), module.device)
                 self._random_file = ""
 

@@ -29,7 +29,7 @@ from paceline.errors import ExitCode, StallError, UsageError
 from paceline.host.procfs import GUARD_THREAD, open_files, proc_net_address, tcp_connections
 from paceline.host.reach import is_loopback, sign_tcp_packets
 from paceline.protocol.control import WorkerSpec
-from paceline.protocol.evidence import Answer, Phase, is_victim
+from paceline.protocol.evidence import Answer, Phase, reports_lost_peers
 from paceline.protocol.status_page import RELEASED, SIGNAL_SAFE, STACK_SIGNAL, WATCHED, StatusPage, make_status_page
 from paceline.rank import flight_recorder
 from paceline.rank.collective_recorder import C10D_MODULE, CollectiveOrderRecorder, CollectiveRecorder, GroupRecord
@@ -155,7 +155,7 @@ class HangGuard:
         If `error` reports a lost connection, it waits up to a second for the agent, which unblocks ranks one by one.
         """
         deadline = time.monotonic() + RELEASE_GRACE_SECONDS
-        may_be_released = self._has_agent and is_victim(error)
+        may_be_released = self._has_agent and reports_lost_peers(error)
         while may_be_released and self.on and not self.release_reason() and time.monotonic() < deadline:
             time.sleep(0.01)
         text = self.release_reason()

@@ -15,7 +15,7 @@ from types import FrameType
 
 from msgspec import Struct
 
-from paceline.protocol.code_locations import SITE_CHARS, Activity, activity_of, format_call_site, site
+from paceline.protocol.code_locations import SITE_CHARS, Activity, activity_of, format_call_site, format_location
 from paceline.protocol.evidence import Frame
 from paceline.rank.imports import HIDDEN_FRAME_SUFFIX
 
@@ -78,7 +78,7 @@ def short_filename(filename: str) -> str:
 
 def format_frame(frame: Frame) -> str:
     """A frame as text without folders, as in reports: `train.py:97 in step`."""
-    return site(frame)[:SITE_CHARS]
+    return format_location(frame)[:SITE_CHARS]
 
 
 class _PackageCache(dict[str, str | None]):

@@ -100,13 +100,13 @@ class StepStops:
         for number in SIGNALS:  # at each call: Lightning restores the previous handlers after a training
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
-        self._page.put_stops("stops_by_step", 1)
+        self._page.set_stop_counter("stops_by_step", 1)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Report the first signal to the agent. The second one ends the process, as does the first in a child."""
         if os.getpid() == self._pid and not self._page.get_request("stop_signal"):
-            self._page.put_stops("stop_signal", number)
-            self._page.put_stops("stop_asked", 1)
+            self._page.set_stop_counter("stop_signal", number)
+            self._page.set_stop_counter("stop_asked", 1)
             return
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
@@ -118,7 +118,7 @@ class StepStops:
         this process when the grace period is over.
         """
         self._steps += 1
-        self._page.put_stops("steps_ended", self._steps)
+        self._page.set_stop_counter("steps_ended", self._steps)
         with self._fence:  # the processor must not read the request before the number is visible to the agent
             pass
         while self._page.get_request("stop_asked") and not self._page.get_request("stop_step"):

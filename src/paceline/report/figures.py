@@ -13,7 +13,7 @@ from paceline.errors import plural
 from paceline.report.run import PHASES, RankLog, RunData
 from paceline.runs.console import remove_controls
 from paceline.runs.events import Evaluated, TracedStep
-from paceline.runs.machine import MachineUse
+from paceline.runs.machine import NodeUtilization
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -181,15 +181,15 @@ def waiting_figures(run: RunData, waits: Mapping[int, Mapping[int, float]]) -> I
     yield Figure("waits", "Waiting between ranks", caption, [trace], x="for", y="waited", kind="matrix")
 
 
-def _gpu_value_getter(attribute: str, factor: float) -> Callable[[MachineUse], dict[str, float | None]]:
-    def values(machine: MachineUse) -> dict[str, float | None]:
+def _gpu_value_getter(attribute: str, factor: float) -> Callable[[NodeUtilization], dict[str, float | None]]:
+    def values(machine: NodeUtilization) -> dict[str, float | None]:
         numbers = {f"{machine.host} GPU {gpu.index}": getattr(gpu, attribute) for gpu in machine.gpus}
         return {name: None if number is None else number * factor for name, number in numbers.items()}
 
     return values
 
 
-DEVICE_FIGURE_SPECS: tuple[tuple[str, str, str, Callable[[MachineUse], Mapping[str, float | None]]], ...] = (
+DEVICE_FIGURE_SPECS: tuple[tuple[str, str, str, Callable[[NodeUtilization], Mapping[str, float | None]]], ...] = (
     ("cores", "Processor", "cores busy", lambda m: {m.host: m.cores_busy, f"{m.host}: all cores": m.cores}),
     ("memory", "Memory in use", "GB", lambda m: {m.host: m.memory_bytes / 1e9}),
     ("rss", "Memory of each rank", "GB", lambda m: {f"rank {r}": use.memory_bytes / 1e9 for r, use in m.ranks.items()}),

@@ -18,7 +18,7 @@ from paceline.protocol.evidence import LIVE, MAX_LIVE_BYTES, WATCHED_FILE, LiveS
 from paceline.runs import writing
 from paceline.runs.console import shorten
 from paceline.runs.events import Checkpointed, Event, Started, Step, decode_event, event_files
-from paceline.runs.machine import GpuUse, MachineUse, RankUse, decode_record, machine_files
+from paceline.runs.machine import GpuUtilization, NodeUtilization, RankUtilization, decode_record, node_log_files
 from paceline.runs.owners import open_file
 from paceline.runs.reading import read_json_if_readable
 
@@ -39,8 +39,8 @@ class RankSnapshot:
     work_seconds: tuple[float, ...] = ()  # of a step without waiting for others, at the last reads
     waiting_fraction: float | None = None  # fraction of the time in which the rank waits for others
     no_progress_seconds: float = 0.0
-    resource_use: RankUse | None = None
-    gpu: GpuUse | None = None
+    resource_use: RankUtilization | None = None
+    gpu: GpuUtilization | None = None
     is_slowest: bool = False
     virtual_ranks: int = 0  # the number that it computes; 0: unknown
 
@@ -54,7 +54,7 @@ class RunSnapshot:
     samples_per_second: float | None = None
     steps_per_second: float | None = None
     saved_step: int | None = None  # of the last checkpoint on disk
-    machines: dict[int, MachineUse] = field(default_factory=dict[int, MachineUse])
+    machines: dict[int, NodeUtilization] = field(default_factory=dict[int, NodeUtilization])
     slow_rank_message: str = ""  # a message about the slow rank
 
 
@@ -234,12 +234,12 @@ class LiveReader:
             case _:
                 pass
 
-    def _read_machines(self) -> dict[int, MachineUse]:
-        machines: dict[int, MachineUse] = {}
+    def _read_machines(self) -> dict[int, NodeUtilization]:
+        machines: dict[int, NodeUtilization] = {}
         with suppress(OSError):
-            for node, path in machine_files(self.run_dir).items():
+            for node, path in node_log_files(self.run_dir).items():
                 records = map(decode_record, reversed(FileTail(path).read_new_lines()))
-                newest = next((record for record in records if isinstance(record, MachineUse)), None)
+                newest = next((record for record in records if isinstance(record, NodeUtilization)), None)
                 if newest is not None:
                     machines[node] = newest
         return machines
@@ -259,7 +259,7 @@ def recent_rates(steps: Sequence[Step]) -> tuple[float | None, float | None]:
     return sum(later.samples for _, later in pairwise(recent)) / seconds, (len(recent) - 1) / seconds
 
 
-def _snapshot_with_use(history: RankHistory, machines: dict[int, MachineUse], slowest: int | None) -> RankSnapshot:
+def _snapshot_with_use(history: RankHistory, machines: dict[int, NodeUtilization], slowest: int | None) -> RankSnapshot:
     now = history.snapshot()
     now = replace(now, is_slowest=slowest == now.rank)
     nodes = sorted(machines, key=lambda node: node != history.node)

@@ -33,7 +33,7 @@ from paceline.runs.events import (
     event_files,
 )
 from paceline.runs.folder import CONFIG, attempt_dirs, failure_files
-from paceline.runs.machine import ClockOffset, MachineUse, decode_record, machine_files
+from paceline.runs.machine import ClockOffset, NodeUtilization, decode_record, node_log_files
 from paceline.runs.reading import list_folders, read_json, read_lines, read_toml
 from paceline.runs.summary import Summary, read_summary
 
@@ -160,7 +160,7 @@ class RunData:
     environment: dict[str, Any] = field(default_factory=dict[str, Any])
     summary: Summary | None = None
     ranks: dict[int, RankLog] = field(default_factory=dict[int, RankLog])
-    machines: dict[int, list[MachineUse]] = field(default_factory=dict[int, list[MachineUse]])
+    machines: dict[int, list[NodeUtilization]] = field(default_factory=dict[int, list[NodeUtilization]])
     # the newest clock offset of each node
     clock_offsets: dict[int, ClockOffset] = field(default_factory=dict[int, ClockOffset])
     failures: list[Failure] = field(default_factory=list[Failure])  # the failures that ranks recorded, in all starts
@@ -211,7 +211,7 @@ def read_run(folder: Path) -> RunData:
     run.summary = read_summary(folder)
     read_rank_logs(run)
     with _recording_errors(run, "machine"):
-        machines = machine_files(folder)
+        machines = node_log_files(folder)
         limit = min(MAX_MACHINE_RECORDS, 5 * MAX_MACHINE_RECORDS // max(1, len(machines)))
         for node, path in machines.items():
             with _recording_errors(run, path.name):

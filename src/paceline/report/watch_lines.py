@@ -9,7 +9,7 @@ from rich.text import Text
 
 from paceline.report.live import RankSnapshot, RunSnapshot
 from paceline.runs.console import format_duration, format_size, shorten, sparkline
-from paceline.runs.machine import GpuUse
+from paceline.runs.machine import GpuUtilization
 from paceline.runs.summary import LIVE_STATES, RunState
 from paceline.runs.utilization import format_speed
 
@@ -112,7 +112,7 @@ def _gpu(rank: RankSnapshot) -> Text:
     return Text("" if rank.gpu is None or rank.gpu.busy is None else f"{rank.gpu.busy:.0%}")
 
 
-def format_gpu_use(gpu: GpuUse) -> Text:
+def format_gpu_use(gpu: GpuUtilization) -> Text:
     values = [
         f"{format_size(gpu.memory_bytes)} of {format_size(gpu.memory_total_bytes or 0)}" if gpu.memory_bytes else "",
         f"{gpu.watts:.0f} W" if gpu.watts is not None else "",

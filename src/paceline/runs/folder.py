@@ -10,7 +10,7 @@ from pathlib import Path
 from paceline.errors import TrainingError, UsageError
 from paceline.runs import writing
 from paceline.runs.owners import check_owned_by_us
-from paceline.runs.reading import is_file, is_folder, list_folders, list_names, read_bytes, real_path, symlinks
+from paceline.runs.reading import is_file, is_folder, list_folders, list_names, read_file, real_path, symlinks
 
 CONFIG = "config.toml"
 SUMMARY = "summary.json"
@@ -132,7 +132,7 @@ def create_attempt_dir(run_dir: Path, launched: Path | None = None) -> tuple[int
 def log_attempt_dir(attempt_dir: Path) -> Path:
     """The attempt with the logs, errors and reports. For a session under `paceline launch`, that of the launch."""
     with suppress(OSError, ValueError):
-        launched = Path(read_bytes(attempt_dir / LAUNCH_FILE, limit_bytes=10_000).decode())
+        launched = Path(read_file(attempt_dir / LAUNCH_FILE, limit_bytes=10_000).decode())
         if launched.is_absolute() and attempt_number(launched) and list_names(launched):
             return launched
     return attempt_dir
@@ -147,7 +147,7 @@ def attempt_dirs(run_dir: Path) -> dict[int, Path]:
 def _fenced_attempt(run_dir: Path) -> int:
     """The attempt in the fence of the checkpoints, whose folder may have been deleted."""
     try:
-        return int(read_bytes(run_dir / CHECKPOINTS / ".fence", limit_bytes=100).split()[0])
+        return int(read_file(run_dir / CHECKPOINTS / ".fence", limit_bytes=100).split()[0])
     except (OSError, ValueError, IndexError):
         return 0
 

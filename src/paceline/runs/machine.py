@@ -15,7 +15,7 @@ from paceline.runs.reading import numbered_files
 _FILE = re.compile(r"machine-([0-9]{1,9})\.jsonl")
 
 
-class GpuUse(msgspec.Struct, frozen=True, omit_defaults=True):
+class GpuUtilization(msgspec.Struct, frozen=True, omit_defaults=True):
     """One GPU, as its driver reports it. None: the driver does not report this value."""
 
     index: RankCount
@@ -30,14 +30,14 @@ class GpuUse(msgspec.Struct, frozen=True, omit_defaults=True):
     held_back: str = ""  # the reason why its clock is reduced: heat, power
 
 
-class RankUse(msgspec.Struct, frozen=True, omit_defaults=True):
+class RankUtilization(msgspec.Struct, frozen=True, omit_defaults=True):
     """The use of a rank's process."""
 
     cores: float  # processor time of all its threads, in cores
     memory_bytes: Count  # resident
 
 
-class MachineUse(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="machine"):
+class NodeUtilization(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="machine"):
     """A machine at `unix_time`. Rates are means since the previous record."""
 
     unix_time: Seconds
@@ -48,8 +48,8 @@ class MachineUse(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kin
     memory_total_bytes: Count
     sent_bytes: float = 0.0  # per second, over all interfaces except the loopback
     received_bytes: float = 0.0
-    ranks: dict[RankCount, RankUse] = {}
-    gpus: tuple[GpuUse, ...] = ()
+    ranks: dict[RankCount, RankUtilization] = {}
+    gpus: tuple[GpuUtilization, ...] = ()
 
 
 class ClockOffset(msgspec.Struct, frozen=True, tag_field="kind", tag="clock"):
@@ -61,15 +61,15 @@ class ClockOffset(msgspec.Struct, frozen=True, tag_field="kind", tag="clock"):
     error_seconds: Seconds
 
 
-MachineRecord = MachineUse | ClockOffset
+MachineRecord = NodeUtilization | ClockOffset
 _decode = msgspec.json.Decoder(MachineRecord).decode
 
 
-def file_name(node: int) -> str:
+def node_log_name(node: int) -> str:
     return f"machine-{node}.jsonl"
 
 
-def machine_files(run_dir: Path) -> dict[int, Path]:
+def node_log_files(run_dir: Path) -> dict[int, Path]:
     return numbered_files(run_dir, _FILE)
 
 

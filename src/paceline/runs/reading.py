@@ -29,7 +29,7 @@ LARGE_BYTES, MAX_COMPRESSION = 64 << 20, 100  # a file system may compress text,
 T = TypeVar("T")
 
 
-def read_bytes(path: Path, *, limit_bytes: int = MAX_RECORD_BYTES, ours: bool = False) -> bytes:
+def read_file(path: Path, *, limit_bytes: int = MAX_RECORD_BYTES, ours: bool = False) -> bytes:
     """The contents of a small file. UnreadableFileError: it is not plain, too large, or not `ours`."""
     with open_file(path, must_be_ours=ours) as file:
         if file.status.st_size > limit_bytes:
@@ -46,7 +46,7 @@ def read_bytes(path: Path, *, limit_bytes: int = MAX_RECORD_BYTES, ours: bool = 
 
 def read_json(path: Path, kind: type[T], *, limit_bytes: int = MAX_RECORD_BYTES, ours: bool = False) -> T:
     """The record of this type in a JSON file."""
-    data = read_bytes(path, limit_bytes=limit_bytes, ours=ours)
+    data = read_file(path, limit_bytes=limit_bytes, ours=ours)
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -61,7 +61,7 @@ def read_json_if_readable(path: Path, kind: type[T], *, limit_bytes: int = MAX_R
 
 def read_toml(path: Path, *, ours: bool = False) -> dict[str, Any]:
     """The table in a TOML file."""
-    data = read_bytes(path, limit_bytes=MAX_TOML_BYTES, ours=ours)
+    data = read_file(path, limit_bytes=MAX_TOML_BYTES, ours=ours)
     if any(line.count(b".") > MAX_TOML_DOTS for line in data.splitlines()):
         raise UnreadableFileError(path, f"has a line with more than the limit of {MAX_TOML_DOTS} dots")
     try:

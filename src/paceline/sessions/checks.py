@@ -128,7 +128,7 @@ class LoopChecks:
 
     def _note_added(self, module: Any, *_: Any) -> None:
         for part in self._state.models:
-            part.note_added(module)
+            part.on_parameters_added(module)
 
     def _check_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         """Hook of torch before each optimizer step: raise UsageError for an optimizer that was not prepared.

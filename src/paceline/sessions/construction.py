@@ -136,8 +136,8 @@ def prepare_optimizer(part: PreparedModel, optimizer: Any, scheduler: Any, world
     with raise_on_all_ranks(world):
         optimizer = optimizer_factory(optimizer)(part.replica.model.parameters())
         optimizers = each_optimizer(optimizer)
-        for one, its_scheduler in zip(optimizers, schedulers_of(optimizers, scheduler), strict=True):
-            part.add_optimizer(one, its_scheduler)
+        for opt, its_scheduler in zip(optimizers, schedulers_of(optimizers, scheduler), strict=True):
+            part.add_optimizer(opt, its_scheduler)
         return optimizer
 
 
@@ -149,13 +149,13 @@ def schedulers_of(optimizers: Sequence[Optimizer], scheduler: Any) -> list[Any]:
     if len(given) != len(optimizers):  # pyright: ignore[reportUnknownArgumentType]
         raise UsageError(code="schedulers-of-optimizers", schedulers=len(given), optimizers=len(optimizers))  # pyright: ignore[reportUnknownArgumentType]
     pairs: Any = zip(given, optimizers, strict=True)  # pyright: ignore[reportUnknownArgumentType]
-    return [one(optim) if callable(one) and not hasattr(one, "state_dict") else one for one, optim in pairs]
+    return [entry(optim) if callable(entry) and not hasattr(entry, "state_dict") else entry for entry, optim in pairs]
 
 
 def optimizer_factory(optimizer: Any) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
     if isinstance(optimizer, (Optimizer, list, tuple)):
         existing = check_optimizer_type(optimizer)
-        states = [state for one in each_optimizer(existing) for state in one.state.values()]
+        states = [state for opt in each_optimizer(existing) for state in opt.state.values()]
         if any(state and state.get("step", 1) for state in states):  # Adagrad's starts at 0
             raise UsageError(code="optimizer-has-stepped")
         return lambda _: _on_device(existing)
@@ -166,7 +166,7 @@ def optimizer_factory(optimizer: Any) -> Callable[[Iterable[nn.Parameter]], Opti
 
 
 def _on_device(optimizer: Optimizer) -> Optimizer:
-    for parameter, state in (item for one in each_optimizer(optimizer) for item in one.state.items()):
+    for parameter, state in (item for opt in each_optimizer(optimizer) for item in opt.state.items()):
         for name, value in state.items():
             if name != "step" and isinstance(value, Tensor):
                 state[name] = value.to(parameter.device)

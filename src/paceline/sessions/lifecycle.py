@@ -149,7 +149,9 @@ def install_exit_hooks() -> None:
     @wraps(previous_hook)  # copies also the module, which shows whose hook prints the error
     def hook(exc_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         with suppress(Exception):
-            error = next((explanation for session in open_sessions if (explanation := session.explained(error))), error)
+            error = next(
+                (explanation for session in open_sessions if (explanation := session.explain_error(error))), error
+            )
             close_all(error)
         use_argument_names(error)
         if isinstance(error, PacelineError):
@@ -162,7 +164,7 @@ def install_exit_hooks() -> None:
 
         def noted_exit(code: Any = None) -> NoReturn:
             for session in open_sessions:
-                session.note_exit(code)
+                session.record_exit_code(code)
             plain_exit(code)
 
         noted_exit.of_paceline = True  # pyright: ignore[reportFunctionMemberAccess]

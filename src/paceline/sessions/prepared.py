@@ -84,12 +84,11 @@ class PreparedOptimizer:
 
     def load_json_state(self, saved: Mapping[str, Any]) -> None:
         """Restore the result of `numbers`, and print the settings that the script has changed since."""
-        found = type(self.optimizer).__name__
-        if (of_checkpoint := saved.get("class", found)) != found:
-            raise UsageError(code="optimizer-class-differs", number=self.number + 1, saved=of_checkpoint, found=found)
-        found = type(self.scheduler).__name__
-        if (of_checkpoint := saved.get("scheduler_class", found)) != found:
-            raise UsageError(code="scheduler-class-differs", number=self.number + 1, saved=of_checkpoint, found=found)
+        for key, value in (("class", self.optimizer), ("scheduler_class", self.scheduler)):
+            name = type(value).__name__
+            if (of_checkpoint := saved.get(key, name)) != name:
+                code = "optimizer-class-differs" if key == "class" else "scheduler-class-differs"
+                raise UsageError(code=code, number=self.number + 1, saved=of_checkpoint, found=name)
         saved_settings, groups = saved["given"], from_json(saved["groups"])
         num_groups = len(self.optimizer.param_groups)
         self.groups = groups[num_groups:]
@@ -120,7 +119,7 @@ class PreparedOptimizer:
         if self.groups:
             for name, value in self.groups.pop(0).items():
                 added_group[name] = restore_type(added_group.get(name), value)
-        self.part.note_groups()
+        self.part.on_groups_changed()
         self.part.load_pending_optimizer_state(self.optimizer, added_group["params"])
 
     def _step(self, closure: Any = None) -> Any:
@@ -247,9 +246,9 @@ class PreparedModel(ModelInTraining):
         prepared = PreparedOptimizer(self, optimizer, scheduler, len(self.gate.optimizer_ids))
         self.gate.optimizer_ids += (id(optimizer),)
         self.optimizers.append(prepared)
-        self.note_groups()
+        self.on_groups_changed()
 
-    def note_groups(self) -> None:
+    def on_groups_changed(self) -> None:
         """The groups of an optimizer have changed."""
         trained = [{id(p) for p in opt.parameters} for opt in self.optimizers]
         self._untrained = [p for p in self._parameters if not any(id(p) in own for own in trained)]
@@ -272,7 +271,7 @@ class PreparedModel(ModelInTraining):
         """Begin a step."""
         self._is_single_rank_step = self.replica.world.size == 1 and self.gate.phases.alone
         self._at_begin, self._summed = self.current_gradients() if self._waiting else None, None
-        self.replica.keep_buffers()
+        self.replica.save_buffers()
 
     def before_backward(self, wanted: bool, watched: bool) -> None:
         """Before a backward: its gradients are added to those that are put aside, or dropped if not `wanted`."""
@@ -327,9 +326,9 @@ class PreparedModel(ModelInTraining):
         self._put(self._carried)
         self._carried = None
 
-    def synchronise(self, divisor: float | Tensor, *, agreed: bool) -> bool | Deferred[bool] | None:
+    def sync_gradients(self, divisor: float | Tensor, *, agreed: bool) -> bool | Deferred[bool] | None:
         self.aside = None
-        result = super().synchronise(divisor, agreed=agreed)
+        result = super().sync_gradients(divisor, agreed=agreed)
         self._waiting = True
         if self._carried is not None:
             for parameter, carried in zip(self._parameters, self._carried, strict=True):
@@ -355,12 +354,12 @@ class PreparedModel(ModelInTraining):
         if not self._is_single_rank_step:
             self._note_left(self.current_gradients() if shown is None else shown)
 
-    def give_up(self) -> None:
+    def abort_step(self) -> None:
         """End the step early: restore gradients and buffers."""
         self.aside = self._carried = None
         self._put(self._at_begin)
         self._waiting = self._at_begin is not None
-        super().give_up()
+        super().abort_step()
 
     def state(self) -> list[TensorShard]:
         """All tensors of its state, under names with `prefix`."""
@@ -402,21 +401,21 @@ class PreparedModel(ModelInTraining):
         adapters = {"adapters": msgspec.to_builtins(self.adapters)} if self.adapters else {}
         return numbers | adapters | (self.scale.json_state() if self.scale else {})
 
-    def load_json_state(self, found: Mapping[str, Any], number: int = 0) -> None:
+    def load_json_state(self, state: Mapping[str, Any], number: int = 0) -> None:
         """Restore the result of `numbers` for one of its optimizers."""
         if self.scale is not None:
-            self.scale.load_json_state(found)
-        frozen = {*found.get("frozen", ())}
+            self.scale.load_json_state(state)
+        frozen = {*state.get("frozen", ())}
         for name, parameter in zip(self._names(), self._parameters, strict=True):
             if name in frozen:  # the script froze it in a part that does not run again
                 parameter.requires_grad_(False)
-        if self.adapters is not None and "adapters" in found and number == 0:
-            self.adapters, is_same = self.adapters.resumed(msgspec.convert(found["adapters"], Adapters))
+        if self.adapters is not None and "adapters" in state and number == 0:
+            self.adapters, is_same = self.adapters.resumed(msgspec.convert(state["adapters"], Adapters))
             if not is_same:
                 self.gate.notes.once(
                     "the base weights of the adapter differ from those of the saved run, which the checkpoint restores"
                 )
-        all_numbers = [found, *found.get("others", ())]
+        all_numbers = [state, *state.get("others", ())]
         self._num_saved_optimizers = len(all_numbers)
         if number >= len(all_numbers):
             raise UsageError(code="optimizer-too-many", saved=len(all_numbers))
@@ -514,7 +513,7 @@ class PreparedModel(ModelInTraining):
 
     # checks
 
-    def note_added(self, module: nn.Module) -> None:
+    def on_parameters_added(self, module: nn.Module) -> None:
         """A module or parameter was added to `module`."""
         self.must_check = self.must_check or id(module) in self._modules
 

@@ -71,7 +71,7 @@ class Session:
         self._steps = self._loop.step
         self._evaluation = EvaluationLoop(self._run, self._state, self._steps, self._loop.checks)
         # for the hooks of `install_exit_hooks`
-        self.explained, self.note_exit = self._loop.explained, self._loop.note_exit
+        self.explain_error, self.record_exit_code = self._loop.explain_error, self._loop.record_exit_code
         open_sessions.append(self)
 
     @property
@@ -172,8 +172,8 @@ class Session:
             if self._observer is not None:
                 self._observer.models = self._state.models
             prepared, count = part.replica.optimizer, len(part.optimizers)
-        optimizers = [one.optimizer for one in part.optimizers[-count:]]
-        schedulers = [one.scheduler for one in part.optimizers[-count:]]
+        optimizers = [entry.optimizer for entry in part.optimizers[-count:]]
+        schedulers = [entry.scheduler for entry in part.optimizers[-count:]]
         if not isinstance(prepared, OptimizerSequence):
             (optimizers,), (schedulers,) = optimizers, schedulers
         result = (part.replica.module, optimizers)
@@ -484,7 +484,7 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._loop.is_complete = True
-        explained = self.explained(error)
+        explained = self.explain_error(error)
         self.close(explained or error)
         if explained is not None:
             raise explained from error

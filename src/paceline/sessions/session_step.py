@@ -87,14 +87,14 @@ class SessionStep(Step):
         micro_step.stepped_optimizers.append(optimizer)
         micro_step.has_stepped = True
         if not self.phases.alone:
-            self.phases.keep_buffers(micro_step)
+            self.phases.save_or_restore_buffers(micro_step)
             if not (micro_step.is_last and self.phases.is_current_phase(micro_step)):
                 return False
         if self._result.skip_cause is not None:
             return False
         if part.aside is not None:
             raise UsageError(code="step-before-last-backward")
-        self.begin_update()
+        self.enter_optimizer_phase()
         return True
 
     def check_no_nested_loop(self) -> None:

@@ -114,8 +114,8 @@ class SessionState:
     def add_loader(self, loader: Loader) -> None:
         if (state := self._saved_loaders.get(str(len(self._loaders)))) is not None:
             loader.restore_sampler(state)
-        if loader.is_unsplit and (found := self._saved_accumulation.get(str(len(self._loaders)))) is not None:
-            loader.split(found)
+        if loader.is_unsplit and (saved := self._saved_accumulation.get(str(len(self._loaders)))) is not None:
+            loader.split(saved)
         self._loaders.append(loader)
 
     def check_saveable(self) -> None:
@@ -184,8 +184,8 @@ class SessionState:
                 raise report_on_one_rank(UsageError(code="registered-differs", name=differing[0]), world)
         samplers = {str(n): loader.sampler_state for n, loader in enumerate(self._loaders) if loader is not current}
         loaders = {number: state for number, state in samplers.items() if state is not None}
-        found = {str(n): loader.found_accumulation for n, loader in enumerate(self._loaders)}
-        accumulation = {number: value for number, value in found.items() if value is not None}
+        accumulations = {str(n): loader.found_accumulation for n, loader in enumerate(self._loaders)}
+        accumulation = {number: value for number, value in accumulations.items() if value is not None}
         return {
             "parts": parts, "saved": saved, "registered": states, "loaders": loaders, "accumulation": accumulation
         }  # fmt: skip

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.collectives.buckets import trainable
+from paceline.collectives.buckets import trainable_parameters
 from paceline.collectives.control import (
     Deferred,
     GatherFunction,
     are_finite,
-    are_finite_here,
-    is_async,
+    are_finite_on_cpu,
+    is_async_device,
     report_on_one_rank,
     sum_over_ranks,
     to_device_async,
@@ -67,8 +67,8 @@ def gradients_are_finite(replica: Strategy) -> bool | Deferred[bool]:
     else:
         gradients = [p.grad for p in replica.parameters if p.grad is not None]
     is_here = not replica.sharded or replica.world.size == 1
-    if is_here and not is_async(device):
-        return are_finite_here(gradients)
+    if is_here and not is_async_device(device):
+        return are_finite_on_cpu(gradients)
     finite = are_finite(gradients, device)
     if is_here:
         return finite
@@ -187,7 +187,7 @@ class _BadSampleSearch:
         self, replica: Strategy, microbatch: MicroBatch, forward: LossSumFunction, progress: Callable[[], object]
     ) -> None:
         self._replica, self._batch, self._forward, self._progress = replica, microbatch, forward, progress
-        self._parameters = trainable(replica.model)
+        self._parameters = trainable_parameters(replica.model)
         self._runs = 0
 
     def find_bad_positions(self) -> list[int]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.collectives.buckets import trainable
+from paceline.collectives.buckets import trainable_parameters
 from paceline.data.loader import MicroBatch
 from paceline.protocol.evidence import Phase
 from paceline.stepping.micro_step import MicroStep, make_weighted_loss
@@ -59,7 +59,9 @@ class PipelineStep(Step):
                 if is_last:  # all forwards are over
                     totals = self._sums.start()
                 self._enter(Phase.BACKWARD)
-                for_nothing = nullcontext() if batch.work.is_counted else ignore_batch(model, trainable(model))
+                for_nothing = (
+                    nullcontext() if batch.work.is_counted else ignore_batch(model, trainable_parameters(model))
+                )
                 propagate = partial(part.backward, losses.pop(number)) if line.is_last else None
                 part.replica.begin_backward(batch.work, is_last)
                 try:

@@ -22,13 +22,13 @@ from paceline.collectives.control import (
     Deferred,
     NumbersToHost,
     flag_nonfinite,
-    is_async,
+    is_async_device,
     make_node_gather,
     make_world_gather,
     raise_on_all_ranks,
-    read_all,
+    read_all_deferred,
     report_on_one_rank,
-    resolve,
+    resolve_deferred,
     to_device_async,
 )
 from paceline.collectives.hosts import NodeTopology
@@ -140,11 +140,11 @@ class Step:
         self._enter, self._exact, self._way_out, self._may_skip = enter, exact, way_out, may_skip
         self._max_norm, self._forward, self.ahead = max_norm, forward, ahead or PrefetchTrigger()
         self.audits = audits
-        self._on_device = is_async(world.device)  # whether the host would have to wait for numbers
+        self._on_device = is_async_device(world.device)  # whether the host would have to wait for numbers
         self._to_host = NumbersToHost(world.device)
         self._guard = HangGuard.of_process()
 
-    def run_bodies(
+    def run_micro_batches(
         self, place: object, micro_batches: Sequence[MicroBatch], *, one_each: bool = False
     ) -> Generator[MicroBatch]:
         """Compute the global batch that `str(at)` names, except `end`. `one_each`: every rank has one micro-batch.
@@ -172,17 +172,16 @@ class Step:
     def _judge(self, audits: Audits) -> Generator[MicroBatch]:
         """Compute a disputed micro-batch on all ranks, save the state before the step, and raise an error."""
         for part in self.parts:
-            part.give_up()
+            part.abort_step()
         self.phases.begin()
-        batch = audits.repeated()
-        assert batch is not None
-        self._enter_batch(batch, False)
-        self.micro_step = MicroStep(batch, batch.work, False, self._rates())
-        yield batch
-        self.end_body()
+        if (batch := audits.repeated()) is not None:  # in the proof each rank repeats its own, and one may have none
+            self._enter_batch(batch, False)
+            self.micro_step = MicroStep(batch, batch.work, False, self._rates())
+            yield batch
+            self.end_body()
         error = audits.judge(str(self._where))
         for part in self.parts:
-            part.give_up()
+            part.abort_step()
         audits.save()
         raise error
 
@@ -198,7 +197,7 @@ class Step:
             self.micro_step = MicroStep(batch, batch.work, is_last=False, learning_rates=[])
             yield batch
         finally:
-            self.give_up()
+            self.abort_step()
             self.stream.leave()
             self._value = None
 
@@ -273,7 +272,7 @@ class Step:
         """Whether the step changes no parameters."""
         return self._result.skip_cause is not None
 
-    def begin_update(self) -> None:
+    def enter_optimizer_phase(self) -> None:
         """Begin the update. Raises StallError if the guard has unblocked this rank: then the sums are not valid."""
         self._guard.check_unblocked()
         self._enter(Phase.OPTIMIZER)
@@ -288,18 +287,18 @@ class Step:
         self._first, self._sums.seen, self._value = None, [], None  # releases the batches
         if self._result.skip_cause is not None:
             for part in self.parts:
-                part.replica.put_back_buffers()
+                part.replica.restore_buffers()
         elif self.parts[0].scale is not None:
             self.parts[0].scale.count_good_step()
         self.updating = self.in_step = False
         return self._result
 
-    def give_up(self) -> None:
+    def abort_step(self) -> None:
         """End the step early, for example after an error: restore gradients and buffers."""
         self.micro_step, self.in_step, self.unread = None, False, None
         self._leave_batch(sys.exc_info()[1])
         for part in self.parts:
-            part.give_up()
+            part.abort_step()
 
     def backward(
         self,
@@ -467,7 +466,7 @@ class Step:
         torch.set_grad_enabled(False)  # cheaper than a context
         try:
             for part in reached:
-                if part.synchronise(rest, agreed=host is None) is not True or self._max_norm is not None:
+                if part.sync_gradients(rest, agreed=host is None) is not True or self._max_norm is not None:
                     to_judge.append(part)
             if self.audits is not None and self.audits.is_running and not self.audits.compare(str(self._where)):
                 self._result.skip_cause = nonfinite.NonFiniteCause("an audit has found different numbers")
@@ -481,7 +480,7 @@ class Step:
             else:
                 finite = math.isfinite(loss)
                 for part in to_judge if finite else ():
-                    finite = finite and resolve(part.clip_and_check_finite(self._max_norm))
+                    finite = finite and resolve_deferred(part.clip_and_check_finite(self._max_norm))
                     self._result.grad_norm = part.norm
             for part in reached if finite else ():
                 part.run_hooks(after_accumulation=True)
@@ -511,7 +510,7 @@ class Step:
         self.unread = unread
         if unread is not None:
             return loss, True
-        numbers_by_id = {id(value): numbers for value, numbers in zip(pending, read_all(pending), strict=True)}
+        numbers_by_id = {id(value): numbers for value, numbers in zip(pending, read_all_deferred(pending), strict=True)}
         if isinstance(totals, DeferredTotals):
             loss = self._sums.read_totals(totals.compute(numbers_by_id[id(totals)]))
         finite = math.isfinite(loss)
@@ -549,7 +548,7 @@ class Step:
         if self._forward is not None:  # nothing follows in this body
             self._leave_batch()
             for part in self.parts:
-                part.replica.put_back_buffers()
+                part.replica.restore_buffers()
         where = str(self._where)
         seen, gather = self._sums.seen, make_world_gather(self._world) if host is None else make_node_gather(host)
         cause = nonfinite.find_nonfinite_losses(seen, where, gather) if in_loss or host is not None else None
@@ -598,7 +597,7 @@ class UpdatePasses:
         """Whether it is the last body of the last pass."""
         return micro_step.is_last and (self.alone or self._pass == self.number - 1)
 
-    def keep_buffers(self, micro_step: MicroStep) -> None:
+    def save_or_restore_buffers(self, micro_step: MicroStep) -> None:
         """At the end of a phase, in a step of several bodies: save the buffers in its pass, restore them later."""
         key = (micro_step.work.virtual_rank, micro_step.work.micro_batch, len(micro_step.stepped_optimizers))
         buffers = [buffer for part in self._parts for buffer in part.replica.model.buffers()]

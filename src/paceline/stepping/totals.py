@@ -13,8 +13,14 @@ from msgspec import Struct
 from msgspec.structs import astuple
 from torch import Tensor
 
-from paceline.collectives.communicator import Communicator, communicator
-from paceline.collectives.control import Deferred, NumbersToDevice, is_async, report_on_one_rank, resolve
+from paceline.collectives.communicator import Communicator, get_communicator
+from paceline.collectives.control import (
+    Deferred,
+    NumbersToDevice,
+    is_async_device,
+    report_on_one_rank,
+    resolve_deferred,
+)
 from paceline.collectives.tree import tree_sum
 from paceline.errors import ExitCode, ReportedByPeer, TrainingError, UsageError
 from paceline.protocol.evidence import Phase
@@ -139,7 +145,7 @@ class StepTotals:
         self._world, self._virtual_ranks, self._votes, self._same_bits = world, virtual_ranks, votes, same_bits
         self._order = order if world.size > 1 else None
         self._exchange: Communicator | None = None  # until the first exchange
-        self._on_device, self.result = is_async(world.device), StepResult()
+        self._on_device, self.result = is_async_device(world.device), StepResult()
         self._to_device = NumbersToDevice(world.device)
         self._guess = 0.0  # the weight of the previous step; 0 if there is none
 
@@ -294,7 +300,7 @@ class StepTotals:
         # One slot for each virtual rank: all others add zeros, so each rank gets the numbers unchanged. They are added
         # in the order of the tree: the bits do not depend on the world size.
         numbers: list[Any] = [*chain.from_iterable(zip(losses, weights, strict=True)), *votes, self._said_scale]
-        self._exchange = self._exchange or communicator()
+        self._exchange = self._exchange or get_communicator()
         if self._on_device:
             return self._start_on_device(self._exchange, numbers)
         return partial(self._totals, self._exchange.start_float_sum(numbers, TOTALS_NAME))
@@ -341,7 +347,7 @@ class StepTotals:
         wait, self._awaited, samples = self._awaited, None, self.samples_if_weight
         is_finite_here = all(math.isfinite(float(loss)) for loss in self._losses)
         try:
-            if not math.isfinite(self.read_totals(resolve(wait()), late=True)):
+            if not math.isfinite(self.read_totals(resolve_deferred(wait()), late=True)):
                 if is_finite_here:
                     raise ReportedByPeer("another rank tells whose loss is not finite", ExitCode.NOT_FINITE)
                 # other hosts may have left already: each rank reports for itself

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.state import TensorShard
-from paceline.collectives.buckets import trainable
-from paceline.collectives.control import Deferred, resolve, sum_over_ranks, to_device_async
+from paceline.collectives.buckets import trainable_parameters
+from paceline.collectives.control import Deferred, resolve_deferred, sum_over_ranks, to_device_async
 from paceline.errors import UsageError
 from paceline.rank.world import World
 from paceline.stepping.hooks import (
@@ -86,7 +86,7 @@ class ModelInTraining:
         """`number` counts the models from 0; `scale`: of the losses."""
         self.replica, self.number, self.scale = replica, number, scale
         self.prefix = f"{number + 1}/" if number else ""  # of its tensors in a checkpoint
-        self._parameters = trainable(replica.model)
+        self._parameters = trainable_parameters(replica.model)
         self._found: bool | Deferred[bool] | None = None
         self._hooked = False
         self.last_gradient = LastGradParameter()
@@ -102,7 +102,7 @@ class ModelInTraining:
 
     def begin_step(self) -> None:
         """Begin a step: save the buffers, clear the gradients."""
-        self.replica.keep_buffers()
+        self.replica.save_buffers()
         for parameter in self._parameters:  # not those of the optimizer: a sharded one has only its shards
             parameter.grad = None
 
@@ -182,7 +182,7 @@ class ModelInTraining:
     def discard_backward(self) -> None:
         """After a backward without gradients for this model: drop those it may have."""
 
-    def synchronise(self, divisor: float | Tensor, *, agreed: bool) -> bool | Deferred[bool] | None:
+    def sync_gradients(self, divisor: float | Tensor, *, agreed: bool) -> bool | Deferred[bool] | None:
         """After the step's last backward: .grad becomes the sum over all ranks, divided (a collective).
 
         `agreed`: hosts that step separately agree on the result. Returns the result of `Strategy.sync_gradients`.
@@ -196,7 +196,7 @@ class ModelInTraining:
         return self._found
 
     def clip_and_check_finite(self, max_norm: float | None) -> bool | Deferred[bool]:
-        """After `synchronise`: clip gradients to `max_norm`, set `norm`, return whether all are finite."""
+        """After `sync_gradients`: clip gradients to `max_norm`, set `norm`, return whether all are finite."""
         finite, self._found = self._found, None  # it would hold the gradients until the next step
         self.norm = None
         if max_norm is None:
@@ -204,7 +204,7 @@ class ModelInTraining:
 
         def made(norm: float) -> bool:  # the norm decides, unless a square has overflowed
             self.norm = norm
-            return math.isfinite(norm) or resolve(gradients_are_finite(self.replica))
+            return math.isfinite(norm) or resolve_deferred(gradients_are_finite(self.replica))
 
         return self.replica.clip_grad_norm(max_norm).map(made)
 
@@ -226,9 +226,9 @@ class ModelInTraining:
             return [finite.numbers]
         return [torch.full((1,), float(not finite), device=self.replica.world.device)]
 
-    def give_up(self) -> None:
+    def abort_step(self) -> None:
         """End the step early: restore the buffers."""
-        self.replica.put_back_buffers()
+        self.replica.restore_buffers()
 
     def state(self) -> list[TensorShard]:
         """All tensors of its state, under names with `prefix`."""

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.checkpoint.state import Source, TensorShard, load_into, unsharded_parameter_shards
-from paceline.collectives.buckets import trainable
-from paceline.collectives.communicator import print_notice
+from paceline.collectives.buckets import trainable_parameters
+from paceline.collectives.communicator import print_on_rank_0
 from paceline.collectives.control import Deferred, scale_gradients
 from paceline.collectives.norm import scale_to_norm, scale_to_norm_on_device, total_norm
 from paceline.errors import UsageError
@@ -24,7 +24,7 @@ from paceline.rank.world import World
 from paceline.seeding import seeded_random_stream
 from paceline.strategies.buffers import VirtualRankBuffers, ignore_batch
 from paceline.strategies.optimizer_state import load_node_mean, load_optimizer, node_mean_message, optimizer_shards
-from paceline.strategies.optimizers import each_optimizer, skips_on_device, trained_by_each
+from paceline.strategies.optimizers import each_optimizer, parameters_by_optimizer, skips_on_device
 from paceline.strategies.validation import check_no_max_norm, check_optimizer_parameters
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from paceline.data.plan import MicroBatchPlan
     from paceline.parallel.pipeline import Pipeline
     from paceline.strategies.average import WeightAverage
-    from paceline.strategies.model_parallel import ModelParallelAdapter
+    from paceline.strategies.model_parallel import WholeModelView
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -42,7 +42,7 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 class Strategy:
     """This rank's part of the training of a model.
 
-    A step calls, in this order: `keep_buffers`; for each micro-batch `enter`, a forward of `module`, `begin_backward`,
+    A step calls, in this order: `save_buffers`; for each micro-batch `enter`, a forward of `module`, `begin_backward`,
     a backward, `end_backward` and `leave`; before the last `leave` `sync_gradients`, `clip_grad_norm` if asked, and
     the optimizer's step.
     """
@@ -85,11 +85,11 @@ class Strategy:
         self.model, self.module, self.optimizer = model, model if module is None else module, optimizer
         self.optimizers = each_optimizer(optimizer)
         """The optimizers of a sequence, or the only one."""
-        self.trained = trained_by_each(optimizer) if trained is None else trained
+        self.trained = parameters_by_optimizer(optimizer) if trained is None else trained
         """The parameters of the model that each of them trains."""
         self.world, self.reducer, self.virtual_ranks = world, reducer, virtual_ranks or world.size
-        self.parameters = trainable(model)
-        self.parts: ModelParallelAdapter | None = None
+        self.parameters = trainable_parameters(model)
+        self.parts: WholeModelView | None = None
         """set by `join`"""
         self.average: WeightAverage | None = None
         self._named = [*model.named_parameters()]
@@ -101,7 +101,7 @@ class Strategy:
             check_no_max_norm(model)
         self.buffers = VirtualRankBuffers(model, world, self.virtual_ranks)
 
-    def join(self, parts: ModelParallelAdapter, world: World) -> None:
+    def join(self, parts: WholeModelView, world: World) -> None:
         """Train a part of a model whose other parts are on other ranks of `world`."""
         self.parts, self.world, self.sharded = parts, world, True
 
@@ -254,7 +254,7 @@ class Strategy:
         self.buffers.exchange_copies()
 
     def undo_buffers(self) -> None:
-        """Restore the buffers before the last `step_unless`, also if `keep_buffers` was called since."""
+        """Restore the buffers before the last `step_unless`, also if `save_buffers` was called since."""
         self.buffers.exchange_copies()
         self.buffers.restore_copies()
 
@@ -277,13 +277,13 @@ class Strategy:
         with self.merged_buffers(), nullcontext() if self.average is None else self.average.use_as_weights():
             yield
 
-    def keep_buffers(self) -> None:
+    def save_buffers(self) -> None:
         """Save the buffers of this rank's virtual ranks, and everything else that a step changes before the update."""
         if not self.buffers.is_idle:
             self.buffers.save_copies()
 
-    def put_back_buffers(self) -> None:
-        """Restore what `keep_buffers` has saved."""
+    def restore_buffers(self) -> None:
+        """Restore what `save_buffers` has saved."""
         self.buffers.restore_copies()
 
     # state
@@ -328,7 +328,7 @@ class Strategy:
         for shard in self._parameter_shards():
             load_into(source, shard)
         if self.local_step_node is None and (nodes := load_node_mean(source, self._parameter_shards())):
-            print_notice(node_mean_message(nodes, "and this run synchronises all nodes in each step"))
+            print_on_rank_0(node_mean_message(nodes, "and this run synchronises all nodes in each step"))
         self.buffers.load(source)
         self._load_optimizer(source)
 

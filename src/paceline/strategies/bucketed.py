@@ -6,13 +6,13 @@ from torch import Tensor, nn
 
 from paceline.checkpoint.state import Source
 from paceline.collectives.buckets import grad_of
-from paceline.collectives.communicator import print_notice
+from paceline.collectives.communicator import print_on_rank_0
 from paceline.collectives.control import Deferred, scale_gradients
 from paceline.collectives.reducer import check_gradients, make_rank_reducer
 from paceline.collectives.replicate import broadcast_module
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
-from paceline.strategies.buffers import partition_of
+from paceline.strategies.buffers import virtual_rank_partition
 from paceline.strategies.inter_node import InterNodeOptions, describe_division, inter_node_strategy
 from paceline.strategies.validation import check_no_lazy_parameters, check_no_sparse_gradients
 
@@ -49,7 +49,7 @@ class Bucketed(Strategy):
         self, model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
     ) -> None:
         is_alone = world.size == 1
-        reducer = None if is_alone else make_rank_reducer(model, partition_of(world, world.size), world.group)
+        reducer = None if is_alone else make_rank_reducer(model, virtual_rank_partition(world, world.size), world.group)
         optimizer = make_optimizer(model.parameters())
         super().__init__(model, optimizer, world, virtual_ranks=virtual_ranks, reducer=reducer)
         self._names = {p: name for name, p in model.named_parameters()}
@@ -65,6 +65,6 @@ class Bucketed(Strategy):
         super()._load(source)
         saved = source.tensor("feedback/division")
         if saved is not None and any(not name.endswith("/used") for name in source.names("feedback/0/")):
-            print_notice(
+            print_on_rank_0(
                 f"the checkpoint was saved on {describe_division(saved)}: their compression residuals are dropped"
             )

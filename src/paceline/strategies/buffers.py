@@ -39,7 +39,7 @@ from paceline.checkpoint.buffer_reductions import (
 )
 from paceline.checkpoint.state import Source, TensorShard, read_matching_tensor
 from paceline.collectives.batchnorm import SyncBatchNorm
-from paceline.collectives.communicator import communicator
+from paceline.collectives.communicator import get_communicator
 from paceline.collectives.control import all_gather_object, report_on_one_rank
 from paceline.collectives.replicate import broadcast
 from paceline.collectives.torch_collectives import TreeAllReduce
@@ -369,7 +369,7 @@ class VirtualRankBuffers:
 
         For buffers in `relative_to_initial`, the sum of (value - initial value).
         """
-        partition = partition_of(self._world, self._virtual_ranks)
+        partition = virtual_rank_partition(self._world, self._virtual_ranks)
         sums = partition.partial_sums(add_optional)
         zeros = torch.zeros(1, dtype=torch.float64, device=self._world.device)
         start = {name: as_float64(self._initial[name]) for name in names}
@@ -400,7 +400,9 @@ class VirtualRankBuffers:
         has_samples = torch.tensor([bool(self._of)], dtype=torch.uint8, device=self._world.device)
         flat = torch.cat([has_samples, *(value.flatten().view(torch.uint8) for value in own.values())])
         rows = (
-            communicator(self._world.group).start_gather(flat, "reduced buffers")() if self._world.size > 1 else [flat]
+            get_communicator(self._world.group).start_gather(flat, "reduced buffers")()
+            if self._world.size > 1
+            else [flat]
         )
         of_ranks = [row[1:].split([value.nbytes for value in own.values()]) for row in rows if row[0]]
         reduced: _Buffers = {}
@@ -552,7 +554,7 @@ class VirtualRankBuffers:
             raise TrainingError(code="buffer-made-in-first-forward", name=new[0])
 
 
-def partition_of(world: World, virtual_ranks: int) -> LeafPartition:
+def virtual_rank_partition(world: World, virtual_ranks: int) -> LeafPartition:
     return LeafPartition([(share.start, share.stop) for share in world.shares(virtual_ranks)], world.rank)
 
 

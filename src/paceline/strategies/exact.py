@@ -2,14 +2,14 @@
 
 from torch import Tensor, nn
 
-from paceline.collectives.buckets import trainable
+from paceline.collectives.buckets import trainable_parameters
 from paceline.collectives.control import Deferred
 from paceline.collectives.norm import ShardedNorm, split_evenly
 from paceline.collectives.reducer import make_leaf_reducer
 from paceline.collectives.replicate import broadcast_module
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
-from paceline.strategies.buffers import partition_of
+from paceline.strategies.buffers import virtual_rank_partition
 from paceline.strategies.validation import check_no_lazy_parameters, check_no_sparse_gradients, check_no_sync_batchnorm
 
 
@@ -29,9 +29,9 @@ class Exact(Strategy):
         check_no_lazy_parameters(model)
         check_no_sparse_gradients(model, "exact")
         broadcast_module(model)
-        reducer = make_leaf_reducer(model, partition_of(world, virtual_ranks or world.size))
+        reducer = make_leaf_reducer(model, virtual_rank_partition(world, virtual_ranks or world.size))
         # every rank holds all gradients, so each one computes the norm of a part of them only
-        sizes = [parameter.numel() for parameter in trainable(model)]
+        sizes = [parameter.numel() for parameter in trainable_parameters(model)]
         shares = split_evenly(sizes, world.size)
         self._share, self._norm = shares[world.rank], ShardedNorm(sizes, shares, world.rank, world.device)
         optimizer = make_optimizer(model.parameters())

@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 
 from paceline.checkpoint.export import saved_names
 from paceline.checkpoint.state import Source, TensorShard, unsharded_parameter_shards
-from paceline.collectives.buckets import divide_each, sparse_gradient_error
-from paceline.collectives.communicator import communicator
+from paceline.collectives.buckets import divide_tensors, sparse_gradient_error
+from paceline.collectives.communicator import get_communicator
 from paceline.collectives.control import Deferred, sum_over_ranks, to_device_async
 from paceline.collectives.owners import LocalShard, ParameterOwners, replace_parameters
 from paceline.collectives.replicate import broadcast_module
@@ -38,7 +38,7 @@ from paceline.protocol.evidence import BLOCK_PREFIX
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.model_parallel import full_weights, global_norm
-from paceline.strategies.optimizer_scope import scope_of
+from paceline.strategies.optimizer_scope import find_update_scope
 from paceline.strategies.optimizer_state import load_piece_optimizer, piece_optimizer_shards
 from paceline.strategies.optimizers import each_optimizer
 from paceline.strategies.validation import (
@@ -93,10 +93,10 @@ class FSDP(Strategy):
         check_no_gradient_hooks(model, "fsdp")
         broadcast_module(model, group=world.group)
         optimizer = make_optimizer(model.parameters())
-        scopes = [scope_of(one, "strategy 'fsdp'") for one in each_optimizer(optimizer)]
+        scopes = [find_update_scope(opt, "strategy 'fsdp'") for opt in each_optimizer(optimizer)]
         check_optimizer_parameters(model, optimizer)
         names = {parameter: name for name, parameter in model.named_parameters()}
-        groups = [[[names[p] for p in g["params"]] for g in one.param_groups] for one in each_optimizer(optimizer)]
+        groups = [[[names[p] for p in g["params"]] for g in opt.param_groups] for opt in each_optimizer(optimizer)]
         self._blocks = shard_blocks(model, wrap, world, flag="fsdp_wrap", rounded=autocast_rounded_weights(model))
         for name, block in self._blocks.items():
             custom: Any = block  # the argument types are in a private module of torch
@@ -104,8 +104,8 @@ class FSDP(Strategy):
             custom.set_custom_reduce_scatter(_ReduceScatter(name))
         self._shards = shards = _LocalShards(model, world)
         self._updated: dict[str, LocalShard] = {}
-        for one, scope, members in zip(each_optimizer(optimizer), scopes, groups, strict=True):
-            self._updated |= shards.shard_optimizer(one, members, whole=scope == "parameter")
+        for opt, scope, members in zip(each_optimizer(optimizer), scopes, groups, strict=True):
+            self._updated |= shards.shard_optimizer(opt, members, whole=scope == "parameter")
         self._used, self._reduced_among = _UsedParameters(model, self._blocks, shards.unsharded), world
         parameters = dict(model.named_parameters())
         trained = [[parameters[name] for names in members for name in names] for members in groups]
@@ -122,7 +122,7 @@ class FSDP(Strategy):
 
     def _reduce(self, divisor: float | Tensor) -> None:
         self._used.reduce(self.model, self._reduced_among)
-        divide_each([shard.tensor for shard in self._gradients()], divisor)
+        divide_tensors([shard.tensor for shard in self._gradients()], divisor)
 
     def _gradients(self) -> list[TensorShard]:
         return self._shards.gradients()
@@ -166,14 +166,14 @@ class _AllGather(_Collective):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        return communicator(group).all_gather(output_tensor, input_tensor, self._name, async_op=async_op)
+        return get_communicator(group).all_gather(output_tensor, input_tensor, self._name, async_op=async_op)
 
 
 class _ReduceScatter(_Collective):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        communicator(group).reduce_scatter(output_tensor, input_tensor, self._name, op)  # complete on return
+        get_communicator(group).reduce_scatter(output_tensor, input_tensor, self._name, op)  # complete on return
 
 
 class _LocalShards:
@@ -218,7 +218,7 @@ class _LocalShards:
         updated = {name: self.pieces[name] for name in trained if name in self.pieces}
         optimizer.register_step_pre_hook(partial(self.take_gradients, [*updated]))
         if whole and (divided := {n: p for n, p in trained.items() if n not in self.unsharded}):
-            updated = self._owners(divided).adopt(optimizer)
+            updated = self._owners(divided).attach_to(optimizer)
         parameters = {name: shard.parameter for name, shard in updated.items()}
         replace_parameters(optimizer, groups, self.unsharded | parameters)
         optimizer.register_step_post_hook(partial(self.release_gradients, [*trained]))

@@ -23,13 +23,13 @@ from paceline.checkpoint.state import (
     read_matching_tensor,
     unsharded_parameter_shards,
 )
-from paceline.collectives.buckets import trainable
-from paceline.collectives.communicator import can_use_shared_memory, make_communicator, print_notice
+from paceline.collectives.buckets import trainable_parameters
+from paceline.collectives.communicator import can_use_shared_memory, make_communicator, print_on_rank_0
 from paceline.collectives.control import report_on_one_rank, sum_over_ranks
 from paceline.collectives.hosts import NodeTopology
 from paceline.collectives.inter_node import InterNodeSum
 from paceline.collectives.memory_sum import MAX_TENSORS
-from paceline.collectives.reducer import make_host_reducer
+from paceline.collectives.reducer import make_node_reducer
 from paceline.config.strategies import SLOW_NETWORK_SETTINGS, network_error
 from paceline.errors import UsageError, format_option
 from paceline.rank.world import World
@@ -67,7 +67,7 @@ def _node_topology(options: InterNodeOptions, model: nn.Module, world: World) ->
     option_names = [name for name in ("compress", "local_steps") if values[name] is not None]
     if not option_names:
         return None
-    parameters, exchange = trainable(model), make_communicator()
+    parameters, exchange = trainable_parameters(model), make_communicator()
     hosts = exchange.node_topology()
     if hosts is not None and can_use_shared_memory(parameters):
         return hosts
@@ -76,7 +76,7 @@ def _node_topology(options: InterNodeOptions, model: nn.Module, world: World) ->
             UsageError(code="no-shared-memory-on-nodes", setting=option_names[0], most=MAX_TENSORS), world
         )
     flags = " ".join(format_option(name, values[name]) for name in option_names)
-    print_notice(f"{flags} has no effect: all ranks are on one node")
+    print_on_rank_0(f"{flags} has no effect: all ranks are on one node")
     return None
 
 
@@ -97,18 +97,20 @@ class InterNodeStrategy(Strategy):
     ) -> None:
         optimizer = make_optimizer(model.parameters())
         self._hosts = hosts
-        self._across = InterNodeSum(trainable(model), hosts, options.get("compress"), options.get("powersgd_rank"))
+        self._across = InterNodeSum(
+            trainable_parameters(model), hosts, options.get("compress"), options.get("powersgd_rank")
+        )
         self._division = torch.tensor([hosts.node_count, hosts.memory.size])
         self._prefix = f"feedback/{hosts.rank}/"
-        reducer = make_host_reducer(model, hosts, None if options.get("local_steps") else self._across)
+        reducer = make_node_reducer(model, hosts, None if options.get("local_steps") else self._across)
         super().__init__(model, optimizer, world, virtual_ranks=virtual_ranks, reducer=reducer)
 
-    def keep_buffers(self) -> None:
-        super().keep_buffers()
+    def save_buffers(self) -> None:
+        super().save_buffers()
         self._across.save_state()
 
-    def put_back_buffers(self) -> None:
-        super().put_back_buffers()
+    def restore_buffers(self) -> None:
+        super().restore_buffers()
         self._across.restore_state()
 
     def _state(self) -> list[TensorShard]:
@@ -125,7 +127,7 @@ class InterNodeStrategy(Strategy):
             residuals = self._across.state().items()
             self._across.load({name: read_matching_tensor(rank_source, name, tensor) for name, tensor in residuals})
         elif saved is not None:
-            print_notice(
+            print_on_rank_0(
                 f"the checkpoint was saved on {describe_division(saved)}, now there are "
                 f"{describe_division(self._division)}: the compression residuals are dropped and start at zero"
             )
@@ -242,7 +244,7 @@ class LocalSteps(InterNodeStrategy):
             load_node_mean(source, self._parameter_shards())
             if saved is not None:
                 mean = node_mean_message(int(saved), f"now there are {self._hosts.node_count}")
-                print_notice(f"{mean}. A new node starts with the optimizer state of node 0")
+                print_on_rank_0(f"{mean}. A new node starts with the optimizer state of node 0")
             self._set_parameters(self._common)
             return
         self._set_parameters(self._common)

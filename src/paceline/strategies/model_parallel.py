@@ -19,7 +19,7 @@ from paceline.collectives.control import Deferred, sum_over_ranks
 from paceline.rank.world import World
 
 
-class ModelParallelAdapter:
+class WholeModelView:
     """Results of all parts of a model, for the strategy of one part; see `Strategy.parts`."""
 
     def __init__(

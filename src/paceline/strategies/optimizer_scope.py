@@ -41,7 +41,7 @@ COLLECTIVES = ("c10d", "_c10d_functional")
 _NOT_TRIED = ("step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
-def scope_of(optimizer: Optimizer, owner: str) -> Scope:
+def find_update_scope(optimizer: Optimizer, owner: str) -> Scope:
     """What an update reads. Unknown optimizers are tried on small tensors. `owner`: of the parts, for errors."""
     if type(optimizer) in ELEMENT_WISE_OPTIMIZERS:
         return "element"

@@ -23,7 +23,7 @@ def optimizer_shards(model: nn.Module, optimizer: Optimizer) -> list[TensorShard
     """The whole state of `optimizer`. None values are skipped, because the optimizer creates them again."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     shards: list[TensorShard] = []
-    for parameter, state in (item for one in each_optimizer(optimizer) for item in one.state.items()):
+    for parameter, state in (item for opt in each_optimizer(optimizer) for item in opt.state.items()):
         if parameter not in names:
             raise UsageError(code="foreign-parameter-state", shape=tuple(parameter.shape))
         shards += [TensorShard(name, tensor) for name, tensor in optimizer_state_tensors(names[parameter], state)]
@@ -60,7 +60,7 @@ def piece_optimizer_shards(
 
     A piece may be a whole parameter that this rank alone updates.
     """
-    states = {parameter: state for one in each_optimizer(optimizer) for parameter, state in one.state.items()}
+    states = {parameter: state for opt in each_optimizer(optimizer) for parameter, state in opt.state.items()}
     shards: list[TensorShard] = []
     for name, parameter in (unsharded or {}).items():
         shards += [
@@ -82,11 +82,11 @@ def load_piece_optimizer(
     unsharded: Mapping[str, nn.Parameter] | None = None,
 ) -> None:
     named = {**(unsharded or {}), **{name: piece.parameter for name, piece in pieces.items()}}
-    for one in each_optimizer(optimizer):
-        one.state.clear()
-        trained = {id(parameter) for group in one.param_groups for parameter in group["params"]}
+    for opt in each_optimizer(optimizer):
+        opt.state.clear()
+        trained = {id(parameter) for group in opt.param_groups for parameter in group["params"]}
         own = {name: parameter for name, parameter in named.items() if id(parameter) in trained}
-        load_states(own, one, {name: saved_state(source, name, pieces.get(name)) for name in own})
+        load_states(own, opt, {name: saved_state(source, name, pieces.get(name)) for name in own})
 
 
 def saved_state(source: Source, name: str, piece: LocalShard | None = None) -> dict[str, Any]:

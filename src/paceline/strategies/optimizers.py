@@ -40,12 +40,12 @@ def each_optimizer(optimizer: Optimizer) -> Sequence[Optimizer]:
     return optimizer.optimizers if isinstance(optimizer, OptimizerSequence) else [optimizer]
 
 
-def trained_by_each(optimizer: Optimizer) -> list[list[nn.Parameter]]:
+def parameters_by_optimizer(optimizer: Optimizer) -> list[list[nn.Parameter]]:
     return [[p for group in one.param_groups for p in group["params"]] for one in each_optimizer(optimizer)]
 
 
 def optimizer_names(optimizer: Optimizer) -> str:
-    return ", ".join(type(one).__name__ for one in each_optimizer(optimizer))
+    return ", ".join(type(opt).__name__ for opt in each_optimizer(optimizer))
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:

@@ -24,8 +24,8 @@ from paceline.parallel.partition import Chain, LayerGroup, best_splits
 from paceline.parallel.pipeline import Pipeline, Schedule, SplitPoint
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
-from paceline.strategies.model_parallel import ModelParallelAdapter
-from paceline.strategies.optimizer_scope import scope_of
+from paceline.strategies.model_parallel import WholeModelView
+from paceline.strategies.optimizer_scope import find_update_scope
 from paceline.strategies.optimizers import each_optimizer
 
 
@@ -87,7 +87,7 @@ def make_pipeline_stage(
     def make_for_stage(parameters: Any) -> Optimizer:
         optimizer, of_stage = make_optimizer(parameters), {*model.parameters()}
         for one in each_optimizer(optimizer):
-            scope_of(one, "a pipeline")
+            find_update_scope(one, "a pipeline")
         for group in optimizer.param_groups:  # the task may have created it for the whole model
             group["params"] = [p for p in group["params"] if p in of_stage]
         return optimizer
@@ -102,7 +102,7 @@ def make_pipeline_stage(
     return replica
 
 
-class _Stage(ModelParallelAdapter):
+class _Stage(WholeModelView):
     """A stage. The gradient of a parameter in several stages is the sum over these stages."""
 
     def __init__(

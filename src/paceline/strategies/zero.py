@@ -5,19 +5,19 @@ from collections.abc import Collection
 from torch import Tensor, nn
 
 from paceline.checkpoint.state import Source, TensorShard
-from paceline.collectives.buckets import trainable
+from paceline.collectives.buckets import trainable_parameters
 from paceline.collectives.control import Deferred
 from paceline.collectives.norm import ShardedNorm
 from paceline.collectives.owners import LocalShard
 from paceline.collectives.reducer import make_shard_reducer
 from paceline.collectives.replicate import broadcast_module
-from paceline.collectives.shards import Shards
+from paceline.collectives.shards import ParameterShards
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
-from paceline.strategies.buffers import partition_of
-from paceline.strategies.optimizer_scope import scope_of
+from paceline.strategies.buffers import virtual_rank_partition
+from paceline.strategies.optimizer_scope import find_update_scope
 from paceline.strategies.optimizer_state import load_piece_optimizer, piece_optimizer_shards
-from paceline.strategies.optimizers import each_optimizer, trained_by_each
+from paceline.strategies.optimizers import each_optimizer, parameters_by_optimizer
 from paceline.strategies.validation import (
     check_no_lazy_parameters,
     check_no_sparse_gradients,
@@ -43,15 +43,15 @@ class Zero(Strategy):
         check_no_sparse_gradients(model, "zero")
         broadcast_module(model)
         optimizer = make_optimizer(model.parameters())
-        scopes = [scope_of(one, "strategy 'zero'") for one in each_optimizer(optimizer)]
+        scopes = [find_update_scope(opt, "strategy 'zero'") for opt in each_optimizer(optimizer)]
         check_optimizer_parameters(model, optimizer)
-        parameters, trained = trainable(model), trained_by_each(optimizer)
+        parameters, trained = trainable_parameters(model), parameters_by_optimizer(optimizer)
         kinds = {p: number for number, own in enumerate(trained) for p in own}
-        self._shards = shards = Shards(model, world.rank, world.size, kinds=kinds)
+        self._shards = shards = ParameterShards(model, world.rank, world.size, kinds=kinds)
         self._updated: dict[str, LocalShard] = {}
-        for one, scope in zip(each_optimizer(optimizer), scopes, strict=True):
-            self._updated |= shards.shard_optimizer(one, whole=scope == "parameter")
-        reducer = make_shard_reducer(shards, partition_of(world, virtual_ranks or world.size))
+        for opt, scope in zip(each_optimizer(optimizer), scopes, strict=True):
+            self._updated |= shards.shard_optimizer(opt, whole=scope == "parameter")
+        reducer = make_shard_reducer(shards, virtual_rank_partition(world, virtual_ranks or world.size))
         sizes, shares = [p.numel() for p in parameters], shards.ranges_by_rank(parameters)
         self._norm = ShardedNorm(sizes, shares, world.rank, world.device)
         self._pieces = {name: shards.pieces[p] for name, p in model.named_parameters() if p in shards.pieces}

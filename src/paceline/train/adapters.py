@@ -52,10 +52,10 @@ class Adapters(msgspec.Struct, frozen=True):
         """The adapters of a model that is, or contains, a PeftModel; None for any other model."""
         peft = sys.modules.get("peft")  # a script that has not imported it has no such model
         modules: list[tuple[str, Any]] = [] if peft is None else [*model.named_modules()]
-        found = [(name, module) for name, module in modules if isinstance(module, peft.PeftModel)]  # pyright: ignore
-        if not found:
+        peft_models = [(name, module) for name, module in modules if isinstance(module, peft.PeftModel)]  # pyright: ignore
+        if not peft_models:
             return None
-        name, peft_model = found[0]
+        name, peft_model = peft_models[0]
         prefix, base = f"{name}." if name else "", _base_digests(peft_model)
         files = {adapter: _files(peft_model, adapter, prefix, base) for adapter in peft_model.peft_config}
         saved = {full for file in files.values() for full in file.tensors.values()}

@@ -5,7 +5,7 @@ totals of a later step (`votes`) the ranks agree that all files are complete, an
 thread uses a collective, because the order of collectives would differ between ranks.
 
 If a rank hangs, the guard aborts the collective in which the other ranks wait. No collective is possible after that.
-The lowest rank that did not cause the hang then saves the state alone (`save_alone`), if it holds the full state. Its
+The lowest rank that did not cause the hang then saves the state (`save_on_one_rank`), if it holds the full state. Its
 parameters are those after the last complete step, and its buffers are restored.
 """
 
@@ -86,7 +86,7 @@ class _UnblockMessage(msgspec.Struct, frozen=True):
     causes: tuple[int, ...] | None = None
 
 
-def must_save_alone(message: str, rank: int, world_size: int) -> bool:
+def must_save_on_this_rank(message: str, rank: int, world_size: int) -> bool:
     try:
         causes = msgspec.json.decode(message, type=_UnblockMessage).causes
     except msgspec.MsgspecError:
@@ -94,7 +94,7 @@ def must_save_alone(message: str, rank: int, world_size: int) -> bool:
     return causes is not None and rank == min(set(range(world_size)) - {*causes}, default=None)
 
 
-def save_alone(
+def save_on_one_rank(
     holder: CheckpointedModels, step: int, content: TrainerState, checkpoints: Checkpoints, claim: Claim, *,
     keep: int, say: MessageCallback,
 ) -> Path:  # fmt: skip
@@ -438,14 +438,14 @@ class CheckpointManager:
             return
         world, message, trainer_state = self._world, HangGuard.of_process().release_reason(), content()
         is_saved = any(saved_step == step for saved_step, _ in self._checkpoints.entries())
-        if is_saved or not must_save_alone(message or NO_CAUSE_MESSAGE, world.rank, world.size):
+        if is_saved or not must_save_on_this_rank(message or NO_CAUSE_MESSAGE, world.rank, world.size):
             return
         self._enter(Phase.CHECKPOINT)  # the agent does not kill a rank that makes progress
         try:
             if unwritten := self._ranks_missing_step(step):
                 self._writer.write(events.UnloggedStep(step, unwritten))
             self._writer.flush()
-            path = save_alone(
+            path = save_on_one_rank(
                 self._holder, step, trainer_state, self._checkpoints, self._claim, keep=self._policy.keep, say=self._say
             )
             result = f"the state after step {step} is saved: {path}"

@@ -157,13 +157,13 @@ class TaskSchedule:
         self, optimizer: Optimizer, make_schedule: Callable[[Optimizer, int], Any] | None, total_steps: int
     ) -> None:
         self._optimizers, self._schedulers = each_optimizer(optimizer), list[Any]()
-        for one in self._optimizers:
+        for opt in self._optimizers:
             if make_schedule is None:
                 continue
-            scheduler = make_schedule(one, total_steps)
+            scheduler = make_schedule(opt, total_steps)
             if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
                 raise UsageError(code="not-a-scheduler", kind=type(scheduler).__name__)
-            one.register_step_post_hook(partial(_step_scheduler, scheduler))
+            opt.register_step_post_hook(partial(_step_scheduler, scheduler))
             self._schedulers.append(scheduler)
         names = ", ".join(map(_full_name, self._schedulers))
         self.described = {"class": names, "total_steps": total_steps} if names else None

@@ -23,9 +23,9 @@ from paceline.parallel.pipeline import Schedule, idle_fractions
 from paceline.rank.world import World
 from paceline.seeding import seeded_random_stream
 from paceline.strategies.base import MakeOptimizer, Strategy
-from paceline.strategies.model_parallel import ModelParallelAdapter
-from paceline.strategies.optimizer_scope import scope_of
-from paceline.strategies.optimizers import each_optimizer, trained_by_each
+from paceline.strategies.model_parallel import WholeModelView
+from paceline.strategies.optimizer_scope import find_update_scope
+from paceline.strategies.optimizers import each_optimizer, parameters_by_optimizer
 from paceline.strategies.pipelined import StagePlan, make_pipeline_stage, plan_stages
 from paceline.tasks.task import Task, call_model
 from paceline.train.evaluate import eval_mode
@@ -68,7 +68,7 @@ class ParallelPlan:
             if world.mesh is None or not world.mesh.has_model_parallelism:
                 part.world = world
             else:
-                part.join(ModelParallelAdapter(model, world, self.shards), world)
+                part.join(WholeModelView(model, world, self.shards), world)
             return part
         replica = make_pipeline_stage(
             strategy, model, maker, world, self.stage_plan, schedule=self.schedule, virtual_ranks=virtual_ranks
@@ -85,10 +85,10 @@ def _make_for_shards(
 ) -> Optimizer:
     optimizer = maker(parameters)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    for one, trained in zip(each_optimizer(optimizer), trained_by_each(optimizer), strict=True):
+    for opt, trained in zip(each_optimizer(optimizer), parameters_by_optimizer(optimizer), strict=True):
         sharded = next((names[p] for p in trained if names.get(p) in shards), None)
-        if sharded is not None and scope_of(one, "tensor parallelism") == "parameter":
-            raise UsageError(code="optimizer-needs-whole", kind=type(one).__name__, name=sharded)
+        if sharded is not None and find_update_scope(opt, "tensor parallelism") == "parameter":
+            raise UsageError(code="optimizer-needs-whole", kind=type(opt).__name__, name=sharded)
     return optimizer
 
 
@@ -116,7 +116,7 @@ def parallelize_model(
         broadcast_module(model)  # so that the stages of all ranks belong to one model
         division = plan_stages(lambda: profile_chain(model, *trial()), stages, names, world)
         check = partial(_check_loss, _trial_loss(model, trial), trial)
-        lines = stage_lines(division, schedule, plan, world)
+        lines = format_stages(division, schedule, plan, world)
         return ParallelPlan(stage_plan=division, schedule=schedule, notices=lines, check_trial_loss=check)
     return NO_PARALLELISM
 
@@ -135,7 +135,7 @@ def _shard_layers(
         raise report_on_one_rank(
             UsageError(code="fsdp-of-used-elsewhere", mesh=world.mesh, reason=reason, advice=advice), world
         )
-    lines = sharding.table(model, samples, plan.global_batch // world.data.size)
+    lines = sharding.format_table(model, samples, plan.global_batch // world.data.size)
     tensor_group = world.along("tensor")
     if tensor_group.local_size < tensor_group.size:
         ranks = plural(world.local_size, "rank")
@@ -180,7 +180,7 @@ def _check_loss(expected: float, trial: Trial, replica: Strategy) -> None:
             raise UsageError(code="stages-change-loss", stages=pipeline.stages, got=actual, expected=expected)
 
 
-def stage_lines(division: StagePlan, schedule: Schedule, plan: BatchPlan, world: World) -> list[str]:
+def format_stages(division: StagePlan, schedule: Schedule, plan: BatchPlan, world: World) -> list[str]:
     stages = division.stage_costs
     micro_batches = len(world.data.shares(plan.virtual_ranks)[0]) * plan.accumulation
     waits = idle_fractions(

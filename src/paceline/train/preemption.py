@@ -50,10 +50,12 @@ def record_stop_signals(*, announce: bool = False) -> Generator[StopRequest]:
         return
     handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     handlers, page = {number: signal.signal(number, request.handle) for number in handled}, HangGuard.of_process().page
-    page.put_stops("notes_stops", 1)  # the agent then sends SIGTERM for any stop signal that the launcher receives
+    page.set_stop_counter(
+        "notes_stops", 1
+    )  # the agent then sends SIGTERM for any stop signal that the launcher receives
     try:
         yield request
     finally:
-        page.put_stops("notes_stops", 0)
+        page.set_stop_counter("notes_stops", 0)
         for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -19,6 +19,7 @@ from paceline.checkpoint.state import TensorShard
 from paceline.collectives.control import all_gather_object, check_equal, report_on_one_rank
 from paceline.compute.flops import Utilization
 from paceline.compute.resources import peak_memory
+from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan
 from paceline.errors import ExitCode, PacelineError, TrainingError
 from paceline.protocol.evidence import Phase
@@ -40,7 +41,7 @@ from paceline.train.preemption import StopRequest
 from paceline.train.records import RunRecorder, StepTraces
 from paceline.train.step_record import StepRecord
 from paceline.train.streaming import Stream
-from paceline.train.weights import rescue, rescue_alone, save
+from paceline.train.weights import save, save_in_any_folder, save_weights_on_one_rank
 
 CheckpointValues = Callable[[], dict[str, Any]]
 """Returns the values that a checkpoint contains in addition to tensors, metrics and the definition."""
@@ -69,6 +70,8 @@ class TrainingProgress(RunRecorder):
         self._saves_seen = self._saves_done = 0  # user requests for a checkpoint: at the last vote, and handled
         self.stream: Stream | None = None
         """The training data, if they are a stream."""
+        self.micro_batches: Sequence[MicroBatch] = ()
+        """of this rank in the current step of a session"""
         self.is_open = False
         """Whether the run has a folder and `open_run` has claimed it."""
         self._restore(origin)
@@ -119,6 +122,8 @@ class TrainingProgress(RunRecorder):
     def votes(self, *, end: float = 0.0) -> ControlFlags:
         """This rank's votes in the next step: on the pending checkpoint, on a stop, and on a requested save."""
         requests, checkpoints = self._guard.page.steps, self._checkpoints
+        if self.is_open and self._plan.own_order and self.micro_batches:
+            self.log_samples(self.step + 1, self.micro_batches)
         self._saves_seen = requests[SAVES_ASKED]
         stop = float((self.request is not None and bool(self.request.by)) or requests[REGROUPS] > 0)
         written, failed, due = (0.0, 0.0, 0.0) if checkpoints is None else checkpoints.votes()
@@ -154,15 +159,16 @@ class TrainingProgress(RunRecorder):
 
     def roll_back(self, origin: ResumePoint) -> None:
         self.write(events.RolledBack(self.step, origin.step))
+        self._listed_step = 0
         self.say(f"rolls back from step {self.step} to {origin.location_text}")
         self._restore(origin)
         self._guard.page.set_step(self.step)
 
     def is_due(self, step: int) -> bool:
-        """Whether `after_step` looks at the state after `step`, without any vote."""
+        """Whether `save_if_due` looks at the state after `step`, without any vote."""
         return self._checkpoints is not None and self._checkpoints.is_due(step)
 
-    def after_step(self, votes: ControlFlags, numbers: CheckpointValues, *, save: bool, wait: bool) -> None:
+    def save_if_due(self, votes: ControlFlags, numbers: CheckpointValues, *, save: bool, wait: bool) -> None:
         """Compare, snapshot and save as due; with `wait`, return when the checkpoint is on disk (collective)."""
         if self._checkpoints is not None:
             if votes.save > 0:
@@ -175,7 +181,7 @@ class TrainingProgress(RunRecorder):
     def save_before_stop(self, numbers: CheckpointValues) -> None:
         """Save the state after the last step, unless this start has resumed from it (collective)."""
         if self.step > self.start:
-            self.after_step(ControlFlags(), numbers, save=True, wait=True)
+            self.save_if_due(ControlFlags(), numbers, save=True, wait=True)
 
     def _content(self, numbers: CheckpointValues) -> TrainerState:
         definition = self.place.definition if self.place else {}
@@ -202,7 +208,7 @@ class TrainingProgress(RunRecorder):
             self._checkpoints.save_after_error(error, self.step, partial(self._content, numbers))
         if stall_error is not None or not isinstance(error, OSError) or phase in USER_PHASES:
             return stall_error
-        where = rescue_alone(self._replicas[0], self.place.folder) if has_steps else "nothing was trained yet"
+        where = save_weights_on_one_rank(self._replicas[0], self.place.folder) if has_steps else "nothing was trained"
         return TrainingError(code="rank-failed", rank=self._world.rank, step=self.step, reason=str(error), where=where)
 
     def finish(
@@ -221,7 +227,7 @@ class TrainingProgress(RunRecorder):
         failure, is_first_rank = self._checkpoints.failed, self._world.rank == 0
         if stopped and failure:
             weights = self._replicas[0].weights()
-            failure += f"; {rescue(weights, self.place.folder)}" if is_first_rank else ""
+            failure += f"; {save_in_any_folder(weights, self.place.folder)}" if is_first_rank else ""
             raise report_on_one_rank(TrainingError(code="stopped-unsaved", step=self.step, reason=failure), self._world)
         fields: dict[str, Any] = {}
         if not stopped:

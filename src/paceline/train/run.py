@@ -14,7 +14,7 @@ import torch
 
 from paceline import __version__
 from paceline.checkpoint.resume import ResumePoint, RunLocation, find_resume_point, lock_run_folder
-from paceline.collectives.communicator import communicator, make_communicator
+from paceline.collectives.communicator import get_communicator, make_communicator
 from paceline.collectives.control import check_equal, raise_on_all_ranks, report_on_one_rank
 from paceline.config.definition import EXACT_ONLY_SETTINGS, allowed_changes, check_same_definition, definition_settings
 from paceline.config.mesh import mesh_of
@@ -186,7 +186,7 @@ def _environment(world: World) -> Mapping[str, Any]:
         "gpu": None if world.device.type == "cpu" else device_name(world.device),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "backend": world.backend,
-        "collectives": communicator().kind,
+        "collectives": get_communicator().kind,
         "world_size": world.size,
         "threads_per_rank": torch.get_num_threads(),
         "bits_hold_for": hardware_facts(world.device),

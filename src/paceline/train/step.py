@@ -105,10 +105,10 @@ class TaskSteps:
                 losses = partial(weighted_losses, self._loss)
                 steps.run_pipeline(where, microbatches, lambda batch: call_model(replica.model, batch.inputs), losses)
             else:
-                for batch in steps.run_bodies(where, microbatches, one_each=self._one_each):
+                for batch in steps.run_micro_batches(where, microbatches, one_each=self._one_each):
                     self._compute(batch)
         except BaseException as error:
-            steps.give_up()
+            steps.abort_step()
             if is_out_of_memory(error):
                 traceback.clear_frames(error.__traceback__)  # they hold tensors
                 raise self._explain_out_of_memory(where, microbatches[0]) from error
@@ -118,7 +118,7 @@ class TaskSteps:
         """Update with the gradients of `compute`. `complete` completes a result that is `unread`."""
         steps, replica = self._steps, self._replica
         if not steps.is_skipped:
-            steps.begin_update()
+            steps.enter_optimizer_phase()
             if steps.unread is None:
                 replica.optimizer.step()
             else:
@@ -137,7 +137,7 @@ class TaskSteps:
         except BaseException:
             self._enter(Phase.OPTIMIZER)  # a reader of the phase must not take the state for that before the step
             raise
-        self.give_up()
+        self.abort_step()
         self._replica.undo_buffers()
         schedule.set_lr(self._replica.optimizer, record.step - 1)
         self._steps.is_repeated, self._steps.unread = True, None
@@ -145,10 +145,10 @@ class TaskSteps:
         self._steps.is_repeated = False
         return replace(record, result=result)
 
-    def give_up(self) -> None:
+    def abort_step(self) -> None:
         """Drop a step that was computed, but not updated."""
         if self._steps.in_step and not self._steps.updating:
-            self._steps.give_up()
+            self._steps.abort_step()
 
     def _compute(self, batch: MicroBatch) -> None:
         outputs = call_model(self._replica.model, batch.inputs, self._replica.module)
@@ -241,7 +241,7 @@ def fit(
         if unread is not None:
             yield step.complete(unread, schedule)
     finally:
-        step.give_up()
+        step.abort_step()
 
 
 def weighted_losses(loss: Loss, outputs: Any, targets: Any) -> tuple[Tensor, Tensor | None]:

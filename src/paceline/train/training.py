@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from paceline.checkpoint.resume import ResumePoint, RunLocation
-from paceline.collectives.control import is_async
+from paceline.collectives.control import is_async_device
 from paceline.compute.flops import Utilization
 from paceline.config.choices import steps_or_seconds
 from paceline.config.strategies import EXACT_STRATEGIES
@@ -60,13 +60,13 @@ class TaskTrainer:
             self._load(origin)
         self._evaluator = Evaluator(parts, self._progress, self._data)
         is_fixed = isinstance(parts.schedule, Schedule) and parts.task.on_step is None  # nobody needs the last loss
-        is_single_gpu = is_async(self._world.device) and self._world.size == 1
+        is_single_gpu = is_async_device(self._world.device) and self._world.size == 1
         self._can_be_late = is_single_gpu and is_fixed and self._scale is None and not compute.cuda_graphs
         self._audits: Audits | None = None
         if (every := self._config.guard.audit_every) is not None and self._world.size > 1:
             save = partial(self._progress.save_before_stop, partial(self._numbers, self._world))
             on_audit = self._config.guard.on_audit
-            self._audits = Audits(every, self._world, parts.plan.virtual_ranks, on_audit, save)
+            self._audits = Audits(every, self._world, parts.plan.virtual_ranks, on_audit, save, self._display.say)
             self._audits.use(self._data.load_again, parts.plan)
 
     def run(self) -> ExitCode:
@@ -184,7 +184,7 @@ class TaskTrainer:
         save = stops or (at_end and (config.checkpoint_epochs or (is_last and config.checkpoint_every is not None)))
         # wait for the checkpoint of an epoch, so that an error in the evaluation cannot lose it
         wait = at_end and not stops
-        self._progress.after_step(votes, partial(self._numbers, self._world), save=save, wait=wait)
+        self._progress.save_if_due(votes, partial(self._numbers, self._world), save=save, wait=wait)
         if (at_end or evaluator.is_due()) and not stops:
             evaluator.evaluate()
         if step == config.rehearse_preemption and self._world.rank == self._world.size - 1:

@@ -88,13 +88,13 @@ def _unique(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str,
     return tensors, ties
 
 
-def rescue_alone(replica: Strategy, run_dir: Path) -> str:
+def save_weights_on_one_rank(replica: Strategy, run_dir: Path) -> str:
     if replica.world.size > 1 and any(h.name.startswith("model/") and not h.replicated for h in replica.state()):
         return "the weights are sharded over all ranks, so one rank cannot save them. Resume from the newest checkpoint"
-    return rescue(replica.weights(), run_dir)
+    return save_in_any_folder(replica.weights(), run_dir)
 
 
-def rescue(weights: Mapping[str, Tensor], run_dir: Path) -> str:
+def save_in_any_folder(weights: Mapping[str, Tensor], run_dir: Path) -> str:
     """Save the weights in the first folder with enough space, e.g. if the disk is full. Return a text with the path."""
     for folder in (run_dir, Path.cwd(), Path(tempfile.gettempdir()), Path("/dev/shm"), Path.home()):
         path = folder.resolve() / f"{run_dir.name}-rescued.safetensors"

@@ -43,11 +43,12 @@ def test_what_is_no_request_is_refused_and_the_next_one_answered() -> None:
         b"null\n",
         b"not json\n",
         b'{"type": "Run", "argv": ["id"]}\n',
-        b'{"type": "AskTime", "extra": 1}\n',
-        b'{"type": "Examine", "token": 7, "folder": "/tmp"}\n',
+        b'{"type": "TimeRequest", "extra": 1}\n',
+        b'{"type": "FactsRequest", "token": 7, "folder": "/tmp"}\n',
         b"\xff\xfe\n",
     ]
-    answers = ask(*(one for line in lines for one in (line, {"type": "AskTime"})), b'{"type": "AskTime"}')  # cut off
+    request = {"type": "TimeRequest"}
+    answers = ask(*(one for line in lines for one in (line, request)), json.dumps(request).encode())  # cut off
     assert ["refused" in answer for answer in answers] == [True, False] * len(lines) + [True]
     assert all("wall_seconds" in answer for answer in answers[1::2])
 
@@ -61,7 +62,7 @@ def test_a_line_without_an_end_is_refused_before_it_fills_the_memory() -> None:
 @pytest.mark.parametrize("token", ["../../../tmp/x", "a/b", "", "A" * 32, "ab" * 16 + "\n"])
 def test_a_probe_file_is_named_by_hex_digits_only(tmp_path: Path, token: str) -> None:
     where = {"folder": str(tmp_path), "token": token}
-    answers = ask(*({"type": "Probe", "act": act, **where} for act in ("write", "read", "remove")))
+    answers = ask(*({"type": "FolderProbeRequest", "act": act, **where} for act in ("write", "read", "remove")))
     assert ["32 hex digits" in answer["refused"] for answer in answers] == [True] * 3
     assert list(tmp_path.iterdir()) == []
 
@@ -69,13 +70,13 @@ def test_a_probe_file_is_named_by_hex_digits_only(tmp_path: Path, token: str) ->
 def test_a_probe_is_written_seen_and_removed(tmp_path: Path) -> None:
     where = {"folder": str(tmp_path / "not" / "there" / "yet"), "token": TOKEN}
     acts = ("read", "write", "read", "write", "remove", "read")
-    answers = ask(*({"type": "Probe", "act": act, **where} for act in acts))
+    answers = ask(*({"type": "FolderProbeRequest", "act": act, **where} for act in acts))
     assert [not answer["error"] for answer in answers] == [False, True, True, False, True, False]  # never written over
     assert list(tmp_path.iterdir()) == []
 
 
 def test_room_is_that_of_the_parent_that_is_there(tmp_path: Path) -> None:
-    (answer,) = ask({"type": "Examine", "folder": str(tmp_path / "a" / "b"), "token": TOKEN})
+    (answer,) = ask({"type": "FactsRequest", "folder": str(tmp_path / "a" / "b"), "token": TOKEN})
     status = os.statvfs(tmp_path)
     assert answer["disk_path"] == str(tmp_path)
     assert answer["disk_size"] == status.f_blocks * status.f_frsize
@@ -87,7 +88,7 @@ def port() -> Iterator[int]:
     """Where a host's program listens, in its own process."""
     with subprocess.Popen(HOST, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as host:
         assert host.stdin and host.stdout
-        host.stdin.write(json.dumps({"type": "Examine", "token": TOKEN, "folder": "/"}).encode() + b"\n")
+        host.stdin.write(json.dumps({"type": "FactsRequest", "token": TOKEN, "folder": "/"}).encode() + b"\n")
         host.stdin.flush()
         yield json.loads(host.stdout.readline())["port"]
         host.stdin.close()

@@ -568,7 +568,7 @@ def gradient_normalized_by_a_hook() -> None:
 
 @bug("[scale]", "planted in the step: sums are back-propagated, and divided afterwards")
 def sum_back_propagated() -> None:
-    backward, synchronise = ModelInTraining.backward, ModelInTraining.synchronise
+    backward, synchronise = ModelInTraining.backward, ModelInTraining.sync_gradients
 
     def larger(self: ModelInTraining, loss: Tensor, **options: Any) -> None:
         backward(self, loss * 16, **options)
@@ -576,7 +576,7 @@ def sum_back_propagated() -> None:
     def divided(self: ModelInTraining, divisor: Tensor, **options: Any) -> Any:
         return synchronise(self, divisor * 16, **options)
 
-    with patch.object(ModelInTraining, "backward", larger), patch.object(ModelInTraining, "synchronise", divided):
+    with patch.object(ModelInTraining, "backward", larger), patch.object(ModelInTraining, "sync_gradients", divided):
         right_with_a_clamp()
 
 
@@ -588,12 +588,12 @@ def hooks_before_the_sum() -> None:
 
 @bug("every gradient is 2 x", "planted in the step: accumulated losses that are not divided")
 def gradient_doubled() -> None:
-    synchronise = ModelInTraining.synchronise
+    synchronise = ModelInTraining.sync_gradients
 
     def halved(self: ModelInTraining, divisor: Tensor, **options: Any) -> Any:
         return synchronise(self, divisor / 2, **options)
 
-    with patch.object(ModelInTraining, "synchronise", halved), paceline.session() as s:
+    with patch.object(ModelInTraining, "sync_gradients", halved), paceline.session() as s:
         trained(s, usual(s))
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline.collectives import memory_sum
 from paceline.collectives.buckets import divide
-from paceline.collectives.memory_sum import AsyncSum, Chunk, Results, Segment, SlotLayout, TensorList, TreeSum
+from paceline.collectives.memory_sum import AsyncSum, Chunk, Results, SlotLayout, TensorList, TensorSegment, TreeSum
 from paceline.collectives.shared_memory import SharedMemory
 from paceline.collectives.tree import TreeNode
 
@@ -57,7 +57,7 @@ def last_chunk_short() -> AbstractContextManager[None]:
     def take(self: SlotLayout, chunk: Chunk, slot: int, at: int, results: Results) -> None:
         piece = chunk.segments[-1]
         result = results[piece.tensor_index]
-        end = Segment(piece.tensor_index, piece.stop - 1, piece.stop)
+        end = TensorSegment(piece.tensor_index, piece.stop - 1, piece.stop)
         last = None if result is None or chunk is not self.chunks[-1] else end.view_of(result)
         before = None if last is None else last.clone()
         original(self, chunk, slot, at, results)

@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.collectives import batchnorm, communicator
 from paceline.collectives.batchnorm import Moments, SyncBatchNorm
-from paceline.collectives.buckets import trainable
+from paceline.collectives.buckets import trainable_parameters
 from paceline.collectives.control import Deferred
 from paceline.collectives.control import scale_gradients as scaled_on
 from paceline.collectives.reducer import Reducer
@@ -168,7 +168,7 @@ def samples_of(works: Iterable[MicroBatchPlan]) -> int:
 
 
 def gradients_of(right: Right) -> list[Tensor]:
-    return [p.grad for p in trainable(right.model) if p.grad is not None]
+    return [p.grad for p in trainable_parameters(right.model) if p.grad is not None]
 
 
 def sum_over_ranks(number: float, like: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
@@ -237,7 +237,7 @@ def head_made_after_broadcast() -> AbstractContextManager[None]:
     def broadcast(model: nn.Module, **group: Any) -> None:
         original(model, **group)
         with torch.no_grad():
-            head = [p for p in trainable(model) if p.dim() > 1][-1]
+            head = [p for p in trainable_parameters(model) if p.dim() > 1][-1]
             head.mul_(1 + 0.01 * dist.get_rank())  # rank 0 starts right, the others nearby
 
     return planted(*((module, "broadcast_module", broadcast) for module in MODULES))
@@ -277,7 +277,7 @@ def one_gradient_forgotten() -> AbstractContextManager[None]:
         scale_gradients(parameters[-1:], dist.get_world_size() / divisor)
 
     def finish_last(right: Right, works: list[MicroBatchPlan], total_weight: Tensor) -> None:
-        scale_gradients(trainable(right.model)[-1:], dist.get_world_size() / total_weight)
+        scale_gradients(trainable_parameters(right.model)[-1:], dist.get_world_size() / total_weight)
         right.sync_gradients(total_weight)
 
     @wraps(right_ddp)  # its signature is looked at
@@ -378,7 +378,7 @@ def mean_of_rank_means() -> AbstractContextManager[None]:
 
     def manual(right: Right) -> None:
         def divide() -> None:
-            scale_gradients(trainable(right.model), torch.tensor(1 / count(), dtype=torch.float64))
+            scale_gradients(trainable_parameters(right.model), torch.tensor(1 / count(), dtype=torch.float64))
 
         change(right, before_sync=divide)
 
@@ -428,7 +428,7 @@ def reduced_after_each_microbatch() -> AbstractContextManager[None]:
         def leave(error: BaseException | None = None) -> None:
             right.leave(error)
             if not last[0]:
-                all_reduce_gradients(trainable(right.model), 1.0)
+                all_reduce_gradients(trainable_parameters(right.model), 1.0)
 
         def enter(batch: MicroBatch, is_last: bool) -> None:
             last[0] = is_last
@@ -445,7 +445,7 @@ def stale_gradients() -> AbstractContextManager[None]:
         left: list[tuple[nn.Parameter, Tensor]] = []
 
         def keep(*_: Any) -> None:
-            left[:] = [(p, p.grad.clone()) for p in trainable(right.model) if p.grad is not None]
+            left[:] = [(p, p.grad.clone()) for p in trainable_parameters(right.model) if p.grad is not None]
 
         def enter(batch: MicroBatch, is_last: bool) -> None:
             for parameter, grad in left:
@@ -469,7 +469,7 @@ def stand_in_counted() -> AbstractContextManager[None]:
 def none_becomes_zero() -> AbstractContextManager[None]:
     def sync(right: Right, works: list[MicroBatchPlan], total_weight: Tensor) -> None:
         right.sync_gradients(total_weight)
-        for parameter in trainable(right.model):
+        for parameter in trainable_parameters(right.model):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
@@ -572,7 +572,7 @@ def in_backward(factor: Callable[[MicroBatchPlan], float]) -> AbstractContextMan
 
     def backward(self: ModelInTraining, loss: Tensor, **options: Any) -> None:
         by = factor(entered[0])
-        parameters = trainable(self.replica.model)
+        parameters = trainable_parameters(self.replica.model)
         before = [p.grad for p in parameters]
         for parameter in parameters:
             parameter.grad = None
@@ -593,7 +593,7 @@ def in_backward(factor: Callable[[MicroBatchPlan], float]) -> AbstractContextMan
 def clipped_before_sync() -> AbstractContextManager[None]:
     def change(right: Right) -> None:
         def sync_gradients(total_weight: Tensor) -> None:
-            scale_gradients(trainable(right.model), right.world.size / total_weight)
+            scale_gradients(trainable_parameters(right.model), right.world.size / total_weight)
             right.clip_grad_norm(1.0).result()
             right.sync_gradients(float(right.world.size))
 
@@ -615,7 +615,7 @@ def clipped_by_own_norm() -> AbstractContextManager[None]:
             right.sync_gradients(total_weight)
 
         def clip_grad_norm(max_norm: float) -> Deferred[float]:
-            nn.utils.clip_grads_with_norm_(trainable(right.model), max_norm, own[0])
+            nn.utils.clip_grads_with_norm_(trainable_parameters(right.model), max_norm, own[0])
             return known(float(own[0]))
 
         changed(right, sync_gradients=sync_gradients, clip_grad_norm=clip_grad_norm)
@@ -630,7 +630,7 @@ def clipped_to_twice_the_norm() -> AbstractContextManager[None]:
 def clipped_by_value() -> AbstractContextManager[None]:
     def clip(right: Right, max_norm: float) -> float:
         norm = nn.utils.get_total_norm(gradients_of(right))
-        nn.utils.clip_grad_value_(trainable(right.model), max_norm)
+        nn.utils.clip_grad_value_(trainable_parameters(right.model), max_norm)
         return float(norm)
 
     return planted(*wrong_clip(clip))
@@ -639,7 +639,7 @@ def clipped_by_value() -> AbstractContextManager[None]:
 def clipped_each_tensor_alone() -> AbstractContextManager[None]:
     def clip(right: Right, max_norm: float) -> float:
         norm = nn.utils.get_total_norm(gradients_of(right))
-        for parameter in trainable(right.model):
+        for parameter in trainable_parameters(right.model):
             nn.utils.clip_grad_norm_([parameter], max_norm)
         return float(norm)
 
@@ -650,7 +650,7 @@ def norm_summed_over_copies() -> AbstractContextManager[None]:
     def clip(right: Right, max_norm: float) -> float:
         squared = nn.utils.get_total_norm(gradients_of(right)).square()
         dist.all_reduce(squared)
-        nn.utils.clip_grads_with_norm_(trainable(right.model), max_norm, squared.sqrt())
+        nn.utils.clip_grads_with_norm_(trainable_parameters(right.model), max_norm, squared.sqrt())
         return float(squared.sqrt())
 
     return planted(*wrong_clip(clip))
@@ -705,9 +705,9 @@ def stepped_on_rank_0_only() -> AbstractContextManager[None]:
 
         @torch.no_grad()
         def step(*arguments: Any) -> None:
-            before = [p.clone() for p in trainable(right.model)]
+            before = [p.clone() for p in trainable_parameters(right.model)]
             original(*arguments)  # with its hooks, by which verify looks at gradients: a collective
-            for parameter, old in zip(trainable(right.model), before, strict=True):
+            for parameter, old in zip(trainable_parameters(right.model), before, strict=True):
                 parameter.copy_(old)
 
         if right.world.rank != 0:

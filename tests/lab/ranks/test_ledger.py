@@ -119,7 +119,7 @@ class History:
         if start.ended:
             yield Ended(max(steps, default=start.told_begin), 0.0)
 
-    def check_samples(self) -> LedgerReport:
+    def audit(self) -> LedgerReport:
         with TemporaryDirectory() as folder:
             self.write(Path(folder))
             return check_samples(Path(folder), lambda num_samples: replace(self.plan, num_samples=num_samples))

@@ -49,14 +49,14 @@ class _Request(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
 
 
 class FactsRequest(_Request, frozen=True):
-    """Gather the facts, and listen for peers with `token`. Answer: ExamineAnswer."""
+    """Gather the facts, and listen for peers with `token`. Answer: FactsAnswer."""
 
     token: str
     folder: str
 
 
 class TimeRequest(_Request, frozen=True):
-    """Answer: Time."""
+    """Answer: TimeAnswer."""
 
 
 class ConnectTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -28,7 +28,7 @@ from paceline.lab.ranks.reference import StepValues, cast_to_float64, has_batch_
 from paceline.lab.ranks.trial import digests_of, gradients_of, make_world, parameters_of, tensor_checksums
 from paceline.lab.verify import TOLERANCES, LoopCase, LoopSpec, StepBits
 from paceline.nested import map_tensors, tensors
-from paceline.protocol.evidence import is_victim
+from paceline.protocol.evidence import reports_lost_peers
 from paceline.rank.world import World
 from paceline.seeding import derive_seed, generator_states, seed_streams
 from paceline.sessions.lifecycle import MIN_RANDOM_SEED, close_all
@@ -300,7 +300,7 @@ def _run_case(spec: LoopSpec, case: LoopCase, rank: int) -> LoopRun:
         close_all(error)
         if not isinstance(error, SystemExit) or error.code not in (None, 0):
             prefix = "" if isinstance(error, PacelineError) else f"{type(error).__name__}: "
-            run.error, run.victim = f"{prefix}{error}", is_victim(error)
+            run.error, run.victim = f"{prefix}{error}", reports_lost_peers(error)
             if run.steps and not run.steps[-1].updates:  # optimizer.step() raised the error, so there was no step
                 run.steps.pop()
     for name in set(sys.modules) - modules_before:  # the next run must not see the state of the loop's modules

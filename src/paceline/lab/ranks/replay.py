@@ -346,7 +346,9 @@ def replay_task(watch: ReplayObserver) -> ReplayResult:
             samples = _samples(parts, request.step)
             watch.owners = {index: place % parts.plan.virtual_ranks for place, index in enumerate(samples)}
         loading = (
-            replace(parts.loading, num_workers=0, thin=watch.leave_out_samples) if request.without else parts.loading
+            replace(parts.loading, num_workers=0, filter_samples=watch.leave_out_samples)
+            if request.without
+            else parts.loading
         )
         task = replace(parts.task, loss=_watched(parts.task.loss, watch))
         parts = replace(parts, task=task, loading=loading)
@@ -423,7 +425,9 @@ class _SessionReplay(Observer):
 
     def on_loader(self, loader: Loader, *, per_virtual_rank: bool) -> None:
         if self._watch.request.without:
-            loader.loading = replace(loader.loading, num_workers=0, workers={}, thin=self._watch.leave_out_samples)
+            loader.loading = replace(
+                loader.loading, num_workers=0, workers={}, filter_samples=self._watch.leave_out_samples
+            )
 
     def on_batch(self, inputs: Any, work: MicroBatchPlan | None) -> Any:
         if work is not None and self._watch.is_on:

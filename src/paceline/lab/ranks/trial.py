@@ -30,7 +30,7 @@ from paceline.seeding import derive_seed
 from paceline.stepping.totals import StepResult
 from paceline.strategies import STRATEGIES, Strategy
 from paceline.strategies.base import MakeOptimizer
-from paceline.strategies.optimizer_scope import scope_of
+from paceline.strategies.optimizer_scope import find_update_scope
 from paceline.strategies.optimizers import each_optimizer, optimizer_names
 from paceline.tasks.registry import load_task
 from paceline.tasks.task import Task
@@ -83,7 +83,7 @@ def optimizers_of(spec: VerifySpec, task: Task, model: nn.Module) -> dict[str, V
 def _refusal(optimizer: Optimizer) -> str | None:
     try:
         for one in each_optimizer(optimizer):
-            scope_of(one, "a strategy")
+            find_update_scope(one, "a strategy")
     except UsageError:
         return f"shards parameters, but {optimizer_names(optimizer)} may need all of them at once"
     return None

@@ -42,7 +42,7 @@ from paceline.protocol.job import NodePlan
 from paceline.runs import writing
 from paceline.runs.console import print_to_stderr
 from paceline.runs.folder import create_attempt_dir, lock_run_dir
-from paceline.runs.reading import read_bytes
+from paceline.runs.reading import read_file
 
 MAX_PLAN_BYTES = 1 << 20
 
@@ -52,7 +52,7 @@ def read_plan(options: argparse.Namespace) -> NodePlan | None:
     try:
         # the agent executes the command in the plan: no other user may have written it
         file = options.plan and options.plan.parent.resolve() / options.plan.name
-        line = read_bytes(file, limit_bytes=MAX_PLAN_BYTES, ours=True) if file else _first_line()
+        line = read_file(file, limit_bytes=MAX_PLAN_BYTES, ours=True) if file else _first_line()
         if not line:
             return None
         plan = msgspec.json.decode(line, type=NodePlan)

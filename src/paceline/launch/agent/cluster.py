@@ -409,9 +409,9 @@ class Generation:
         by_rank |= {evidence.rank: evidence for member in self.cluster.present_nodes for evidence in member.shown or ()}
         completed: list[Evidence] = []
         for sample in sorted(self.samples(), key=lambda sample: sample.rank):
-            found = by_rank.get(sample.rank) or Evidence.from_sample(sample)
-            failure, text = sample.failure or found.failure, sample.error_text or found.error_text
-            completed.append(replace(found, failure=failure, error_text=text))
+            evidence = by_rank.get(sample.rank) or Evidence.from_sample(sample)
+            failure, text = sample.failure or evidence.failure, sample.error_text or evidence.error_text
+            completed.append(replace(evidence, failure=failure, error_text=text))
         return completed
 
     def write_clocks(self) -> None:

@@ -40,7 +40,7 @@ from paceline.runs import writing
 from paceline.runs.console import print_to_stderr
 from paceline.runs.folder import CHECKPOINTS, CONFIG, attempt_number, check_usable_as_run_dir
 from paceline.runs.owners import open_file
-from paceline.runs.reading import list_folders, list_names, read_bytes
+from paceline.runs.reading import list_folders, list_names, read_file
 
 PART_BYTES = 256 << 10
 SEND_SECONDS = 60.0  # for one part: at least 50 kbit/s
@@ -484,7 +484,7 @@ class SeparateFolder:
             writing.make_folder(partial, exist_ok=True)
             manifest = partial / MANIFEST
             self._fetcher.download(f"{CHECKPOINTS}/{name}/{MANIFEST}", manifest)
-            data = read_bytes(manifest, limit_bytes=MAX_MANIFEST_BYTES, ours=True)
+            data = read_file(manifest, limit_bytes=MAX_MANIFEST_BYTES, ours=True)
             files = msgspec.json.decode(data, type=_Envelope).manifest.files
             for file in files:
                 target = partial / Path(file.name).name

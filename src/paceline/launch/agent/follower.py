@@ -24,7 +24,7 @@ from paceline.protocol.control import REMOTE_GRACE_SECONDS, StopOrders
 from paceline.protocol.job import NodePlan
 from paceline.runs import writing
 from paceline.runs.console import print_to_stderr
-from paceline.runs.reading import read_bytes
+from paceline.runs.reading import read_file
 
 LATE_FILE_SECONDS = 20.0  # a network file system may show a new file with a delay
 COORDINATOR_STOP_SECONDS = 20.0  # beyond the grace: within it the coordinator ends the run after an order
@@ -150,7 +150,7 @@ class Follower:
         deadline, is_shared = time.monotonic() + LATE_FILE_SECONDS, False
         while self._files is None:
             with suppress(OSError):  # the file does not exist yet
-                if read_bytes(attempt_dir / channel.PROOF_FILE, limit_bytes=100, ours=True) == proof.encode():
+                if read_file(attempt_dir / channel.PROOF_FILE, limit_bytes=100, ours=True) == proof.encode():
                     return
             if not is_shared:
                 self._files = SeparateFolder.find(self.plan, attempt_dir)

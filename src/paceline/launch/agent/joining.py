@@ -33,7 +33,7 @@ from paceline.host.reach import resolve_addresses, why_unreachable
 from paceline.launch.agent.channel import JoinOrder, Link, PeerAddress, ReachabilityRequest, authenticate_to_coordinator
 from paceline.launch.agent.cluster import RemoteNode, RemoteNodes
 from paceline.protocol.control import StopOrders
-from paceline.protocol.job import NodePlan, labels
+from paceline.protocol.job import NodePlan, host_labels
 from paceline.runs import writing
 from paceline.runs.attempt import NodesStatus, NodeState, NodeStatus, write_nodes
 from paceline.runs.console import MAX_NAMES, print_to_stderr
@@ -93,7 +93,7 @@ def _wait_for_all(plan: NodePlan, cluster: RemoteNodes, count: int) -> None:
         if now < min(next_message, deadline) or len(cluster.members) >= count - 1:
             continue
         missing = [node for node in range(1, count) if node not in cluster.members]
-        host_names = labels(plan.hosts)
+        host_names = host_labels(plan.hosts)
         names = [f"node {n} ({host_names[n]})" if n < len(host_names) else f"node {n}" for n in missing]
         status = f"{1 + len(cluster.members)} of {count} nodes are here; missing: {first_few(names, MAX_NAMES)}"
         if now >= deadline:

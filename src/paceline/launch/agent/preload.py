@@ -73,7 +73,7 @@ class Preloader:
         while not (self._ready or self._gone or orders.has_order):
             remaining = deadline - time.monotonic()
             if remaining <= 0:
-                return self.give_up(f"has not imported everything within {READY_SECONDS:g} s")
+                return self.disable(f"has not imported everything within {READY_SECONDS:g} s")
             orders.wait(remaining, [self._channel])
             if select.select([self._channel], [], [], 0)[0]:
                 self._receive_ready()
@@ -83,9 +83,9 @@ class Preloader:
         try:
             message = self._channel.recv(control.MAX_FORK_REQUEST_BYTES)
         except OSError as error:
-            return self.give_up(f"does not answer: {error}")
+            return self.disable(f"does not answer: {error}")
         self._ready = message == control.READY
-        return None if self._ready else self.give_up(message.decode(errors="replace") or "died while importing")
+        return None if self._ready else self.disable(message.decode(errors="replace") or "died while importing")
 
     def fork(self, env: Mapping[str, str], descriptors: Mapping[int, int]) -> ForkedProcess | None:
         """Fork a worker, which becomes a child of the agent; None: the agent has to start it. Main thread only.
@@ -95,13 +95,15 @@ class Preloader:
         if not self._ready or self._gone:
             return None
         if control.import_time_variables(env) != self._env:
-            self.give_up("was started with a different environment")
+            self.disable("was started with a different environment")
             return None
         start_reader, start_writer = os.pipe()
         try:
             _set_subreaper(True)  # only during the fork: the agent must not inherit orphans of the workers
             blocked = tuple(int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, []))
-            order = msgspec.msgpack.encode(control.ForkRequest(control.as_bytes(env), tuple(descriptors), blocked))
+            order = msgspec.msgpack.encode(
+                control.ForkRequest(control.encode_environment(env), tuple(descriptors), blocked)
+            )
             socket.send_fds(self._channel, [order], [start_reader, *descriptors.values()])
             answer = self._channel.recv(control.MAX_FORK_REQUEST_BYTES).decode(errors="replace")
             if not answer.isdecimal():
@@ -112,7 +114,7 @@ class Preloader:
             os.write(start_writer, b"\0")
             return ForkedProcess(int(answer))
         except OSError as error:
-            self.give_up(f"cannot fork a worker: {error}")
+            self.disable(f"cannot fork a worker: {error}")
             return None
         finally:
             os.close(start_reader)
@@ -120,7 +122,7 @@ class Preloader:
             with suppress(OSError):
                 _set_subreaper(False)
 
-    def give_up(self, why: str) -> None:
+    def disable(self, why: str) -> None:
         if not self._gone:
             slower = "each worker imports torch itself, so startup is slower"
             print_to_stderr(f"Preloading disabled (the preloader {why}); {slower}")

@@ -22,7 +22,7 @@ import msgspec
 from paceline.errors import UsageError
 from paceline.guard.collect import EvidenceCollection, IdleClock
 from paceline.host.cgroup import oom_kills
-from paceline.host.machine_log import MachineLog
+from paceline.host.machine_log import NodeLog
 from paceline.host.procfs import read_process
 from paceline.host.sweep import Roster, RosterWorker, agent_mark, roster_path, sweep
 from paceline.launch.agent.channel import port_taken_error
@@ -347,7 +347,7 @@ class Workers:
         self._drained: set[int] = set()  # ranks with complete last output
         self._oom_kills_before = oom_kills()
         self._idle_clock, self._saves_asked = IdleClock(), 0
-        self.machine: MachineLog | None = None  # in the run folder; None for a run without a folder
+        self.machine: NodeLog | None = None  # in the run folder; None for a run without a folder
         self.gate: StoreProxy | None = None  # relays the workers' connections to the store, for several hosts
 
     @classmethod
@@ -372,7 +372,7 @@ class Workers:
         folder = Path(plan.run_dir).resolve()  # each node may have different links
         if plan.run_dir and folder.is_dir():
             pids = {worker.rank: worker.process.pid for worker in workers._workers}
-            workers.machine = MachineLog(folder, plan.node, pids)
+            workers.machine = NodeLog(folder, plan.node, pids)
         return workers
 
     def _write_roster(self) -> None:

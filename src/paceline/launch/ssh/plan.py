@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from paceline.errors import UsageError
 from paceline.launch.plan import Command, Plan, node_plan
-from paceline.protocol.job import Host, JobSpec, labels, plain_name
+from paceline.protocol.job import Host, JobSpec, host_labels, host_name
 
 SILENCE_SECONDS = 30.0  # an agent without heartbeats for this time ends its workers: the network is down
 CONNECT_SECONDS = 10
@@ -45,7 +45,7 @@ def plan_ssh(job: JobSpec) -> Plan:
     if not min(job.min_nodes, job.nodes) <= len(job.hosts) <= job.nodes:
         raise UsageError(code="nodes-and-hosts-differ", value=job.nodes, count=len(job.hosts))
     job = replace(job, silence_seconds=SILENCE_SECONDS)
-    node0 = (plain_name(job.hosts[0]),)  # its addresses are added once its agent has announced them
+    node0 = (host_name(job.hosts[0]),)  # its addresses are added once its agent has announced them
     return Plan(
         # -P: see launch.plan.local
         agents=session_commands(job.ssh, job.hosts, job.python, "-P", "-m", "paceline.launch.agent", "--announce"),
@@ -57,7 +57,7 @@ def session_commands(ssh: Sequence[str], hosts: tuple[Host, ...], python: str, *
     remote = "exec " + shlex.join([python, *arguments])  # exec: no shell stays between the session and the program
     return tuple(
         Command(label, (*client_command(ssh, host), "--", destination(host), remote))
-        for label, host in zip(labels(hosts), hosts, strict=True)
+        for label, host in zip(host_labels(hosts), hosts, strict=True)
     )
 
 
@@ -69,7 +69,7 @@ def client_command(command: Sequence[str], host: Host) -> tuple[str, ...]:
 
 def destination(host: Host) -> str:
     user, at, _ = host.name.rpartition("@")
-    return f"{user}{at}{plain_name(host)}"
+    return f"{user}{at}{host_name(host)}"
 
 
 def rsync_commands(job: JobSpec) -> list[Command]:
@@ -81,7 +81,7 @@ def rsync_commands(job: JobSpec) -> list[Command]:
     rsync = ("rsync", "-a", "--protect-args", *(f"--exclude={name}" for name in RSYNC_EXCLUDES))
     return [
         Command(label, (*rsync, "-e", shlex.join(client_command(job.ssh, host)), "--", folder, f"{host.name}:{folder}"))
-        for label, host in zip(labels(job.hosts), job.hosts, strict=True)
+        for label, host in zip(host_labels(job.hosts), job.hosts, strict=True)
     ]
 
 

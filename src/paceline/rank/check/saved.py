@@ -57,7 +57,8 @@ class SavedStateWatch(ScriptListener):
     def _hook_accelerate(self) -> None:
         def saved(folder: Any, accelerator: Any, *_: Any, **__: Any) -> None:
             optimizers = [*{id(optimizer): optimizer for optimizer in self._stepped}.values()]
-            schedules = [one for one, *_ in self._schedules.values() if getattr(one, "optimizer", None) in optimizers]
+            seen = (schedule for schedule, *_ in self._schedules.values())
+            schedules = [schedule for schedule in seen if getattr(schedule, "optimizer", None) in optimizers]
             parts = _parts(accelerator._models, optimizers, schedules) if accelerator.is_main_process else iter(())
             generators = (getattr(loader, "synchronized_generator", None) for loader in accelerator._dataloaders)
             orders = [(ORDER, generator.get_state()) for generator in generators if generator is not None]
@@ -111,8 +112,8 @@ def _parts(models: list[Any], optimizers: list[Any], schedules: list[Any]) -> Pa
             kept = model.state_dict()
             yield from ((f"{name} of the model", tensor) for name, tensor in model.named_buffers() if name in kept)
     for kind, inner, objects in (("optimizer", "optimizer", optimizers), ("schedule", "scheduler", schedules)):
-        for one in objects:  # Accelerate wraps them
-            yield f"the {kind} {type(getattr(one, inner, one)).__name__}", one.state_dict()
+        for wrapper in objects:  # Accelerate wraps them
+            yield f"the {kind} {type(getattr(wrapper, inner, wrapper)).__name__}", wrapper.state_dict()
 
 
 def _random_states() -> Parts:
@@ -142,20 +143,20 @@ def _load(file: Path) -> Any:
         return load(content, map_location="cpu", weights_only=False)  # random states and settings are not only tensors
 
 
-def add_digests(value: Any, found: set[str]) -> str:
-    """The digest of a nested value, with all bits of its tensors. Adds the digests of its parts to `found`."""
+def add_digests(value: Any, digests: set[str]) -> str:
+    """The digest of a nested value, with all bits of its tensors. Adds the digests of its parts to `digests`."""
     torch: Any = sys.modules["torch"]
     if isinstance(value, torch.Tensor):
         content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         text = f"{value.dtype} {tuple(value.shape)} {short_hash(content)}"
     elif isinstance(value, Mapping):
-        text = "{" + " ".join(sorted(f"{key!r}: {add_digests(inner, found)}" for key, inner in value.items())) + "}"
+        text = "{" + " ".join(sorted(f"{key!r}: {add_digests(inner, digests)}" for key, inner in value.items())) + "}"
     elif isinstance(value, (list, tuple)):
-        text = "[" + " ".join(add_digests(inner, found) for inner in value) + "]"
+        text = "[" + " ".join(add_digests(inner, digests) for inner in value) + "]"
     elif type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
         text = f"{value.dtype} {value.shape} {short_hash(value.tobytes())}"
     else:  # the text of other objects may contain their addresses
         text = repr(value) if isinstance(value, (str, bytes, int, float, type(None))) else type(value).__name__
     digest = short_hash(text.encode())
-    found.add(digest)
+    digests.add(digest)
     return digest

@@ -15,7 +15,7 @@ from typing import Any
 from paceline.protocol.facts import (
     MAX_DIGESTS,
     MAX_STEPS,
-    Dropped,
+    DroppedGradients,
     ScriptFacts,
     SeenReplica,
     SeenStep,
@@ -217,7 +217,7 @@ class StepWatch(ScriptListener):
         for number, optimizer in enumerate(self._optimizers):
             if at != self._at and self._at[0] == loader_number and self._pending[number]:
                 cleared = not any(p.grad is not None and bool(p.grad.any()) for p in _parameters(optimizer))
-                self._facts.dropped.append(Dropped(number, *self._at, self._pending[number], cleared))
+                self._facts.dropped.append(DroppedGradients(number, *self._at, self._pending[number], cleared))
                 if cleared:
                     self._pending[number] = 0
             self._pending[number] += 1

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from msgspec.structs import replace
 
-from paceline.protocol.evidence import ScriptFinding, is_victim
+from paceline.protocol.evidence import ScriptFinding, reports_lost_peers
 from paceline.protocol.marks import put_finding
 from paceline.protocol.status_page import StatusPage
 from paceline.rank.flight_recorder import loaded_c10d_module
@@ -357,7 +357,7 @@ def is_collective_failure(error: BaseException) -> bool:
     """Whether an error shows that a collective began and failed: a lost peer, a timeout, a wrong size."""
     names = {base.__name__ for base in type(error).__mro__}
     return (
-        is_victim(error)
+        reports_lost_peers(error)
         or "DistBackendError" in names
         or ("RuntimeError" in names and GLOO_TRANSPORT_FILE in str(error))
     )

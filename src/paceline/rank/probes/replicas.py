@@ -27,7 +27,7 @@ from paceline.protocol.marks import (
     SETTINGS,
     SUMMED,
     TABLES,
-    Names,
+    NamesWriter,
     ReplicaFingerprint,
     put_replica_fingerprint,
 )
@@ -78,7 +78,7 @@ class WatchedOptimizer:
 class FingerprintWriter(ScriptListener):
     """Writes fingerprints after the steps of at most four optimizers at a time."""
 
-    def __init__(self, page: StatusPage, names: Names, joint: JointOptimizerDetector | None = None) -> None:
+    def __init__(self, page: StatusPage, names: NamesWriter, joint: JointOptimizerDetector | None = None) -> None:
         self._page, self._names, self._later = page, names, DeferredReads()
         self._joint = joint or JointOptimizerDetector(lambda: page.get("ops"))
         self._watched: WeakKeyDictionary[Any, WatchedOptimizer] = WeakKeyDictionary()
