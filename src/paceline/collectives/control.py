@@ -212,9 +212,17 @@ def are_finite(gradients: Sequence[Tensor], device: torch.device) -> Deferred[bo
     if is_plain and sum(map(Tensor.numel, gradients)) <= MAX_FUSED_ELEMENTS_ON_DEVICE:
         unscale = device_constant(device, 1.0)
         torch._amp_foreach_non_finite_check_and_unscale_([*gradients], found_inf, unscale)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-    else:  # only reads the gradients; a norm times 0 is 0 or NaN
-        found_inf = (nn.utils.get_total_norm(gradients, math.inf) * 0).view(1)
+    else:  # only reads the gradients; a norm times 0 is 0 or NaN, which is not 0
+        found_inf = (nn.utils.get_total_norm(gradients, math.inf) * 0).ne(0).float().view(1)
     return Deferred(found_inf, lambda bad: bad[0] == 0 or all(bool(grad.isfinite().all()) for grad in gradients))
+
+
+def flag_nonfinite(numbers: Tensor, found_inf: Tensor) -> None:
+    """Set `found_inf`, (1,) float32, to 1 if one of `numbers`, (n,), is infinite or NaN. The host does not wait.
+
+    `numbers` must be float32, because CUDA rounds others to it in place.
+    """
+    torch._amp_foreach_non_finite_check_and_unscale_([numbers], found_inf, device_constant(numbers.device, 1.0))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 
 def scale_gradients(

@@ -21,6 +21,7 @@ from torch import Tensor
 from paceline.collectives.control import (
     Deferred,
     NumbersToHost,
+    flag_nonfinite,
     is_async_device,
     make_node_gather,
     make_world_gather,
@@ -70,7 +71,7 @@ from paceline.stepping.totals import (
 )
 from paceline.stepping.trained_model import ModelInTraining, check_summed_once, models_reached_on_any_rank
 
-LARGEST_SQUARED = 1e19  # a norm above has overflowed on the device, but not on the host, which uses float64
+LARGEST_SQUARED = 1e19  # above, the square of a float32 overflows: the host uses float64 then
 
 
 class StepNotAppliedError(Exception):
@@ -523,8 +524,9 @@ class Step:
             if finite:
                 finite = check.compute(numbers_by_id[id(check)]) if isinstance(check, Deferred) else check
                 self._result.grad_norm = part.norm
-        if self.is_repeated and (self._result.grad_norm or 0) < LARGEST_SQUARED:  # a device or memory has failed
-            finite = False
+        if self.is_repeated:  # if the numbers fit into float32, a device or memory has failed
+            largest = max(abs(loss) * self._result.total_weight, self._result.grad_norm or 0.0)
+            finite = finite and largest > LARGEST_SQUARED
         return loss, finite
 
     def _leave_on_device(self, totals: Totals | DeferredTotals | None) -> UnreadStep | None:
@@ -536,9 +538,10 @@ class Step:
         if any(known.votes) or rest < 1 or not part.can_skip_on_device():  # a product with 1 / rest may overflow
             return None
         self._sums.read_totals(known)
-        found, *norm = part.clip_and_check_on_device(self._max_norm)
-        bad = (totals.numbers * 0 + found).ne(0).float()  # exactly 0 or 1
-        wait = self._to_host.start(torch.cat([totals.numbers, *norm, bad]))
+        bad, *norm = part.clip_and_check_on_device(self._max_norm)
+        numbers = torch.cat([totals.numbers, *norm]) if norm else totals.numbers
+        flag_nonfinite(numbers.float(), bad)
+        wait = self._to_host.start(torch.cat([numbers, bad]))
         self._result.unread = unread = UnreadStep(self._result, bad.view(()), wait)
         return unread
 

@@ -218,12 +218,12 @@ class ModelInTraining:
     def clip_and_check_on_device(self, max_norm: float | None) -> list[Tensor]:
         """As `clip_and_check_finite`, but the host reads nothing.
 
-        Returns (1,) each: 0 if all gradients are finite; with `max_norm` also the norm.
+        Returns (1,) each: 1 if a gradient is not finite, else 0; with `max_norm` the norm, and 0.
         """
         finite, self._found = self._found, None
         if max_norm is not None:
             norm = self.replica.clip_grad_norm_on_device(max_norm)
-            return [norm * 0, norm]
+            return [torch.zeros(1, device=norm.device), norm]
         finite = gradients_are_finite(self.replica) if finite is None else finite
         if isinstance(finite, Deferred):
             return [finite.numbers]

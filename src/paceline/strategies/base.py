@@ -240,10 +240,10 @@ class Strategy:
     def can_skip_on_device(self) -> bool:
         """Whether the device can skip the next update without the host: see `step_unless`."""
         is_single_device = self.can_be_late and self.world.size == 1 and self.parts is None
-        return is_single_device and self.buffers.can_restore_on_device() and all(map(skips_on_device, self.optimizers))
+        return is_single_device and all(map(skips_on_device, self.optimizers))
 
     def step_unless(self, bad: Tensor) -> None:
-        """Update, or restore what `save_buffers` has saved if `bad` is 1. It is () float32 on the device, 1 or 0."""
+        """Update, unless `bad` is 1: it is () float32 on the device, 1 or 0. `undo_buffers` is for that case."""
         for optimizer in self.optimizers:
             vars(optimizer)["found_inf"] = bad  # torch's fused kernels skip the step if it is exactly 1
         try:
@@ -251,7 +251,12 @@ class Strategy:
         finally:
             for optimizer in self.optimizers:
                 del vars(optimizer)["found_inf"]
-        self.buffers.restore_where(bad)
+        self.buffers.exchange_copies()
+
+    def undo_buffers(self) -> None:
+        """Restore the buffers before the last `step_unless`, also if `save_buffers` was called since."""
+        self.buffers.exchange_copies()
+        self.buffers.restore_copies()
 
     def all_finite(self) -> bool:
         """Whether the gradients of all nodes are finite, with local steps (a collective).

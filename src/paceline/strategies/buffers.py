@@ -12,10 +12,9 @@ buffers in `buffer_reductions`. The buffers of normalization layers are averaged
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -59,6 +58,19 @@ _SAVED_REDUCTION = re.compile(r"reduction/([a-z]+)/(.+)")
 _SAVED_OF_RANK = re.compile(r"buffers/([0-9]{1,9})/(.+)")
 
 
+@dataclass
+class _Copies:
+    """Copies of buffers, and the state that belongs to them."""
+
+    of: dict[int, _Buffers] = field(default_factory=dict[int, _Buffers])
+    """by virtual rank"""
+    sources: dict[int, _Buffers] = field(default_factory=dict[int, _Buffers])
+    """the copied tensors"""
+    seen: dict[int, dict[str, BufferHistory]] = field(default_factory=dict[int, dict[str, BufferHistory]])
+    large: dict[tuple[int, str], tuple[Tensor, int]] = field(default_factory=dict[tuple[int, str], tuple[Tensor, int]])
+    """large buffers: the copied tensor and its version"""
+
+
 class VirtualRankBuffers:
     def __init__(self, model: nn.Module, world: World, virtual_ranks: int) -> None:
         self._world, self._virtual_ranks, self._model = world, virtual_ranks, model
@@ -90,22 +102,20 @@ class VirtualRankBuffers:
         self._lent: dict[int, _Buffers] = {}  # of a virtual rank that another rank computes, for an audit
         self._inside: tuple[MicroBatchPlan, _Buffers, dict[str, tuple[Tensor, int]]] | None = None
         """the current micro-batch, the buffers before it, and `_last_read` before it"""
-        self._kept: dict[int, _Buffers] = {}
-        self._kept_from: dict[int, _Buffers] = {}
-        self._kept_seen: dict[int, dict[str, BufferHistory]] = {}
-        self._copied: dict[tuple[int, str], tuple[Tensor, int]] = {}  # large buffers: the copied tensor and its version
+        self._kept, self._kept_for_repeat = _Copies(), _Copies()
 
     @torch.no_grad()
     def save_copies(self) -> None:
         self._apply_assigned_values()
         self._counted.clear()
-        self._kept_seen = {virtual_rank: dict(histories) for virtual_rank, histories in self._seen.items()}
-        self._kept = {virtual_rank: self._kept.get(virtual_rank, {}) for virtual_rank in self._of}
-        self._kept_from = {virtual_rank: dict(buffers) for virtual_rank, buffers in self._of.items()}
+        keeps = self._kept
+        keeps.seen = {virtual_rank: dict(histories) for virtual_rank, histories in self._seen.items()}
+        keeps.of = {virtual_rank: keeps.of.get(virtual_rank, {}) for virtual_rank in self._of}
+        keeps.sources = {virtual_rank: dict(buffers) for virtual_rank, buffers in self._of.items()}
         copies: list[Tensor] = []
         originals: list[Tensor] = []
         for virtual_rank, buffers in self._of.items():
-            kept = self._kept[virtual_rank]
+            kept = keeps.of[virtual_rank]
             for name, buffer in buffers.items():
                 copy = kept.get(name)
                 if copy is None or copy.shape != buffer.shape or copy.dtype != buffer.dtype:
@@ -120,8 +130,9 @@ class VirtualRankBuffers:
         """Whether to copy the buffer again. A large table that does not change must not be copied in each step."""
         if buffer.nbytes <= ALWAYS_COPIED_BYTES:  # batch norm's kernel does not increase the version
             return True
-        last_copied, version = self._copied.get((virtual_rank, name)), buffer._version  # pyright: ignore[reportPrivateUsage]
-        self._copied[virtual_rank, name] = (buffer, version)
+        copied, version = self._kept.large, buffer._version  # pyright: ignore[reportPrivateUsage]
+        last_copied = copied.get((virtual_rank, name))
+        copied[virtual_rank, name] = (buffer, version)
         return last_copied is None or last_copied[0] is not buffer or last_copied[1] != version
 
     @torch.no_grad()
@@ -130,47 +141,18 @@ class VirtualRankBuffers:
 
         A buffer stays in the same memory, unless the module has replaced it: a CUDA graph uses that memory.
         """
-        current = self._of
+        current, keeps = self._of, self._kept
         self._of = {
-            v: {n: _put_into(b, self._kept_from[v][n], current.get(v, {}).get(n)) for n, b in kept.items()}
-            for v, kept in self._kept.items()
+            v: {n: _put_into(b, keeps.sources[v][n], current.get(v, {}).get(n)) for n, b in kept.items()}
+            for v, kept in keeps.of.items()
         }
-        self._seen = {virtual_rank: dict(histories) for virtual_rank, histories in self._kept_seen.items()}
+        self._seen = {virtual_rank: dict(histories) for virtual_rank, histories in keeps.seen.items()}
         self._counted.clear()
         self._put(next(iter(self._of.values()), {name: b.clone() for name, b in self._initial.items()}))
 
-    def can_restore_on_device(self) -> bool:
-        """Whether `restore_where` restores everything: the step has only written into the memory of buffers."""
-        if self.is_idle:
-            return True
-        current = dict(self._of)
-        if self._inside is not None:
-            current[self._inside[0].virtual_rank] = self._in_module()
-        if self._open or current.keys() != self._kept_from.keys():
-            return False
-        pairs = ((buffers, self._kept_from[virtual_rank]) for virtual_rank, buffers in current.items())
-        return all(
-            buffer is before[name] and buffer.is_contiguous()
-            for buffers, before in pairs
-            for name, buffer in buffers.items()
-        )
-
-    @torch.no_grad()
-    def restore_where(self, bad: Tensor) -> None:
-        """Restore all buffers from the last `save_copies` if `bad` is 1. The host does not read it."""
-        by_type: defaultdict[torch.dtype, list[tuple[Tensor, Tensor]]] = defaultdict(list)
-        for virtual_rank, kept in self._kept.items():
-            for name, copy in kept.items():
-                buffer = self._of[virtual_rank][name]
-                if buffer.numel() and self._may_have_changed(virtual_rank, name, buffer):
-                    by_type[buffer.dtype].append((buffer, copy))
-        for pairs in by_type.values():
-            buffers, copies = ([*tensors] for tensors in zip(*pairs, strict=True))
-            current, before = (torch.cat([*map(Tensor.flatten, tensors)]) for tensors in (buffers, copies))
-            pieces = torch.where(bad > 0, before, current).split([*map(Tensor.numel, buffers)])
-            values = [piece.view(buffer.shape) for piece, buffer in zip(pieces, buffers, strict=True)]
-            torch._foreach_copy_(buffers, values)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-        self._note_read(self._custom)
+    def exchange_copies(self) -> None:
+        """Set the copies of the last `save_copies` aside, until the next call. They are then the current ones again."""
+        self._kept, self._kept_for_repeat = self._kept_for_repeat, self._kept
 
     @contextmanager
     def micro_batch_context(self, work: MicroBatchPlan) -> Generator[None]:
@@ -465,7 +447,7 @@ class VirtualRankBuffers:
         values: dict[int, dict[str, BufferObservation]] = {v: {} for v in sorted(self._of)}
         for (v, name), is_changed in zip(pairs, changed, strict=True):
             history = self._seen.get(v, {}).get(name, BufferHistory())
-            older = self._kept.get(v, {}).get(name)
+            older = self._kept.of.get(v, {}).get(name)
             value = observe_buffer(self._of[v][name], self._initial[name], older, history, changed=is_changed)
             values[v][name] = replace(value, by_samples=self._may_count_samples(v, name) if is_changed else None)
         return values
@@ -476,7 +458,7 @@ class VirtualRankBuffers:
         samples = [count for (rank, _), count in self._counted.items() if rank == virtual_rank]
         if not samples or name in self._independent or not _is_real(initial):
             return None
-        before = initial if name in self._by_loop else self._kept.get(virtual_rank, {}).get(name, initial)
+        before = initial if name in self._by_loop else self._kept.of.get(virtual_rank, {}).get(name, initial)
         return may_count_samples(buffer, before, len(samples), sum(samples))
 
     def _count(self, work: MicroBatchPlan, before: Mapping[str, tuple[Tensor, int]]) -> None:

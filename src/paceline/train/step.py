@@ -138,6 +138,7 @@ class TaskSteps:
             self._enter(Phase.OPTIMIZER)  # a reader of the phase must not take the state for that before the step
             raise
         self.abort_step()
+        self._replica.undo_buffers()
         schedule.set_lr(self._replica.optimizer, record.step - 1)
         self._steps.is_repeated, self._steps.unread = True, None
         result = self.take_step(record.microbatches)
