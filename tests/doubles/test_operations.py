@@ -26,7 +26,7 @@ from paceline.data import loader
 from paceline.data.arrays import IndicesOnDevice
 from paceline.data.loader import LoadingOptions, load_steps
 from paceline.data.plan import BatchPlan
-from paceline.rank.world import World
+from paceline.rank.world import World, process_group
 from paceline.stepping.order import CollectiveOrderCheck
 from paceline.stepping.totals import ControlFlags
 from paceline.strategies import STRATEGIES
@@ -89,7 +89,7 @@ def loop_of_session(strategy: StrategyName) -> Generator[None]:
 
 def steps_of_task(strategy: StrategyName) -> Generator[None]:
     world = World.from_env(backend="gloo")
-    with paceline.joined(world):
+    with process_group(world):
         steps = TaskSteps(
             STRATEGIES[strategy](make_model().to(world.device), make_optimizer, world),
             losses_of,
