@@ -90,8 +90,10 @@ soak-bits: $(STAMP)  ## one digest at every world size, after kills, resumes and
 soak-replay: $(STAMP)  ## 50 random steps, repeated on one process with the same bits (about 10 minutes)
 	PYTHONPATH=. $(BIN)/python tests/soak_replay.py --out benchmarks/results/replay.json
 
-soak-balance: $(STAMP)  ## two ranks, one with half a core: steps against the harmonic limit (root; quiet; 10 minutes)
-	$(BIN)/python benchmarks/balance.py --out benchmarks/results/balance.json
+soak-balance: $(STAMP)  ## --balance: steps against the harmonic limit, and when slowdowns are corrected (root; quiet; 15 minutes)
+	for part in slowdowns sleeps speed; do \
+		$(BIN)/python benchmarks/balance.py --part $$part --out benchmarks/results/balance.json || exit 1; \
+	done
 
 soak-diff: $(STAMP)  ## pairs of runs that differ by one planted cause: the step and the layer are found (about 10 minutes)
 	PYTHONPATH=. $(BIN)/python tests/soak_diff.py --out benchmarks/results/diff.json
@@ -105,7 +107,7 @@ soak-fuzz: $(STAMP)  ## damage checkpoints at random places; see that none is ev
 	PYTHONPATH=. $(BIN)/python tests/checkpoint/soak_fuzz.py --count 200 --out benchmarks/results/checkpoint-fuzz.json
 
 soak-launch: $(STAMP)  ## runs on real sshd and Slurm hosts that are killed, disconnected and preempted (root; about an hour)
-	for part in digests scripts kills lost slurm ports head; do \
+	for part in digests scripts kills slurm ports head; do \
 		PYTHONPATH=. $(BIN)/python tests/cluster/soak_launch.py --part $$part \
 			--out benchmarks/results/launch-$$part.json || exit 1; \
 	done
@@ -127,7 +129,7 @@ soak-silent: $(STAMP)  ## faults without any error in DDP, Accelerate and Traine
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf]'
 	PYTHONPATH=. $(BIN)/python tests/silent/soak_silent.py --out benchmarks/results/silent
 
-soak-second: $(STAMP)  ## 7 faults and pitfalls that paceline once reported wrongly (10 minutes)
+soak-second: $(STAMP)  ## 10 faults and pitfalls, and 6 clean scripts, that others wrote (15 minutes)
 	PYTHONPATH=. $(BIN)/python tests/second/soak_second.py --out benchmarks/results/second.md
 
 soak-quiet: $(STAMP)  ## an hour of runs that only look like a hang or a silent fault; check that nothing is reported
@@ -195,7 +197,7 @@ bench-startup: $(STAMP)  ## measure the time from the command to the first step
 	$(BIN)/python benchmarks/startup.py --out benchmarks/results/startup.json
 
 gpu-day: $(STAMP)  ## all GPU tests and benchmarks; without a GPU, on simulators (10 minutes; repeat to continue)
-	$(BIN)/python benchmarks/gpu_day.py --jobs 2
+	$(BIN)/python benchmarks/gpu_day.py
 
 bench-exactness: $(STAMP)  ## the cost of identical bits, snapshots and checkpoints
 	$(BIN)/python benchmarks/exactness.py --out benchmarks/results/exactness.json

@@ -1,25 +1,27 @@
 """--balance on two ranks, one with half a core: the time of a step, its lower limit, and when a slowdown is corrected.
 
-    sudo python benchmarks/balance.py --out benchmarks/results/balance.json     # the kernel's quota needs root
+    sudo python benchmarks/balance.py --part speed --out FILE      # the kernel's quota needs root
+    python benchmarks/balance.py --part slowdowns --out FILE
 
-Rank 1 gets half a core by a quota of its cgroup. If one whole core needs T seconds for a step, one and a half need at
-least T / 1.5, the harmonic limit. Equal shares, the ratio 2:1 and auto take turns. Weights must be equal in all runs.
-Then the quota begins in the middle of a run: for a few steps, and for good.
+speed: rank 1 gets half a core by a quota of its cgroup. If one whole core needs T seconds for a step, one and a half
+need at least T / 1.5, the harmonic limit. Equal shares, the ratio 2:1 and auto take turns. Weights must be equal in all
+runs. sleeps: the same on a busy machine. The forward sleeps, and that of rank 1 twice as long. slowdowns: rank 1 begins
+to sleep twice as long in the middle of a run.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Iterator
 from datetime import UTC, datetime
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -29,24 +31,51 @@ from paceline.runs.events import Step, event_files, read_events
 from paceline.runs.summary import read_summary
 
 VIRTUAL_RANKS, STEPS, WARM_UP_STEPS = 12, 120, 10
+SLOW_FROM = 31
 GROUP = Path("/sys/fs/cgroup/cpu")
 PERIOD_US = 20_000
 
 
+TASK = """
+import os, time, torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from paceline import Task
+
+first, last = map(int, os.environ["BALANCE_SLOW"].split(":"))
+slow = False
+
+class Sleeps(nn.Linear):
+    def forward(self, x):
+        if self.training:
+            time.sleep(0.12 if slow else 0.06)
+        return super().forward(x)
+
+def on_step(report):
+    global slow
+    slow = os.environ["RANK"] == "1" and first <= report.step + 1 <= last
+
+x = torch.randn(4800, 8, generator=torch.Generator().manual_seed(0))
+task = Task(
+    make_model=lambda: Sleeps(8, 4), make_dataset=lambda split: TensorDataset(x, (x.sum(1) > 0).long()),
+    loss=lambda o, t: nn.functional.cross_entropy(o, t, reduction="none"), on_step=on_step,
+)
+"""
+
+
 class HalfACore:
-    """Limits the process with RANK=1 of a run to half a core while `limited` is set, also after a restart."""
+    """Limits the process with RANK=1 of a run to half a core, also after a restart."""
 
     def __init__(self, run_id: str) -> None:
-        self.limited = threading.Event()
         self._group, self._mark = GROUP / f"paceline-balance-{os.getpid()}", run_id.encode()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._follow)
 
-    def __enter__(self) -> HalfACore:
+    def __enter__(self) -> None:
         self._group.mkdir()
         (self._group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+        (self._group / "cpu.cfs_quota_us").write_text(str(PERIOD_US // 2))
         self._thread.start()
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
@@ -57,8 +86,6 @@ class HalfACore:
 
     def _follow(self) -> None:
         while not self._ended.wait(0.02):
-            quota = str(PERIOD_US // 2) if self.limited.is_set() else "-1"
-            (self._group / "cpu.cfs_quota_us").write_text(quota)
             for folder in Path("/proc").glob("[0-9]*"):
                 with contextlib.suppress(OSError):
                     variables = (folder / "environ").read_bytes().split(b"\0")
@@ -66,28 +93,13 @@ class HalfACore:
                         (self._group / "cgroup.procs").write_text(folder.name)
 
 
-def run(folder: Path, ranks: int, *flags: str, steps: int = STEPS, limits: Iterator[tuple[int, bool]]) -> Path:
-    """Train; `limits` yields (step, whether rank 1 has half a core from that step on). Returns the run folder."""
-    mark = folder.name
-    command = [sys.executable, "-m", "paceline", "train", "mnist-cnn", "--strategy", "exact", "--nproc", str(ranks)]
+def run(folder: Path, task: str, ranks: int, *flags: str, **variables: str) -> None:
+    command = [sys.executable, "-m", "paceline", "train", task, "--strategy", "exact", "--nproc", str(ranks)]
     command += ["--virtual-ranks", str(VIRTUAL_RANKS), "--global-batch", str(32 * VIRTUAL_RANKS), "--preload", "off"]
-    command += ["--steps", str(steps), "--threads-per-rank", "1", "--run-dir", str(folder), *flags]
-    environment = os.environ | {"BALANCE_RUN": mark}
-    with HalfACore(mark) as half:
-        first, change = next(limits), next(limits, None)
-        if first[1]:
-            half.limited.set()
-        process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        while process.poll() is None:
-            time.sleep(0.05)
-            if change is not None and steps_of(folder) and steps_of(folder)[-1].step >= change[0]:
-                half.limited.set() if change[1] else half.limited.clear()
-                change = next(limits, None)
-    if process.returncode:
-        raise SystemExit(process.stdout.read() if process.stdout else "")
-    return folder
+    command += ["--steps", str(STEPS), "--threads-per-rank", "1", "--run-dir", str(folder), *flags]
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stdout + done.stderr)
 
 
 def steps_of(folder: Path) -> list[Step]:
@@ -110,42 +122,68 @@ def changed_at(folder: Path) -> list[int]:
     return [after.step for before, after in pairwise(steps) if before.share != after.share]
 
 
-def main() -> None:
-    """Measure and write the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+def measure_speed(top: Path, rounds: int, *, sleeps: bool = False) -> dict[str, Any]:
+    """Take turns: one process, equal shares, 2:1 and auto. Rank 1 has half a core, or sleeps twice as long."""
+    task = "mnist-cnn"
+    if sleeps:
+        (top / "sleeps.py").write_text(TASK)
+        task = f"{top / 'sleeps.py'}:task"
     kinds = {"equal": (), "2:1": ("--balance", "2:1"), "auto": ("--balance", "auto")}
     times: dict[str, list[float]] = {name: [] for name in ("one process", *kinds)}
     digests: set[str] = set()
+    for number in range(rounds):
+        for name, flags in {"one process": (), **kinds}.items():
+            ranks = 1 if name == "one process" else 2
+            folder = top / f"{name.replace(':', '-').replace(' ', '-')}-{number}"
+            with HalfACore(folder.name) if ranks == 2 and not sleeps else contextlib.nullcontext():
+                run(folder, task, ranks, *flags, BALANCE_RUN=folder.name, BALANCE_SLOW=f"1:{STEPS}")
+            times[name].append(step_seconds(folder))
+            digests.add(str(read_summary(folder).weights_sha256))
+            print(number, name, f"{times[name][-1]:.4f} s", flush=True)
+    limit = median(times["one process"]) / 1.5
+    return {
+        "virtual_ranks": VIRTUAL_RANKS, "seconds_per_step": times, "harmonic_limit_seconds": limit,
+        "of_the_limit": {name: round(limit / median(times[name]), 3) for name in kinds},
+        "digests": len(digests),
+    }  # fmt: skip
+
+
+def measure_slowdowns(top: Path, rounds: int) -> dict[str, Any]:
+    """With auto, let rank 1 need twice the time from step 31 on: for 5 to 10 steps, and for good."""
+    task = top / "sleeps.py"
+    task.write_text(TASK)
+    records: list[dict[str, Any]] = []
+    for number, slow_steps in itertools.product(range(rounds), (5, 10, STEPS)):
+        folder = top / f"slow-{slow_steps}-{number}"
+        run(folder, f"{task}:task", 2, "--balance", "auto", BALANCE_SLOW=f"{SLOW_FROM}:{SLOW_FROM + slow_steps - 1}")
+        steps = steps_of(folder)
+        corrected = [step - SLOW_FROM for step in changed_at(folder)]
+        record: dict[str, Any] = {"slow_steps": slow_steps, "new_assignment_after_steps": corrected}
+        if corrected:
+            record["restart_seconds"] = round(max(b.unix_time - a.unix_time for a, b in pairwise(steps)), 1)
+        records.append(record)
+        print(record, flush=True)
+    return {"slow_from_step": SLOW_FROM, "runs": records}
+
+
+def main() -> None:
+    """Measure, and update the record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=("speed", "sleeps", "slowdowns"), required=True)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--note", default="", help="for example that the machine was busy")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        top = Path(temporary)
-        for number in range(options.rounds):
-            for name, flags in {"one process": (), **kinds}.items():
-                ranks = 1 if name == "one process" else 2
-                folder = run(top / f"{name.replace(':', '-').replace(' ', '-')}-{number}", ranks, *flags,
-                             limits=iter([(0, ranks == 2)]))  # fmt: skip
-                times[name].append(step_seconds(folder))
-                digests.add(str(read_summary(folder).weights_sha256))
-                print(number, name, f"{times[name][-1]:.4f} s", flush=True)
-        limit = median(times["one process"]) / 1.5
-        temporary_slowdown = run(
-            top / "temporary", 2, *kinds["auto"], limits=iter([(0, False), (30, True), (36, False)])
-        )
-        permanent_slowdown = run(top / "permanent", 2, *kinds["auto"], limits=iter([(0, False), (30, True)]))
-        record: dict[str, Any] = {
-            "commit": subprocess.check_output(["git", "rev-parse", "HEAD"], text=True).strip(),
-            "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-            "virtual_ranks": VIRTUAL_RANKS, "seconds_per_step": times, "harmonic_limit_seconds": limit,
-            "of_the_limit": {name: round(limit / median(times[name]), 3) for name in kinds},
-            "digests": len(digests),
-            "restarts_after_6_slow_steps": changed_at(temporary_slowdown),
-            "slow_from_step_30_corrected_at": changed_at(permanent_slowdown),
-        }  # fmt: skip
-    print(json.dumps(record, indent=1))
+        parts = {"speed": measure_speed, "sleeps": partial(measure_speed, sleeps=True), "slowdowns": measure_slowdowns}
+        measured = parts[options.part](Path(temporary), options.rounds)
+    commit = subprocess.check_output(["git", "rev-parse", "HEAD"], text=True).strip()
+    date = datetime.now(UTC).strftime("%Y-%m-%d")
+    part = {"commit": commit, "date": date, "load": round(os.getloadavg()[0], 1), "note": options.note, **measured}
+    print(json.dumps(part, indent=1))
     if options.out:
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
+        record = json.loads(options.out.read_text()) if options.out.exists() else {}
+        options.out.write_text(json.dumps(record | {options.part: part}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

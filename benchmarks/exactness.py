@@ -34,10 +34,10 @@ from paceline.checkpoint.manager import Checkpoints, Claim
 from paceline.checkpoint.resume import TrainerState
 from paceline.checkpoint.snapshots import SnapshotWriter
 from paceline.collectives.control import all_gather_object
-from paceline.data.loader import Loading, load_steps
-from paceline.data.plan import BatchPlan, ranks_share
+from paceline.data.loader import LoadingOptions, load_steps
+from paceline.data.plan import BatchPlan, virtual_ranks_of
 from paceline.host.procfs import die_with_parent
-from paceline.rank.world import World, joined
+from paceline.rank.world import World, process_group
 from paceline.stepping.totals import ControlFlags
 from paceline.strategies import STRATEGIES, MakeOptimizer, Strategy
 from paceline.tasks.mnist import cnn, cross_entropy, dataset, resnet18
@@ -150,8 +150,8 @@ def variants(run: Run) -> dict[str, Variant]:
 
 def training(run: Run, own: Strategy, votes: Callable[[], ControlFlags] = ControlFlags) -> Generator[StepRecord]:
     """Steps without end."""
-    share = ranks_share(run.plan.virtual_ranks, run.world.rank, run.world.size)
-    steps = load_steps(run.data, run.plan, share, Loading(run.world.device), start=0, stop=sys.maxsize)
+    share = virtual_ranks_of(run.plan.virtual_ranks, run.world.rank, run.world.size)
+    steps = load_steps(run.data, run.plan, share, LoadingOptions(run.world.device), start=0, stop=sys.maxsize)
     return fit(own, steps, run.task.loss, Schedule(1e-3, 1), votes=votes)
 
 
@@ -259,7 +259,7 @@ def work(model: str, folder: Path, rounds: int, steps: int | None) -> None:
     make_task, batch = MODELS[model]
     task = make_task()
     data, rows = task.make_dataset("train"), list[Row]()
-    with joined(World.from_env(device="cpu"), timeout_seconds=COLLECTIVE_SECONDS) as world:
+    with process_group(World.from_env(device="cpu"), timeout_seconds=COLLECTIVE_SECONDS) as world:
         for virtual_ranks in (world.size, 2 * world.size):
             plan = BatchPlan(num_samples=60000, global_batch=batch * virtual_ranks, virtual_ranks=virtual_ranks)
             run = Run(model, task, data, plan, world)

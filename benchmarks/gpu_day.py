@@ -1,10 +1,14 @@
-"""The first day on a GPU: what must hold there, at most 10 minutes on one GPU, 20 on several.
+"""What must hold on a GPU. Parts a to f measure, each alone; then follow the tests 1 to 19, several at a time.
 
-    python benchmarks/gpu_day.py                  # goes on where it ended; --again begins anew, --steps 4,5 only these
-    python benchmarks/gpu_day.py --jobs 4         # four steps at a time; the race beside DDP still runs alone, at last
+    python benchmarks/gpu_day.py                  # continues with what is open; --again begins anew
+    python benchmarks/gpu_day.py --steps b,c      # only these
+    python benchmarks/gpu_day.py --seconds 300    # starts no step after that, and stops the running ones
+
+Each step has a time limit, and its result is written when it ends: a stop loses the running steps only. Parts a to f
+take at most 9 minutes on one GPU, all steps about 14.
 
 Without a GPU each step runs on the stand-ins of tests/doubles (a device in Python, a group like NCCL's), as far as they
-are honest for it; what only a GPU can show is marked so, and counts neither as right nor as wrong.
+can show it. What only a GPU can show is marked so, and counts neither as right nor as wrong.
 """
 
 import argparse
@@ -17,21 +21,26 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import torch
 
 from paceline.runs.summary import read_summary
-from race.figures import machine
+from race.contenders import BASE
+from race.figures import machine, ratios, read
 
 ROOT = Path(__file__).parents[1]
 GPUS = torch.cuda.device_count()
 NEEDS = "needs a GPU"
-LIMIT_SECONDS = 300
-RACE = 10  # the step that is measured, and therefore runs alone
+RESULTS = ROOT / "benchmarks" / "results"
+LEAST_SECONDS = 20.0  # with less, a step is not started
+SLOWER = 1 if GPUS else 5  # the time limits are those of a GPU and its processors
+LEAST_MFU, LEAST_SPEED = 0.4, 0.97  # of the measured matrix product; of the plain loop
 SIX = ("--virtual-ranks", 6, "--batch-size", 8)
 
 
@@ -41,23 +50,33 @@ class Wrong(Exception):  # noqa: N818 - the result of a step
 
 @dataclass(frozen=True)
 class Step:
-    """One of the ten. `run` says what it found in a folder of its own, or raises Wrong."""
+    """`run` returns what it found, given a new folder, or raises Wrong."""
 
     name: str
     expected: str
     run: Callable[[Path], str]
+    seconds: float = 120.0
+    """its time limit"""
 
 
-def environment() -> dict[str, str]:
-    """With what is tried, and where there is no GPU, with the one in Python."""
-    path = [str(ROOT / "src"), str(ROOT), *([] if GPUS else [str(ROOT / "tests" / "doubles" / "site_gpu")])]
+deadlines = threading.local()
+"""`end` is the end of the step that the thread runs."""
+
+
+def seconds_left() -> float:
+    return max(1.0, deadlines.end - time.monotonic())
+
+
+def environment(*, in_python: bool = not GPUS) -> dict[str, str]:
+    """With the code that is tested, and with the device in Python if `in_python`."""
+    path = [str(ROOT / "src"), str(ROOT), *([str(ROOT / "tests" / "doubles" / "site_gpu")] if in_python else [])]
     return os.environ | {"PYTHONPATH": os.pathsep.join(path)}
 
 
 def command(folder: Path, *words: object, code: int = 0, env: dict[str, str] | None = None) -> str:
     """What a command printed."""
     done = subprocess.run(
-        [sys.executable, *map(str, words)], cwd=folder, text=True, capture_output=True, timeout=LIMIT_SECONDS,
+        [sys.executable, *map(str, words)], cwd=folder, text=True, capture_output=True, timeout=seconds_left(),
         env=environment() | (env or {}), check=False,
     )  # fmt: skip
     if done.returncode != code:
@@ -221,12 +240,110 @@ def prefetched(folder: Path) -> str:
     return command(folder, "-c", code).strip()
 
 
-def beside_ddp(folder: Path) -> str:
+def modelled(folder: Path, *names: str) -> dict[str, Any]:
+    """The record of benchmarks/gpu_models.py for these models; without a GPU, of tiny models on the CPU."""
+    out = RESULTS / "gpu-models.json" if GPUS else folder / "models.json"
+    quick = () if GPUS else ("--quick", "--device", "cpu")
+    env = environment(in_python=False)
+    command(folder, ROOT / "benchmarks" / "gpu_models.py", *names, *quick, "--out", out, env=env)
+    return json.loads(out.read_text())["models"]
+
+
+def beside_a_plain_loop(folder: Path, name: str, unit: str) -> str:
+    found = modelled(folder, name)[name]
+    speeds = [
+        f"{kind} {found[kind][unit]:,.0f} {unit}, MFU {100 * found[kind]['MFU']:.1f} %" for kind in ("plain", "session")
+    ]
+    ratio = found["session x plain"]
+    said = f"{'; '.join(speeds)} of {found['product TFLOP/s']:.0f} TFLOP/s; session x plain {ratio}"
     if not GPUS:
-        return NEEDS
-    out = ROOT / "benchmarks" / "results" / "gpu.json"
-    said = command(folder, ROOT / "benchmarks" / "gpu.py", "--work", "W1", "--rounds", 5, "--out", out)
-    return " ".join(said.split())[-200:]
+        return f"a tiny model on the CPU: {said}; real speeds: {NEEDS}"
+    if ratio < LEAST_SPEED or (name == "gpt2" and found["session"]["MFU"] < LEAST_MFU):
+        raise Wrong(f"{said}; the longest functions: {', '.join(found['functions'][:3])}")
+    return said
+
+
+def gpt2(folder: Path) -> str:
+    return beside_a_plain_loop(folder, "gpt2", "tokens/s")
+
+
+def resnet50(folder: Path) -> str:
+    return beside_a_plain_loop(folder, "resnet50", "samples/s")
+
+
+def beside_ddp(folder: Path) -> str:
+    hosts = "; ".join(
+        f"host ms in a step of {name}: plain {found['plain']['host ms']:.2f}, session {found['session']['host ms']:.2f}"
+        for name, found in modelled(folder, "w1", "resnet18").items()
+        if name in ("w1", "resnet18")
+    )
+    if not GPUS:
+        return f"{hosts}; the race with DDP: {NEEDS}"
+    out = RESULTS / "gpu.json"
+    benchmark = (ROOT / "benchmarks" / "gpu.py", "--work", "W1", "W2", "--precision", "fp32", "--rounds", 5)
+    command(folder, *benchmark, "--out", out)
+    speeds = speeds_beside_ddp(out)
+    said = ", ".join(f"{work} {name} {speed:.2f}" for (work, name), speed in speeds.items())
+    if speeds["W1 fp32", "default"] < 1.0:
+        raise Wrong(f"of DDP's speed: {said}; {hosts}")
+    return f"of DDP's speed: {said}; {hosts}"
+
+
+def speeds_beside_ddp(record: Path) -> dict[tuple[str, str], float]:
+    """By work and contender: the median of its speed, DDP's = 1."""
+    rows = read(record)
+    bases = {row.work: row for row in rows if row.contender == BASE}
+    return {(row.work, row.contender): median(ratios(row, bases[row.work])) for row in rows if row.contender != BASE}
+
+
+def two_ranks(folder: Path) -> str:
+    common = ("--strategy", "exact", *SIX, "--steps", 24)
+    one, two = (trained(folder, str(ranks), *common, *shared(ranks)) for ranks in (1, 2))
+    same(one["weights"], two["weights"])
+    return f"{one['weights']} on 1 and 2 ranks, {one['rate']} and {two['rate']} samples/s"
+
+
+SKIPPED = """
+import json, sys, torch
+from torch import nn
+device, found = sys.argv[1], {}
+def weights(make, bad_steps):
+    parameter = nn.Parameter(torch.ones(1000, device=device))
+    optimizer = make([parameter])
+    for step in range(6):
+        rubbish = [torch.full((1000,), 1e30, device=device) for _ in range(9)]
+        del rubbish
+        parameter.grad = torch.full_like(parameter, 0.1 * (step + 1))
+        if step in bad_steps:
+            parameter.grad.fill_(float("inf"))
+        optimizer.found_inf = torch.tensor(float(step in bad_steps), device=device)
+        if bad_steps or step not in missing:
+            optimizer.step()
+    return parameter.detach()
+kinds = {"SGD": lambda p: torch.optim.SGD(p, lr=0.1, fused=True)}
+kinds["SGD with momentum"] = lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True)
+for name in ("Adam", "AdamW", "Adagrad"):
+    kinds[name] = lambda p, name=name: getattr(torch.optim, name)(p, lr=0.1, fused=True)
+for name, make in kinds.items():
+    for when, missing in (("first", (0,)), ("later", (2, 3))):
+        found[f"{name}, {when} step skipped"] = torch.equal(weights(make, missing), weights(make, ()))
+print(json.dumps(found))
+"""
+DEFECT = "SGD with momentum, first step skipped"
+
+
+def skipped(folder: Path) -> str:
+    said = command(folder, "-c", SKIPPED, "cuda" if GPUS else "cpu", env=environment(in_python=False))
+    found: dict[str, bool] = json.loads(said.splitlines()[-1])
+    if wrong := [name for name, right in found.items() if not right and name != DEFECT]:
+        raise Wrong(f"not as without the skipped step: {', '.join(wrong)}")
+    momentum = "as without it" if found[DEFECT] else "undefined (a defect of torch)"
+    return f"torch {torch.__version__}, {'GPU' if GPUS else 'CPU'}: SGD's momentum is {momentum}; all others are right"
+
+
+def late(folder: Path) -> str:
+    said = pytest(folder, "tests/doubles/test_late.py")
+    return f"{said}; {counted(folder) if GPUS else f'waits as CUDA counts them: {NEEDS}'}"
 
 
 IN_A_TASK = """
@@ -248,8 +365,6 @@ task = replace(task, loss=loss)
 
 
 def counted(folder: Path) -> str:
-    if not GPUS:
-        return NEEDS
     (folder / "mine.py").write_text(IN_A_TASK + (
         "def note(message, category, filename, lineno, *_):\n"
         "    if filename != torch.cuda.__file__:  # it is told of the very first call\n"
@@ -375,7 +490,7 @@ def scripts(folder: Path) -> str:
     for fault, ranks in (("", 1), ("", 2), ("nan", 1), ("nan", 2), ("drift", 2)):
         done = subprocess.run(
             [sys.executable, "-m", "paceline", "launch", "--nproc", str(ranks), "script.py", *fault.split()],
-            cwd=folder, env=environment(), text=True, capture_output=True, timeout=LIMIT_SECONDS, check=False,
+            cwd=folder, env=environment(), text=True, capture_output=True, timeout=seconds_left(), check=False,
         )  # fmt: skip
         said = done.stdout + done.stderr
         word = {"": "", "nan": "NaN", "drift": "differs"}[fault]
@@ -399,70 +514,97 @@ def others(folder: Path) -> str:
     return "end with code 0 on 2 ranks: " + ", ".join(found)
 
 
-STEPS = {
-    1: Step("versions, NCCL's recorder", "entries in _dump_nccl_trace", versions),
-    2: Step("the tests that need a GPU", "all pass", gpu_tests),
-    3: Step("host synchronisations", "at most one a step, zero and fsdp two", syncs),
-    4: Step("an epoch of the MNIST CNN: fp32, bf16, graphs, compile", ">= 98 %", epochs),
-    5: Step("exact and zero, 6 virtual ranks, on 1 (twice), 2, 3 ranks", "one digest each", bits),
-    6: Step("killed and resumed", "the digest of a run left alone", killed),
-    7: Step("compare bucketed and exact", "ends with its table", compared),
-    8: Step("data with a collate of its own, 0 and 2 loader processes", "one digest", collated),
-    9: Step("the next batch while the side stream is slow", "each arrives whole", prefetched),
-    10: Step("benchmarks/gpu.py", ">= 1.0 of DDP everywhere", beside_ddp),
-    11: Step("synchronisations as CUDA counts them", "at most one a step", counted),
-    12: Step("memory of snapshots", "page-locked", page_locked),
-    13: Step("doctor", "exit code 0", doctor),
-    14: Step("verify, --bitwise", "equal, bit-identical", verified),
-    15: Step("a model cut along tensor and pipeline", "one loss", meshes),
-    16: Step("a rank that sleeps", "named, exit code 3", held_up),
-    17: Step("a plain DDP script under launch", "silent when clean; NaN and drift named", scripts),
-    18: Step("local steps, fp16, average of weights, DDP, synchronised batch norm", "exit code 0", others),
-    19: Step("a kernel without end", "named, exit code 3", endless),
+MEASURED = {
+    "f": Step("fused optimizers whose first or later steps are skipped", "as without these steps", skipped, 40),
+    "b": Step("GPT-2 124M: bf16, compiled, fused AdamW", "MFU >= 40 %, >= 0.97 of a plain loop", gpt2, 150),
+    "c": Step("ResNet-50: bf16, channels last", ">= 0.97 of a plain loop", resnet50, 80),
+    "a": Step("W1 and ResNet18 beside DDP, profiled", "W1: >= 1.0 of DDP", beside_ddp, 180),
+    "d": Step("two ranks over gloo on one GPU", "the digest of one rank", two_ranks, 50),
+    "e": Step("numbers that are read one step later", "the bits of reading at once", late, 60),
 }
+"""in this order, each alone"""
+TESTS = {
+    "1": Step("versions, NCCL's recorder", "entries in _dump_nccl_trace", versions),
+    "2": Step("the tests that need a GPU", "all pass", gpu_tests),
+    "3": Step("host synchronisations", "at most one a step, zero and fsdp two", syncs),
+    "4": Step("an epoch of the MNIST CNN: fp32, bf16, graphs, compile", ">= 98 %", epochs, 150),
+    "5": Step("exact and zero, 6 virtual ranks, on 1 (twice), 2, 3 ranks", "one digest each", bits, 200),
+    "6": Step("killed and resumed", "the digest of a run left alone", killed),
+    "7": Step("compare bucketed and exact", "ends with its table", compared),
+    "8": Step("data with a collate of its own, 0 and 2 loader processes", "one digest", collated),
+    "9": Step("the next batch while the side stream is slow", "each arrives whole", prefetched),
+    "12": Step("memory of snapshots", "page-locked", page_locked),
+    "13": Step("doctor", "exit code 0", doctor),
+    "14": Step("verify, --bitwise", "equal, bit-identical", verified),
+    "15": Step("a model cut along tensor and pipeline", "one loss", meshes),
+    "16": Step("a rank that sleeps", "named, exit code 3", held_up),
+    "17": Step("a plain DDP script under launch", "silent when clean; NaN and drift named", scripts),
+    "18": Step("local steps, fp16, average of weights, DDP, synchronised batch norm", "exit code 0", others),
+    "19": Step("a kernel without end", "named, exit code 3", endless),
+}
+
+
+class Day:
+    """The results so far, in a file that is written after each step."""
+
+    def __init__(self, out: Path, seconds: float, *, again: bool = False) -> None:
+        self.out, self._end, self._one_writes = out, time.monotonic() + seconds, threading.Lock()
+        kept = json.loads(out.read_text()) if out.exists() and not again else {}
+        self.results: dict[str, dict[str, object]] = kept.get("steps", {})
+
+    def run(self, key: str, step: Step) -> None:
+        began = time.monotonic()
+        if self._end - began < LEAST_SECONDS:
+            return
+        deadlines.end = min(began + step.seconds * SLOWER, self._end)
+        with tempfile.TemporaryDirectory(prefix="paceline-gpu-day-") as folder:
+            try:
+                found = step.run(Path(folder))
+                right = None if found == NEEDS else True
+            except Wrong as error:
+                right, found = False, str(error)
+            except subprocess.TimeoutExpired:
+                right, found = False, f"stopped at the limit of {deadlines.end - began:.0f} s"
+        self._keep(key, step, found, right, round(time.monotonic() - began, 1))
+
+    def _keep(self, key: str, step: Step, found: str, right: bool | None, seconds: float) -> None:
+        mark = {True: "ok   ", False: "WRONG", None: "-    "}[right]
+        with self._one_writes:
+            self.results[key] = {
+                "step": step.name, "expected": step.expected, "found": found, "right": right, "seconds": seconds,
+            }  # fmt: skip
+            print(f"{key:>2} {mark} {seconds:6.1f} s  {step.name}: {found}", flush=True)
+            ordered = dict(sorted(self.results.items(), key=lambda item: (len(item[0].strip("abcdef")), item[0])))
+            self.out.write_text(json.dumps({"gpus": GPUS, "machine": machine(), "steps": ordered}, indent=1) + "\n")
+
+    def open_ones(self, keys: Iterable[str]) -> list[str]:
+        return [key for key in keys if not self.results.get(key, {}).get("right")]
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", default=",".join(map(str, STEPS)), help="which, separated by commas")
+    parser.add_argument("--steps", default=",".join([*MEASURED, *TESTS]), help="which, separated by commas")
+    parser.add_argument("--seconds", type=float, default=570.0 * SLOWER, help="for all")
     parser.add_argument("--again", action="store_true", help="also what was right before")
-    parser.add_argument("--jobs", type=int, default=1, help="steps at a time")
+    parser.add_argument("--jobs", type=int, default=3, help="tests at a time")
     parser.add_argument("--out", type=Path)
     told = parser.parse_args(arguments)
     name = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(0).lower()) if GPUS else "stand-ins"
-    out: Path = told.out or ROOT / "benchmarks" / "results" / f"gpu-{name}.json"
-    found = json.loads(out.read_text()) if out.exists() else {}
-    steps: dict[str, dict[str, object]] = {} if told.again else found.get("steps", {})
-    one_writes = threading.Lock()
-
-    def run(number: int) -> None:
-        step, began = STEPS[number], time.monotonic()
-        with tempfile.TemporaryDirectory(prefix="paceline-gpu-day-") as folder:
-            try:
-                words = step.run(Path(folder))
-                right = None if words == NEEDS else True
-            except (Wrong, subprocess.TimeoutExpired) as error:
-                right, words = False, str(error)
-        seconds = round(time.monotonic() - began, 1)
-        mark = {True: "ok   ", False: "WRONG", None: "-    "}[right]
-        with one_writes:
-            steps[str(number)] = {
-                "step": step.name, "expected": step.expected, "found": words, "right": right, "seconds": seconds,
-            }  # fmt: skip
-            print(f"{number:2} {mark} {seconds:6.1f} s  {step.name}: {words}", flush=True)
-            ordered = dict(sorted(steps.items(), key=lambda item: int(item[0])))
-            out.write_text(json.dumps({"gpus": GPUS, "machine": machine(), "steps": ordered}, indent=1) + "\n")
-
-    open_ones = [n for n in map(int, told.steps.split(",")) if not steps.get(str(n), {}).get("right")]
+    day = Day(told.out or RESULTS / f"gpu-{name}.json", told.seconds, again=told.again)
+    keys: list[str] = told.steps.split(",")
+    wanted = day.open_ones(keys)
+    for key in [key for key in MEASURED if key in wanted]:
+        day.run(key, MEASURED[key])
     with ThreadPoolExecutor(told.jobs) as pool:
-        for done in [pool.submit(run, number) for number in open_ones if number != RACE]:
+        for done in [pool.submit(day.run, key, TESTS[key]) for key in TESTS if key in wanted]:
             done.result()
-    if RACE in open_ones:
-        run(RACE)
-    wrong = [number for number, one in steps.items() if one["right"] is False]
-    right = sum(one["right"] is True for one in steps.values())
-    print(f"{right} of {len(steps)} right{': wrong ' + ', '.join(wrong) if wrong else ''}; {out}")
-    return 1 if wrong else 0
+    wrong = [key for key, one in day.results.items() if one["right"] is False]
+    right = sum(one["right"] is True for one in day.results.values())
+    left = [key for key in keys if key not in day.results]
+    print(f"{right} of {len(day.results)} right{': wrong ' + ', '.join(wrong) if wrong else ''}; {day.out}")
+    if left:
+        print(f"not run, as the time was over: {', '.join(left)}. Run it again")
+    return 1 if wrong or left else 0
 
 
 if __name__ == "__main__":

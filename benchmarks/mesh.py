@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from paceline import ArrayDataset, Task, World
 from paceline.config.mesh import mesh_of
-from paceline.data.loader import Loading, load_steps
+from paceline.data.loader import LoadingOptions, load_steps
 from paceline.data.plan import BatchPlan
 from paceline.lab.ranks.memory import TrafficCounter
 from paceline.rank.guard import HangGuard
@@ -150,7 +150,7 @@ def ours(model: Model, words: Tensor, mesh: str, base: World) -> tuple[Side, Str
 
     task = Task(lambda: model, lambda _: ArrayDataset(words, words), losses,
                 parallelize=lambda _: {"embedding": "whole", "head": "whole"})  # fmt: skip
-    data, loading = task.make_dataset("train"), Loading(world.device, 0, None)
+    data, loading = task.make_dataset("train"), LoadingOptions(world.device, 0, None)
     plan = BatchPlan(len(words), len(words), 1, len(words) // BATCH, 0)
     sharing = parallelize_model(task, model, data, loading, plan, world, ParallelConfig())
     replica = sharing.apply(STRATEGIES["bucketed"], model, lambda p: torch.optim.AdamW(p, lr=LR), world, 1)

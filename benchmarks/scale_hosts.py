@@ -21,7 +21,7 @@ from typing import Any
 
 from paceline.host.cgroup import usable_cores
 from paceline.lab.scale import (
-    Network,
+    NetworkSpeed,
     ScalePoint,
     TrainingProperties,
     estimate_exchanged_bytes,
@@ -81,7 +81,7 @@ class Hosts:
 
 
 @contextmanager
-def hosts(count: int, network: Network = NETWORK) -> Generator[Hosts]:
+def hosts(count: int, network: NetworkSpeed = NETWORK) -> Generator[Hosts]:
     """So many fresh ones."""
     with tempfile.TemporaryDirectory(prefix="hosts-") as folder, ExitStack() as stack:
         lab = Lab(Path(folder), count)

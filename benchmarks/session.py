@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline import STRATEGIES, BatchPlan, Loading, Schedule, fit, load_steps, ranks_share
+from paceline import STRATEGIES, BatchPlan, LoadingOptions, Schedule, fit, load_steps, virtual_ranks_of
 from paceline.rank.guard import HangGuard
 from paceline.stepping.order import CollectiveOrderCheck
 from paceline.stepping.totals import ControlFlags
@@ -45,7 +45,7 @@ def measure(work: str) -> dict[str, list[float]]:
         train = s.loader(data, global_batch=batch * s.size)
         replica = STRATEGIES["bucketed"](make(), partial(torch.optim.AdamW, fused=True), s.world)
         plan = BatchPlan(len(data), batch * s.size, s.size)
-        mine = ranks_share(s.size, s.rank, s.size)
+        mine = virtual_ranks_of(s.size, s.rank, s.size)
         guard = HangGuard.of_process()
         order = CollectiveOrderCheck(s.world, guard.ledger.take_order_hash, guard.ledger.last_ordered_calls, print)
 
@@ -58,7 +58,7 @@ def measure(work: str) -> dict[str, list[float]]:
 
         def by_task() -> Generator[None]:
             loss = partial(F.cross_entropy, reduction="none")
-            batches = load_steps(data, plan, mine, Loading(s.device), start=0, stop=plan.steps_per_epoch)
+            batches = load_steps(data, plan, mine, LoadingOptions(s.device), start=0, stop=plan.steps_per_epoch)
             schedule = Schedule(1e-3, plan.steps_per_epoch)
             yield from fit(replica, batches, loss, schedule, votes=ControlFlags, page=guard.page, order=order)
 

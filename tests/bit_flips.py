@@ -1,7 +1,5 @@
 """Flips one bit in the forward or backward of a model, as a faulty processor or memory does."""
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,7 +27,6 @@ class Flip:
 
 
 def flipped(values: Tensor, element: int, bit: int) -> Tensor:
-    """A copy with one flipped bit."""
     changed = values.clone()
     with torch.no_grad():
         words = changed.view(-1).view(torch.int32)

@@ -12,7 +12,6 @@ def start_steps(run: Path) -> list[int]:
 
 
 def ended(run: Path) -> Summary:
-    """The summary of a run that has ended."""
     summary = read_summary(run)
     assert summary is not None
     return summary

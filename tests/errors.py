@@ -1,7 +1,5 @@
 """Assert which error was raised by its code and fields, not by its text."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Generator

@@ -6,8 +6,6 @@ What .ci/install and the extras install is hidden; once with root, where we are 
 this: elsewhere in CI nothing skips, so only here is it seen that skipping works.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re
@@ -77,7 +75,6 @@ def both(env: dict[str, str]) -> list[int]:
 
 
 def main() -> int:
-    """0 if all is well."""
     if len(sys.argv) < 2:
         with tempfile.TemporaryDirectory() as shown:
             print(f"{hide(Path(shown))} programs are hidden", flush=True)

@@ -3,8 +3,6 @@
 `RENDERED=write pytest -n 0 tests/guard` writes tests/guard/rendered.txt anew. Review the difference before the commit.
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 import re
@@ -30,5 +28,4 @@ def rendered(text: str | Iterable[str]) -> None:
 
 
 def sections(file: Path) -> dict[str, str]:
-    """The text of each test."""
     return dict(SECTION.findall(file.read_text())) if file.exists() else {}

@@ -6,8 +6,6 @@ crashed worker, an exit code of pytest other than 0 and 1. An error in the set-u
 test passes alone.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections import defaultdict

@@ -9,8 +9,6 @@ Fresh processes through tests/warm.py, not `multiprocessing`: its spawn leaves a
 tensors in its arguments would be shared memory.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import subprocess
@@ -105,7 +103,6 @@ def _tail(path: Path) -> str:
 
 
 def rank_of(folder_name: str, rank: int, world_size: int) -> None:
-    """What a rank's process does."""
     import importlib
     from datetime import timedelta
 

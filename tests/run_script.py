@@ -7,8 +7,6 @@ For what the ranks compute, save and refuse. What a launcher or an agent adds to
 named and freed, restarts) is tested with these.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

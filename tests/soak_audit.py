@@ -11,8 +11,6 @@ Each part continues where it was interrupted: the record has all chunks. tests/t
 The exit code is 1 if a part has failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random
@@ -114,7 +112,6 @@ def progress(part: str, chunks: list[dict[str, Any]]) -> float:
 
 
 def summary(record: dict[str, Any]) -> dict[str, Any]:
-    """The numbers of all parts, and what failed."""
     found: dict[str, Any] = {}
     for part, chunks in record["chunks"].items():
         if part == "cost":

@@ -82,7 +82,6 @@ class Lab:
 
     @property
     def log(self) -> Path:
-        """All that the launchers said."""
         return self.folder.with_suffix(".log")
 
     def start(self, task: str, settings: Settings) -> None:

@@ -6,8 +6,6 @@ B differs from A by one line of its task, one setting, or its environment. The r
 right layer or setting. The exit code is 1 if a case failed. tests/lab/test_diff.py is a small sample of this.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random
@@ -88,7 +86,6 @@ def fault(planted: Planted, code: int, output: str, result: dict[str, Any]) -> s
 
 
 def step_with(sample: int) -> int:
-    """The first step that has a sample."""
     plan = BatchPlan(SAMPLES, BATCH, RANKS, last_batch="drop")
     per_epoch = plan.steps_per_epoch
     return next(n + 1 for n in range(99) if sample in plan.global_indices(*divmod(n, per_epoch)).tolist())
@@ -141,7 +138,6 @@ OTHERS = [
 
 
 def cases(dice: random.Random) -> list[Planted]:
-    """The planted causes."""
     planted = [Planted(name, 1, where, "code", (text, new)) for name, where, text, new in CODE]
     planted += [Planted(name, 1, where, cause, None, (flag, value)) for name, where, cause, flag, value in SETTINGS]
     planted += [Planted(name, 1, where, cause, (text, new)) for name, where, cause, text, new in OTHERS]

@@ -7,8 +7,6 @@ then the steps up to the next checkpoint. The logged loss and the digest of the 
 file of the run may change. The exit code is 1 if a case failed. tests/lab/test_replay.py is a small sample of this.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json
@@ -34,19 +32,16 @@ REPEATED = 5  # steps of each run
 
 
 def hashes(run_dir: Path) -> dict[str, str]:
-    """The content of all files of a run."""
     files = [path for path in sorted(run_dir.rglob("*")) if path.is_file()]
     return {f"{path} {path.stat().st_mtime_ns}": hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def logged_loss(run_dir: Path, step: int) -> float:
-    """The loss that rank 0 has logged."""
     found = [e for e in read_events(run_dir / "events-0.jsonl") if isinstance(e, Step) and e.step == step]
     return found[-1].loss
 
 
 def digest_of(run_dir: Path, step: int) -> str:
-    """The digest of all tensors of a checkpoint."""
     checkpoints = Checkpoints(run_dir / "checkpoints")
     (path,) = (entry.path for entry in checkpoints.entries() if entry.step == step)
     source = ShardFileSource.from_checkpoint(path, checkpoints.check(path))
@@ -89,7 +84,6 @@ def train(run_dir: Path, data: Path, dice: random.Random) -> list[object]:
 
 
 def faults(run_dir: Path, step: int, more: list[object]) -> Iterator[str]:
-    """What is wrong with the replay of a step."""
     before = hashes(run_dir)
     code, output, result = replayed(run_dir, step, "--check", *more)
     if code or not result:

@@ -1,7 +1,5 @@
 """Do the benchmarks still run, and write down what they promise? Numbers are judged where a machine is quiet."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import math
@@ -9,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -281,11 +280,19 @@ def test_the_benchmark_of_two_hosts_compares_equal_work(tmp_path: Path) -> None:
     check_machine(result, tmp_path)
 
 
-def test_a_gpu_day_tells_right_from_wrong_and_unknown_and_goes_on_with_what_was_not_right(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def day(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    day = importlib.import_module("gpu_day")
+    return importlib.import_module("gpu_day")
+
+
+def results(out: Path) -> dict[str, Any]:
+    return json.loads(out.read_text())["steps"]
+
+
+def test_a_gpu_day_tells_right_from_wrong_and_unknown_and_goes_on_with_what_was_not_right(
+    day: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tried: list[str] = []
 
     def found(words: str) -> Any:
@@ -297,14 +304,73 @@ def test_a_gpu_day_tells_right_from_wrong_and_unknown_and_goes_on_with_what_was_
 
         return day.Step(words, "", run)
 
-    monkeypatch.setattr(day, "STEPS", {1: found("98 %"), 2: found(day.NEEDS), 3: found("differ: a, b")})
-    out = ["--steps", "1,2,3", "--out", str(tmp_path / "day.json")]
+    monkeypatch.setattr(day, "MEASURED", {"b": found("98 %"), "a": found(day.NEEDS)})
+    monkeypatch.setattr(day, "TESTS", {"3": found("differ: a, b")})
+    out = ["--steps", "a,b,3", "--out", str(tmp_path / "day.json")]
     assert day.main(out) == 1
-    assert [one["right"] for one in json.loads((tmp_path / "day.json").read_text())["steps"].values()] == [
-        True,
-        None,
-        False,
-    ]
-    assert "1 of 3 right: wrong 3" in capsys.readouterr().out
-    day.STEPS[3] = found("one digest")
+    assert {key: one["right"] for key, one in results(tmp_path / "day.json").items()} == {
+        "a": None, "b": True, "3": False
+    }  # fmt: skip
+    day.TESTS["3"] = found("one digest")
     assert day.main(out) == 0 and tried == ["98 %", day.NEEDS, "differ: a, b", day.NEEDS, "one digest"]
+
+
+def test_a_gpu_day_keeps_each_result_when_it_is_stopped_or_the_time_is_over(
+    day: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(folder: Path) -> str:
+        raise KeyboardInterrupt
+
+    def endless(folder: Path) -> str:
+        return day.command(folder, "-c", "import time; time.sleep(1000)")
+
+    steps = {"a": day.Step("", "", lambda folder: "fine"), "b": day.Step("", "", stopped)}
+    monkeypatch.setattr(day, "MEASURED", steps)
+    monkeypatch.setattr(day, "TESTS", {"1": day.Step("", "", endless, 1.0 / day.SLOWER)})
+    out = tmp_path / "day.json"
+    with pytest.raises(KeyboardInterrupt):
+        day.main(["--steps", "a,b", "--out", str(out)])
+    assert results(out)["a"]["right"] is True and "b" not in results(out)
+    assert day.main(["--steps", "1", "--out", str(out)]) == 1
+    assert results(out)["1"]["right"] is False  # its time limit
+    assert day.main(["--steps", "b", "--out", str(out), "--seconds", "1"]) == 1
+    assert "b" not in results(out)  # not begun
+
+
+def test_a_gpu_day_judges_speeds_and_skipped_steps(day: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def of(mfu: float, ratio: float) -> dict[str, Any]:
+        speeds = {"tokens/s": 1e5, "samples/s": 100.0, "MFU": mfu, "host ms": 1.0}
+        return {"session x plain": ratio, "product TFLOP/s": 1, "functions": [], "plain": speeds, "session": speeds}
+
+    for ranks, judged, right in ((0, (0.1, 0.1), True), (1, (0.41, 1.0), True), (1, (0.39, 1.0), False),
+                                 (1, (0.41, 0.9), False)):  # fmt: skip
+        monkeypatch.setattr(day, "GPUS", ranks)
+        monkeypatch.setattr(day, "modelled", lambda folder, name, judged=judged: {name: of(*judged)})
+        with nullcontext() if right else pytest.raises(day.Wrong):
+            day.gpt2(tmp_path)
+    for name, right in ((day.DEFECT, True), ("AdamW, first step skipped", False)):
+        said = json.dumps({day.DEFECT: True} | {name: False})
+        monkeypatch.setattr(day, "command", lambda *_, said=said, **__: said)
+        with nullcontext() if right else pytest.raises(day.Wrong):
+            day.skipped(tmp_path)
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_models_has_both_loops_and_the_longest_functions(tmp_path: Path) -> None:
+    out, models = tmp_path / "models.json", ("gpt2", "resnet50")
+    command = [sys.executable, str(BENCHMARKS / "gpu_models.py"), *models, "--quick", "--device", "cpu"]
+    subprocess.run([*command, "--out", str(out)], check=True, stdout=subprocess.DEVNULL, timeout=150)
+    found = json.loads(out.read_text())
+    assert {*found["models"]} == {*models} and found["models"]["gpt2"]["session"]["tokens/s"] > 0
+    for model in found["models"].values():
+        assert len(model["plain"]["ms"]) == 2 and model["session"].keys() >= {"MFU", "host ms"} and model["functions"]
+    check_machine(found, tmp_path)
+
+
+@pytest.mark.parametrize(("name", "gflop"), [("gpt2", 875.17), ("resnet50", 24.3)])
+def test_the_flops_of_a_model_are_those_counted_by_hand(
+    name: str, gflop: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    # GPT-2: 1024 tokens x (6 x 123.57 M weights + 12 layers x 12 x 1024 x 768); ResNet-50: 4.09 G products, twice each
+    assert importlib.import_module("gpu_models").MODELS[name].flops() / 1e9 == pytest.approx(gflop, rel=0.01)

@@ -1,7 +1,5 @@
 """The book: every page has its place, and the site is whole by itself, without a network."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,5 +1,6 @@
-"""The import contracts in pyproject.toml work: a planted violation of each is reported by its name."""
+"""Import contracts: a planted violation of each in pyproject.toml is reported. Metrics stay within their limits."""
 
+import importlib.util
 import re
 import shutil
 import subprocess
@@ -61,3 +62,17 @@ def test_every_contract_is_kept_and_reported_when_it_is_broken(copy):
 def test_no_module_has_the_name_of_a_public_function():
     """Its import would replace the function: paceline.run, for example."""
     assert [name for name in paceline.__all__ if find_spec(f"paceline.{name}")] == []
+
+
+# ---- tools/metrics.py -----------------------------------------------------------------------------------------------
+
+SPEC = importlib.util.spec_from_file_location("metrics", ROOT / "tools" / "metrics.py")
+assert SPEC is not None and SPEC.loader is not None
+metrics = importlib.util.module_from_spec(SPEC)
+sys.modules["metrics"] = metrics
+SPEC.loader.exec_module(metrics)
+
+
+def test_no_number_is_over_its_limit() -> None:
+    too_many = {one.name: (one.number, one.found) for one in metrics.counts() if one.number > one.limit}
+    assert not too_many

@@ -1,16 +1,25 @@
-"""The documents are true: links lead somewhere, code compiles, commands and their flags exist."""
+"""The documents are true: links lead somewhere, code runs, commands and their flags exist, pictures are shown."""
 
 import ast
+import importlib.util
+import json
 import os
 import re
 import shlex
+import struct
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
+from types import ModuleType
+from xml.etree import ElementTree
 
 import pytest
 from tests import warm
+from tests.run_script import run_script
 
 from paceline.cli import COMMANDS
+from paceline.config.strategies import STRATEGY_INFO
 from paceline.errors import MESSAGES_FOLDER, ExitCode
 from paceline.launch.agent.workers import worker_environment
 from paceline.protocol.job import NodePlan
@@ -33,7 +42,6 @@ def blocks(page: Path, *languages: str) -> list[str]:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """Every command line in the page's shell blocks, as words."""
     lines = [line.removeprefix("$ ") for code in blocks(page, "console", "bash") for line in code.splitlines()]
     lines += [line for _, text in TRANSCRIPT.findall(page.read_text()) for line in TYPED.findall(text)]
     return [shlex.split(line, comments=True) for line in lines if line.strip() and not line.startswith(" ")]
@@ -139,3 +147,151 @@ def test_the_page_of_environment_variables_has_all_of_ours_and_all_that_the_agen
     set_by_agent = {*worker_environment(NodePlan(("x",), 1, master_addr="n1", interface="eth0"), 0, 1)}
     page = (ROOT / "docs" / "environment.md").read_text()
     assert {*re.findall(r"^\| (\w+) \|", page, re.MULTILINE)} >= ours | set_by_agent
+
+
+# ---- README.md ------------------------------------------------------------------------------------------------------
+
+README = (ROOT / "README.md").read_text()
+
+
+def scripts() -> tuple[str, str]:
+    """The loop of one process, and the loop with a session, by the lines of the README's diff."""
+    diff = re.search(r"```diff\n(.*?)```", README, re.DOTALL)
+    assert diff is not None
+    lines = diff[1].splitlines()
+    return tuple("\n".join(line[1:] for line in lines if line[:1] != left) for left in "+-")  # pyright: ignore
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_the_loop_has_the_weights_of_one_process(tmp_path: Path) -> None:
+    before, after = scripts()
+    (tmp_path / "before.py").write_text(before)
+    (tmp_path / "loop.py").write_text(after)
+    plain = warm.run((tmp_path / "before.py",))
+    right = float(plain.stdout.split()[-1])
+    for ranks in (1, 2):
+        done = run_script(ranks, "loop.py", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        found = [float(line) for line in done.stdout.splitlines() if re.fullmatch(r"\d+\.\d+", line)]
+        assert found == pytest.approx([right] * ranks, rel=1e-5)
+
+
+def test_it_fits_on_a_page() -> None:
+    assert len(README.splitlines()) <= 110
+    assert len(re.findall(r"!\[[^\]]{20,}\]\(docs/pictures/[\w-]+\.png\)", README)) == 1
+
+
+def test_the_comparison_is_that_of_its_record() -> None:
+    record = json.loads((ROOT / "benchmarks" / "results" / "one_process.json").read_text())
+    rows = [line.split("|")[2:6] for line in README.splitlines() if "results/one_process.json" in line]
+    for case, row in zip(("last batch", "last window"), rows, strict=False):
+        for name, cell in zip(("DDP", "Accelerate", "Fabric", "paceline"), row, strict=True):
+            assert float(cell) == pytest.approx(record[name][case], rel=0.05)
+    assert [cell.split()[0].strip(",") for cell in rows[2]] == ["no", "no", "no", "yes"]
+    assert [record[name]["bits"] for name in ("DDP", "Accelerate", "Fabric", "paceline")] == [False] * 3 + [True]
+
+
+# ---- docs/support.md ------------------------------------------------------------------------------------------------
+
+SUPPORT_PAGE = ROOT / "docs" / "support.md"
+
+
+@pytest.fixture(scope="module")
+def support() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("support", ROOT / "tools" / "support.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_each_table_has_a_column_for_each_strategy_and_a_row_for_each_feature(support: ModuleType) -> None:
+    for kind, (_, titles) in support.TABLES.items():
+        assert {*support.told(SUPPORT_PAGE.read_text(), kind)} == {
+            (title, name) for title in titles for name in STRATEGY_INFO
+        }
+
+
+@pytest.mark.slow
+def test_what_the_checks_of_settings_find_is_in_the_tables(
+    support: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = SUPPORT_PAGE.read_text()
+    for kind in ("task", "check_support"):
+        for (title, name), found in support.told(page, kind).items():
+            now = support.checked(name, title)
+            if now[0] or kind == "check_support":
+                assert found == now, f"{title}, {name}"
+    assert [*tmp_path.iterdir()] == []
+
+
+def check_support(*words: str, seconds: int) -> None:
+    done = warm.run((ROOT / "tools" / "support.py", "--check_support", *words), timeout=seconds)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.timeout(360)
+def test_the_sessions_of_zero_are_those_of_the_table() -> None:
+    check_support("zero", seconds=330)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_every_cell_is_what_the_program_does() -> None:
+    check_support(seconds=1200)
+
+
+# ---- pictures that the product made of itself -----------------------------------------------------------------------
+
+PICTURES = ROOT / "docs" / "pictures"
+WIDTHS = {"report-light.png": 1440, "report-dark.png": 1440, "report-phone.png": 390}
+RUNGS = {f"ladder-{name}.svg" for name in STRATEGY_INFO if name != "dp"}  # dp needs several GPUs
+MOST_BYTES = {".png": 150_000, ".svg": 100_000}
+DRAWN = sorted(PICTURES.glob("*.svg"))
+
+svgs = pytest.mark.parametrize("path", DRAWN, ids=lambda path: path.stem)
+
+
+def test_every_picture_is_there_and_small() -> None:
+    assert {path.name for path in PICTURES.iterdir()} == {*WIDTHS, "watch.svg", *RUNGS}
+    assert [path.name for path in PICTURES.iterdir() if path.stat().st_size > MOST_BYTES[path.suffix]] == []
+
+
+@pytest.mark.parametrize(("name", "width"), WIDTHS.items())
+def test_a_page_was_seen_at_its_width(name: str, width: int) -> None:
+    head = (PICTURES / name).read_bytes()[:24]
+    assert head[:8] == b"\x89PNG\r\n\x1a\n"
+    assert struct.unpack(">II", head[16:])[0] == width
+
+
+@svgs
+def test_a_drawing_asks_for_nothing_runs_nothing_and_names_nothing_of_the_machine(path: Path) -> None:
+    text = path.read_text()
+    root = ElementTree.fromstring(text)
+    assert {node.tag.rpartition("}")[2] for node in root.iter()} & {"script", "image", "foreignObject", "a"} == set()
+    assert [name for node in root.iter() for name in node.attrib if name.endswith("href")] == []
+    requests, machine = r"@import|url\((?!#)|https?://(?!www\.w3\.org/2000/svg\")", r"/tmp/|/home/|/root/|/work/|\x1b"
+    assert re.findall(f"{requests}|{machine}", text) == []
+
+
+@pytest.mark.parametrize("name", sorted(RUNGS))
+def test_a_rungs_drawing_has_all_its_colours_in_light_and_in_dark(name: str) -> None:
+    text = (PICTURES / name).read_text()
+    style = text.partition("<style>")[2].partition("</style>")[0]
+    light, _, dark = style.partition("prefers-color-scheme: dark")
+    used = {word for words in re.findall(r'class="([^"]*)"', text) for word in words.split()} - {"plain"}
+    assert used >= {"ground", "on"}
+    assert [word for word in used if f".{word} " not in style] == []
+    for variable in set(re.findall(r"var\((--[a-z]+)\)", style)):
+        assert f"{variable}:" in light and f"{variable}:" in dark, variable
+
+
+def test_an_unknown_picture_is_refused() -> None:
+    command = [sys.executable, ROOT / "tools" / "pictures.py", "ladder-none"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "ladder-single" in done.stderr

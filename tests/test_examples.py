@@ -1,7 +1,5 @@
 """The examples of recipes.md, hugging-face.md, kubernetes.md and ci.md run, and the index of examples is complete."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -3,8 +3,6 @@
 The conftest itself runs in a pytest of its own (a subprocess), on tests that break each promise.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The texts of errors, src/paceline/messages/: each is used, has the fields that it names, and fits every front end."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re
@@ -30,7 +28,6 @@ def trees() -> dict[Path, ast.Module]:
 
 
 def fields_of(text: str) -> set[str]:
-    """The fields that a text names."""
     names = [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
     values = [name.partition("=")[2] for name in names if name.startswith("--") and " " not in name and "=" in name]
     return {name for name in names if not name.startswith("--")} | set(values)

@@ -1,7 +1,5 @@
 """Tensors are found and changed in whatever holds them, and the holder keeps its type and what else it knows."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -11,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.compute.precision import in_bf16
+from paceline.compute.precision import autocast_bf16
 from paceline.nested import map_tensors, tensors
 
 Pair = namedtuple("Pair", ["first", "second"])
@@ -73,7 +71,7 @@ def test_a_model_in_bf16_gives_float32_in_the_container_of_its_own():
 
     for kind in (Record, Output):
         model = Model(kind)
-        in_bf16(model, torch.device("cpu"))
+        autocast_bf16(model, torch.device("cpu"))
         found = model(torch.ones(2, 4))
         assert type(found) is kind and found.logits.dtype == torch.float32
         assert {tensor.dtype for tensor in tensors(found)} == {torch.float32}

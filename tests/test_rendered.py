@@ -1,7 +1,5 @@
 """tests/rendered.py: another text than the reviewed one fails, and each reviewed text belongs to a test."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Forked interpreters are as good as started ones, and no process sees what another has done."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -19,8 +19,6 @@ Not for what looks at how Python itself starts (`sys.flags`), at when a module i
 environment at that time, or at the command line in /proc.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import faulthandler

@@ -1,7 +1,5 @@
 """Worlds of several sizes, one after another, among the processes of one `run_ranks` call: a start costs seconds."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Iterable
 from datetime import timedelta
 from pathlib import Path
@@ -10,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline import World, joined
+from paceline import World, process_group
 
 
 @pytest.fixture(scope="module")
 def world() -> Generator[World]:
     """A world of one for all tests of a module: gloo's listener, and what an optimizer imports, outlive a test."""
-    with joined(World.from_env({}, device="cpu")) as world:
+    with process_group(World.from_env({}, device="cpu")) as world:
         torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
         yield world
 

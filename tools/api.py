@@ -18,7 +18,7 @@ import paceline
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 ROOMS = {
     "Your own loop": ("session", "Session", "Loader", "load_adapter", "run"),
-    "A task": ("Task", "Metric", "Moment"),
+    "A task": ("Task", "Metric", "CallbackState"),
     "The parts, each by itself": (),  # all others
 }
 INTERNAL = {  # used by other modules of paceline; not for users
@@ -27,7 +27,7 @@ INTERNAL = {  # used by other modules of paceline; not for users
         *("evaluation_batches", "fingerprint", "is_last_batch"),
         *("restore_sampler", "sampler_state", "training_batches", "uses_no_random_numbers"),
     ),
-    "Loading": ("kept_loader", "worker_settings"),
+    "LoadingOptions": ("kept_loader", "worker_settings"),
     "BatchPlan": ("known_steps_per_epoch", "size_text"),
     "Schedule": ("json_state", "load", "set_lr"),
 }

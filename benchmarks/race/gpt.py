@@ -33,9 +33,11 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """10.8 M parameters in 76 tensors with 6 layers of width 384; the first layer's weights are the last one's, too."""
 
-    def __init__(self, layers: int, width: int, heads: int) -> None:
+    def __init__(
+        self, layers: int, width: int, heads: int, vocabulary: int = VOCABULARY, longest: int = LONGEST
+    ) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(VOCABULARY, width), nn.Embedding(LONGEST, width)
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(longest, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
         for parameter in self.parameters():
@@ -43,7 +45,7 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, text: Tensor) -> Tensor:
-        """(B, T) int64 -> logits (B, T, 256)."""
+        """(B, T) int64 -> logits (B, T, vocabulary)."""
         x = self.tokens(text) + self.places.weight[: text.shape[1]]
         return F.linear(self.norm(self.blocks(x)), self.tokens.weight)
 

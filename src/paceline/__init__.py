@@ -2,21 +2,22 @@
 
 Public API. Each part also works alone in a custom loop (examples/own_loop.py):
 
-    run                      starts ranks from a script or a notebook: run(function, nproc=2)
-    session                  models, data and checkpoints on all ranks, for a custom training loop
-    load_adapter             an adapter of peft, compared with its base weights
-    World, joined            rank and world size of this process; the process group
-    BatchPlan, ranks_share   which rank processes which sample, and when
-    load_steps, Loading      micro-batches on the device, loaded as a plan specifies
-    ArrayDataset             a dataset of tensors in memory
-    STRATEGIES               how the ranks divide the work: manual, bucketed, ddp, ...
-    train_step, fit          one optimizer step; a loop of steps
-    evaluate                 exact evaluation on all ranks
-    Task, Metric             model, data and loss, for `paceline train module:name`; a metric besides the loss
-    on_device                a dataset of tensors, on the GPU if they fit into its memory
-    in_bf16, recompute,      precision, activation checkpointing, torch.compile, CUDA graphs, the allocator: call them
-    compile_model,           on a model before a strategy is applied to it (keep_memory applies to the process)
-    graph_model, keep_memory
+    run                          starts ranks from a script or a notebook: run(function, nproc=2)
+    session                      models, data and checkpoints on all ranks, for a custom training loop
+    load_adapter                 an adapter of peft, compared with its base weights
+    World, process_group         rank and world size of this process; the process group
+    BatchPlan, virtual_ranks_of  which rank processes which sample, and when
+    load_steps, LoadingOptions   micro-batches on the device, loaded as a plan specifies
+    ArrayDataset                 a dataset of tensors in memory
+    STRATEGIES                   how the ranks divide the work: manual, bucketed, ddp, ...
+    train_step, fit              one optimizer step; a loop of steps
+    evaluate                     exact evaluation on all ranks
+    Task, Metric                 model, data and loss, for `paceline train module:name`; a metric besides the loss
+    on_device                    a dataset of tensors, on the GPU if they fit into its memory
+
+Call these before a strategy is applied to the model:
+
+    autocast_bf16, checkpoint_activations, compile_model, use_cuda_graphs; tune_malloc for the process
 """
 
 import importlib
@@ -32,24 +33,24 @@ _LAZY_EXPORTS = {
     "load_adapter": "train.adapters",
     "Session": "sessions",
     "World": "rank.world",
-    "joined": "rank.world",
+    "process_group": "rank.world",
     "BatchPlan": "data.plan",
-    "ranks_share": "data.plan",
+    "virtual_ranks_of": "data.plan",
     "ArrayDataset": "data.arrays",
     "on_device": "data.arrays",
-    "in_bf16": "compute.precision",
-    "recompute": "compute.forward",
+    "autocast_bf16": "compute.precision",
+    "checkpoint_activations": "compute.forward",
     "compile_model": "compute.compiling",
-    "graph_model": "compute.compiling",
-    "keep_memory": "compute.resources",
-    "Loading": "data.loader",
+    "use_cuda_graphs": "compute.compiling",
+    "tune_malloc": "compute.resources",
+    "LoadingOptions": "data.loader",
     "MicroBatch": "data.loader",
     "load_steps": "data.loader",
     "STRATEGIES": "strategies",
     "Strategy": "strategies",
     "Task": "tasks.task",
     "Metric": "tasks.metric",
-    "Moment": "tasks.task",
+    "CallbackState": "tasks.task",
     "Schedule": "train.optimizer",
     "evaluate": "train.evaluate",
     "fit": "train.step",
@@ -61,26 +62,26 @@ __all__ = [*_LAZY_EXPORTS, "__version__"]  # pyright: ignore[reportUnsupportedDu
 
 if TYPE_CHECKING:
     from paceline.compute.compiling import compile_model as compile_model
-    from paceline.compute.compiling import graph_model as graph_model
-    from paceline.compute.forward import recompute as recompute
-    from paceline.compute.precision import in_bf16 as in_bf16
-    from paceline.compute.resources import keep_memory as keep_memory
+    from paceline.compute.compiling import use_cuda_graphs as use_cuda_graphs
+    from paceline.compute.forward import checkpoint_activations as checkpoint_activations
+    from paceline.compute.precision import autocast_bf16 as autocast_bf16
+    from paceline.compute.resources import tune_malloc as tune_malloc
     from paceline.data.arrays import ArrayDataset as ArrayDataset
     from paceline.data.arrays import on_device as on_device
-    from paceline.data.loader import Loading as Loading
+    from paceline.data.loader import LoadingOptions as LoadingOptions
     from paceline.data.loader import MicroBatch as MicroBatch
     from paceline.data.loader import load_steps as load_steps
     from paceline.data.plan import BatchPlan as BatchPlan
-    from paceline.data.plan import ranks_share as ranks_share
+    from paceline.data.plan import virtual_ranks_of as virtual_ranks_of
     from paceline.launch.from_python import run as run
     from paceline.rank.world import World as World
-    from paceline.rank.world import joined as joined
+    from paceline.rank.world import process_group as process_group
     from paceline.sessions import Session as Session
     from paceline.sessions import session as session
     from paceline.strategies import STRATEGIES as STRATEGIES
     from paceline.strategies import Strategy as Strategy
     from paceline.tasks.metric import Metric as Metric
-    from paceline.tasks.task import Moment as Moment
+    from paceline.tasks.task import CallbackState as CallbackState
     from paceline.tasks.task import Task as Task
     from paceline.train.adapters import load_adapter as load_adapter
     from paceline.train.evaluate import evaluate as evaluate

@@ -1,7 +1,5 @@
 """What is planted where, and what `paceline launch --check` must say of it. Used by the tests and by soak_check.py."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -93,8 +91,6 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What was said of it."""
-
     case: Case
     code: int
     seconds: float
@@ -125,7 +121,6 @@ class Outcome:
 
 
 def cases() -> list[Case]:
-    """All of them."""
     scripts = sorted((HERE / "clean").glob("*.py"))
     clean = [Case(f"clean/{path.name}", kind=kind) for path in scripts for kind in kinds(path)]
     right = [Case(f"planted/{name}.py") for name in RIGHT]

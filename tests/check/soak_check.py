@@ -5,8 +5,6 @@ python tests/check/soak_check.py [--only WORD] [--out benchmarks/results/check.m
 FILE.json is written beside FILE.md after each run, and what is in it is not run again: repeat the command to continue.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path
@@ -29,7 +27,6 @@ def row(outcome: Outcome) -> str:
 
 
 def summary(outcomes: list[Outcome]) -> str:
-    """How many of what."""
     planted = [one for one in outcomes if one.case.rule]
     found, lines = sum(one.found for one in planted), sum(one.on_its_line for one in planted)
     clean = [one for one in outcomes if not one.case.rule]

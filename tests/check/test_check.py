@@ -1,7 +1,5 @@
 """`paceline launch --check` itself: real starts of a script with several pitfalls, and of one that fails."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

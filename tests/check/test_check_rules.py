@@ -1,7 +1,5 @@
 """Every rule of `launch --check` on made-up facts: it finds what it is for, and nothing where there is nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`--check` compares a checkpoint with memory, bit for bit, and finds what is not in it."""
 
-from __future__ import annotations
-
 import pickle
 import random
 import sys

@@ -1,7 +1,5 @@
 """What `--check` puts into a worker: cut epochs, and callbacks of several who wait for one module."""
 
-from __future__ import annotations
-
 import importlib
 import math
 import pickle
@@ -40,8 +38,6 @@ from paceline.rank.probes import Hooks
 
 
 class Stream(IterableDataset[int]):
-    """Nothing."""
-
     def __iter__(self) -> Iterator[int]:
         return iter(())
 

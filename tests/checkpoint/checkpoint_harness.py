@@ -1,7 +1,5 @@
 """Small checkpoints whose content follows from the step, so that a mixture of two is detected."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

@@ -6,8 +6,6 @@ A process of its own that forks one writer for each point: a fork costs millisec
 Prints one JSON line: the number of points, how each ended, and every law that was broken.
 """
 
-from __future__ import annotations
-
 import argparse
 import errno
 import json

@@ -1,7 +1,5 @@
 """Damage by disks, copies and people: one random damage to a checkpoint, or to the writing of one."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

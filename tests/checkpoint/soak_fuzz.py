@@ -6,8 +6,6 @@ The results so far are in --out: the same command goes on where it was stopped. 
 or told without the name of the file.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """Ranks of two hosts have parts of a state. After the exchange, each host has the full state and can resume alone."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`paceline checkpoint list RUN` and `verify RUN`: their output and exit codes."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """At every moment of a save, the old or the new checkpoint is complete. No partial one is ever loaded."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

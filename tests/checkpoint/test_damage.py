@@ -1,7 +1,5 @@
 """No damaged or forged checkpoint is loaded. A report names the file, and the previous checkpoint is used."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

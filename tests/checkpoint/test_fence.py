@@ -1,7 +1,5 @@
 """Only the newest generation publishes. Older ones get an error, and never hang on the lock."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

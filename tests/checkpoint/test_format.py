@@ -1,7 +1,5 @@
 """manifest.json is read as it was written, and values that JSON would change raise an error."""
 
-from __future__ import annotations
-
 import math
 
 import msgspec

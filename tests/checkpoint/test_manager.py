@@ -1,7 +1,5 @@
 """Publication is one rename; which checkpoints are kept or deleted, and what a concurrent reader finds."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A file's header matches the manifest, or the checkpoint is damaged: `verify` and a resumed run agree."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

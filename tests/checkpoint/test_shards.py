@@ -1,7 +1,5 @@
 """A rank's part of a state as a file is read as it was written, completely or in parts, or raises an error."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import json

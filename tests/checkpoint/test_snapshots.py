@@ -1,7 +1,5 @@
 """Snapshots in memory: at every moment of a write an older one is complete, and no partial one is used."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

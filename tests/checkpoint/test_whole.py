@@ -1,7 +1,5 @@
 """The full state on every rank has each shard at its elements, bit for bit, for any type."""
 
-from __future__ import annotations
-
 import hashlib
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run that only saves: `writer.py ROOT ATTEMPT GENERATION STEPS` prints each step that it publishes."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

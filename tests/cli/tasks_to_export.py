@@ -1,7 +1,5 @@
 """Models whose state_dict is not just their parameters and buffers: tied, merged, not persistent, wrapped."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """A seeded sample of tests/soak_bits.py: the same bits on every world size, after a kill, after a resume."""
 
-from __future__ import annotations
-
 import random
 import signal
 from collections.abc import Iterator, Mapping

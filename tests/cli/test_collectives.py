@@ -1,7 +1,5 @@
 """`paceline launch --collectives shared`: DDP of an unchanged script, with the hang guard."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`paceline compare` as it is typed: the table, what is written down, what fails and goes on, what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`paceline export`: the weights of real runs as plain torch and Hugging Face take them, and what is refused."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -18,7 +16,7 @@ from tests.sessions.test_resume import start
 
 from paceline.cli.checkpoint import export
 from paceline.errors import UsageError
-from paceline.runs.reading import entry_names
+from paceline.runs.reading import list_names
 from paceline.runs.summary import Summary, read_summary, write_summary
 from paceline.train.weights import load, save
 
@@ -39,7 +37,6 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def whole(run: Path) -> Path:
-    """It is complete now."""
     weights = Odd().state_dict()
     save(weights, run / "model.safetensors")
     from paceline.checkpoint.shards import sha256_of
@@ -75,7 +72,7 @@ def test_a_damaged_one_is_passed_over_and_told_and_refused_where_it_is_named(
     assert "step 2 of run" in shown.out and re.search("step-00000003 .*: shard-0-of-2", shown.err)
     with raises("step-not-exported", which="the checkpoint of step 3 is damaged: "):
         export([str(run), "--step", "3", "-o", str(tmp_path / "other.pt")])
-    assert entry_names(tmp_path) == ["run", "w.pt"]
+    assert list_names(tmp_path) == ["run", "w.pt"]
 
 
 @pytest.mark.parametrize("name", ["w.safetensors", "w.pt"])
@@ -138,10 +135,10 @@ def test_what_cannot_be_is_told_and_nothing_is_written(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.pt").write_text("precious")
-    before = entry_names(tmp_path)
+    before = list_names(tmp_path)
     with raises(code, **fields):
         export(words.split())
-    assert entry_names(tmp_path) == before and (tmp_path / "there.pt").read_text() == "precious"
+    assert list_names(tmp_path) == before and (tmp_path / "there.pt").read_text() == "precious"
 
 
 def test_a_file_is_replaced_when_that_is_asked_for(run: Path, tmp_path: Path) -> None:

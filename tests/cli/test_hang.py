@@ -1,7 +1,5 @@
 """`paceline hang`: the diagnosis of a stall again, and that of a run that still runs, asked of its agent."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -14,7 +12,7 @@ import msgspec
 import pytest
 
 from paceline.cli import live, main
-from paceline.guard.judge import judge
+from paceline.guard.judge import diagnose
 from paceline.guard.report import write_diagnosis
 from paceline.protocol.evidence import Evidence, Frame, Op, Stack
 from paceline.report.run import read_run
@@ -47,7 +45,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def stalled(run: Path, causes: int, number: int = 1) -> None:
     seen = evidence(causes)
-    write_diagnosis(run / "attempt-1" / f"diagnosis-{number}", judge(seen), seen, waited_seconds=12.0)
+    write_diagnosis(run / "attempt-1" / f"diagnosis-{number}", diagnose(seen), seen, waited_seconds=12.0)
 
 
 AGENT = """
@@ -55,7 +53,7 @@ import fcntl, json, os, re, shutil, sys, time
 from pathlib import Path
 import msgspec
 from paceline.protocol.evidence import Evidence
-from paceline.guard.judge import judge
+from paceline.guard.judge import diagnose
 from paceline.guard.report import write_diagnosis
 lock = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
 fcntl.flock(lock, fcntl.LOCK_EX)
@@ -68,7 +66,7 @@ while True:
         nonce = re.fullmatch(r"ask-[0-9]+-([0-9a-f]+)", question.name)[1]
         question.unlink()
         waited = min(one.still_seconds for one in seen)
-        write_diagnosis(attempt / f"diagnosis-live-{nonce}", judge(seen), seen, waited_seconds=waited)
+        write_diagnosis(attempt / f"diagnosis-live-{nonce}", diagnose(seen), seen, waited_seconds=waited)
     time.sleep(0.05)
 """
 

@@ -1,7 +1,5 @@
 """The help of every command: examples that its own parser takes, common options in groups, all of them on request."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys
@@ -11,7 +9,7 @@ import pytest
 from tests import warm
 
 from paceline.cli import COMMANDS, command_line, command_main, train
-from paceline.cli.launch import known_options
+from paceline.cli.launch import launch_options
 from paceline.cli.options import MAX_OPTIONS_SHOWN_IN_FULL, build_settings
 from paceline.cli.torchrun import read_arguments
 from paceline.cli.watchover import split_script
@@ -42,7 +40,7 @@ def test_two_examples_that_the_commands_own_parser_takes_come_first(command: str
         words = words[words.index("paceline") + 1 :]
         assert words.pop(0) == command, example
         if command == "launch":
-            typed = read_arguments(words, {}, known_options())
+            typed = read_arguments(words, {}, launch_options())
             words, script = typed.paceline_arguments, [*typed.script]
         elif command == "watchover":
             words, script = split_script(words)

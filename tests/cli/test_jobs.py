@@ -1,7 +1,5 @@
 """Settings for other machines: each has an effect or is refused, and what is secret is not written down."""
 
-from __future__ import annotations
-
 import os
 import resource
 import subprocess

@@ -1,7 +1,5 @@
 """What `compare` and `scale` share: the training that flags describe, refusals before anything starts, the results."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +11,7 @@ from tests.errors import raises
 from tests.lab.typed import typed
 
 from paceline.cli import main, measure
-from paceline.cli.measure import MeasurementConfig, check_measurement, publish, train_config
+from paceline.cli.measure import MeasurementConfig, check_measurement, output_results, train_config
 from paceline.config.settings import TrainConfig, dump
 from paceline.lab.compare import compared_rows
 from paceline.lab.measurement import Measurement
@@ -58,10 +56,10 @@ class Found(msgspec.Struct):
 
 
 def test_results_are_written_and_printed_as_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    publish(Found(7), MeasurementConfig(out=tmp_path / "x.json"), lambda: print("a table"))
+    output_results(Found(7), MeasurementConfig(out=tmp_path / "x.json"), lambda: print("a table"))
     assert capsys.readouterr().out == "a table\n"
     assert json.loads((tmp_path / "x.json").read_text()) == {"number": 7}
-    publish(Found(8), MeasurementConfig(json=True), lambda: print("a table"))
+    output_results(Found(8), MeasurementConfig(json=True), lambda: print("a table"))
     assert json.loads(capsys.readouterr().out) == {"number": 8}
 
 

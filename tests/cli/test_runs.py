@@ -1,7 +1,5 @@
 """`paceline runs`: what a person and a program see of a folder of runs, whoever has written them."""
 
-from __future__ import annotations
-
 import math
 import os
 import re
@@ -17,7 +15,7 @@ from tests.rendered import rendered
 
 from paceline.cli.run_state import run_state
 from paceline.cli.status import list_runs
-from paceline.runs.attempt import AttemptEnd, write_ended
+from paceline.runs.attempt import AttemptEnd, write_attempt_end
 from paceline.runs.events import Evaluated, Started, Step
 from paceline.runs.folder import create_attempt_dir
 from paceline.runs.summary import RunState, Summary, write_summary
@@ -38,7 +36,7 @@ def made(folder: Path, seconds: float, summary: Summary | None = None, words: st
     if summary is not None:
         write_summary(folder, summary)
     if words:
-        write_ended(attempt, AttemptEnd(1, words))
+        write_attempt_end(attempt, AttemptEnd(1, words))
     return folder
 
 

@@ -1,7 +1,5 @@
 """`paceline scale` as it is typed: injected causes get the largest share, runs that are over can be asked, too."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

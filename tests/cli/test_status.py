@@ -1,7 +1,5 @@
 """What `status`, `logs` and `cancel` make of what a run has left, and of real processes that hold it."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shlex
@@ -19,13 +17,13 @@ from tests.errors import raises
 
 from paceline.cli import live, logs, status
 from paceline.cli import run_state as run_state_module
-from paceline.cli.run_state import Access, find_run, run_state
+from paceline.cli.run_state import RunAccess, find_run, run_state
 from paceline.errors import TrainingError
 from paceline.host.procfs import read_process
 from paceline.host.sweep import Roster
 from paceline.launch.plan import SubmitRecord, next_submit_dir, write_submission
 from paceline.protocol.evidence import Failure
-from paceline.runs.attempt import AttemptEnd, write_ended
+from paceline.runs.attempt import AttemptEnd, write_attempt_end
 from paceline.runs.events import FlopsCounted, Started, Step
 from paceline.runs.folder import create_attempt_dir
 from paceline.runs.summary import RunState, Summary, write_summary
@@ -190,7 +188,7 @@ def test_what_the_agent_judged_is_shown_and_no_record_is_judged_again(run: Path)
     (attempt / "error-0.json").write_bytes(failure(0, "Connection closed by peer", victim=True, seconds=1.0))
     found = run_state(run)
     assert (found.state, found.words.endswith("attempt-1/error-0.json")) == ("failed", True)  # without a diagnosis
-    write_ended(attempt, ended := AttemptEnd(1, "rank 1 (n1): ValueError: no such file"))
+    write_attempt_end(attempt, ended := AttemptEnd(1, "rank 1 (n1): ValueError: no such file"))
     found = run_state(run)
     assert (found.state, found.words) == ("failed", f"exit code 1: {ended.words}")
 
@@ -210,7 +208,7 @@ def test_an_agent_counts_only_with_its_own_start_time_and_host(run: Path) -> Non
 def test_a_run_of_slurm_on_a_machine_without_slurm_is_unknown(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_submission(next_submit_dir(run), SubmitRecord(on="slurm", started_at=1.0, slurm_job="12"))
     monkeypatch.setenv("PATH", "/nowhere")
-    found = run_state(run, Access(may_query_slurm=True))
+    found = run_state(run, RunAccess(may_query_slurm=True))
     assert (found.state, found.slurm_job) == ("unknown", "12") and "no command scontrol" in found.words
     assert "Slurm job 12" in run_state(run).words
 
@@ -230,9 +228,9 @@ def test_an_agent_on_another_host_is_asked_and_told_by_the_users_ssh(
     words = (str(tmp_path / "ssh"), "-F", "my config")
     submission = SubmitRecord(on="ssh", started_at=1.0, hosts=("n2",), ssh=words)
     write_submission(next_submit_dir(run), submission)
-    access, flag = Access(words), ["--ssh", shlex.join(words)]
+    access, flag = RunAccess(words), ["--ssh", shlex.join(words)]
     assert run_state(run, access).state == "running"
-    found = run_state(run, Access(("/no/ssh",)))  # what stands written down is told, and not run
+    found = run_state(run, RunAccess(("/no/ssh",)))  # what stands written down is told, and not run
     assert found.state == "unknown" and f"started with --ssh {shlex.join(words)!r}" in found.words
     with raises("agent-of-another-run"):
         write_roster(run, os.getpid(), host="n2")
@@ -278,7 +276,7 @@ def test_status_is_one_screen_and_the_same_for_programs(
 
 
 def test_nothing_that_a_run_wrote_steers_the_terminal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_ended(run / "attempt-1", AttemptEnd(1, "\x1b[2J\x9b1m\x07gone"))
+    write_attempt_end(run / "attempt-1", AttemptEnd(1, "\x1b[2J\x9b1m\x07gone"))
     (run / "attempt-1" / "rank-0.log").write_bytes(b"\x1b]0;title\x07text\r\n\xff\n")
     assert status.main([str(run)]) == logs.main([str(run)]) == 0
     shown = capsys.readouterr().out

@@ -1,7 +1,5 @@
 """Whoever starts a run may close its standard streams, or stop reading them: the run and its code do not change."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`paceline watchover`: what is ours and what is the script's; where ranks find their agent; how strangers ended."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal

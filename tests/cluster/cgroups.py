@@ -4,8 +4,6 @@ Only version 1 controllers that Slurm uses. With its own root every host may hav
 The folders are named after the process that made them, so that those of a killed test run can be told and removed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from pathlib import Path

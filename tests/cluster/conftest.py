@@ -3,8 +3,6 @@
 A test may do anything to the hosts: afterwards they are as before, and what it left running on them fails it.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

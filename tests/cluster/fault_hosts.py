@@ -1,7 +1,5 @@
 """What are the faults between hosts, and how does each strike? One run on n2 and n3, with paceline or torchrun."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -44,7 +44,6 @@ class Kill:
 
     @classmethod
     def drawn(cls, dice: random.Random, on: str, what: str, longest_seconds: float) -> Kill:
-        """At a random moment."""
         return cls(on, what, dice.uniform(0.1, longest_seconds), dice.uniform(0.0, 1.5), dice.randrange(4))
 
     @property
@@ -57,8 +56,6 @@ class Kill:
 
 @dataclass
 class Outcome:
-    """What came of it."""
-
     code: int
     step: int  # how far the run was
     struck_seconds: float  # after the start
@@ -193,7 +190,6 @@ def _ended_as(said: str, cluster: Cluster) -> str:
 
 
 def _faults(kill: Kill, outcome: Outcome) -> list[str]:
-    """What should not be so."""
     found: list[str] = []
     if outcome.survivors:
         found.append(f"{len(outcome.survivors)} processes left after {GONE_SECONDS:g} s")

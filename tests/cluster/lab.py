@@ -7,8 +7,6 @@ room's network namespace is the switch. Nothing has a name on the machine (no /r
 any number of labs run side by side with the same host names and addresses.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """How does a host start? As the first process of new namespaces, which mounts what is its own and then only reaps."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ Here the *parent* says in which pid namespace its next child is born (setns conc
 the other namespaces and execs. So `popen(...).send_signal(SIGINT)` means what it means for a local process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

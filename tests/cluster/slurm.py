@@ -74,7 +74,6 @@ class Slurm:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a Slurm command on a host needs."""
         return {"SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def run(self, *argv: object, env: dict[str, str] | None = None, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -16,7 +16,7 @@ from paceline.launch.slurm.queue import (
     check_allocation,
     check_fits,
     current_allocation,
-    follow,
+    follow_job,
     run_in_allocation,
     submit,
 )
@@ -49,7 +49,7 @@ def main(run: str, seconds: str, code: str, how: str = "", nodes: str = "2", **a
         print(job_id)
         return 0
     output = submit_dir / f"slurm-{job_id}.out"
-    return follow(job_id, output, say, say, cancel_on_interrupt=how == "cancel")
+    return follow_job(job_id, output, say, say, cancel_on_interrupt=how == "cancel")
 
 
 def say(text: str) -> None:

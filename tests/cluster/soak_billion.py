@@ -6,8 +6,6 @@ Sample i is one byte that a hash makes of i, in a file of 1 GB that both hosts m
 shuffled order; what arrives is added up, and compared with the plan's own order. Root; a quarter of an hour on 2 cores.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess
@@ -67,12 +65,10 @@ for epoch in s.epochs(1):
 
 
 def samples(indices: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The bytes of these samples."""
     return ((indices.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(56)).astype(np.uint8)
 
 
 def main() -> int:
-    """Run it; exit code 1 if something differs."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     out: Path = parser.parse_args().out

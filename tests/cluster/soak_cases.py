@@ -1,7 +1,5 @@
 """What is one case of the soak of launching? A run on two hosts, what is done to it, and what must come of it."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import time
@@ -20,7 +18,6 @@ from tests.cluster.training import (
     SCRIPT,
     Cluster,
     clean_ledger,
-    events,
     resumed_here,
     steps_done,
     submit,
@@ -47,8 +44,6 @@ TRIES = 3
 
 @dataclass
 class Result:
-    """What came of a case."""
-
     seconds: float = 0.0
     told: dict[str, object] = field(default_factory=dict[str, object])
     faults: list[str] = field(default_factory=list[str])
@@ -117,38 +112,6 @@ def kill_case(bench: Bench, dice: random.Random, on: str, what: str) -> Result:
             faults, said = told.pop("faults"), told.pop("said")
             return Result(told={**told, **({"said": said[-3000:]} if faults else {})}, faults=faults)
     return Result(faults=[f"the run ended {TRIES} times before it could be killed"])
-
-
-def lost_case(bench: Bench, dice: random.Random, fault: str) -> Result:
-    """A follower is lost: seconds until node 0's rank 0 has done a step again."""
-    run_dir, step, lab = bench.folder / "run", dice.randint(3, STEPS * 3 // 4), bench.cluster.lab
-    launcher = bench.launcher(*LONG, *bench.cluster.where("ssh", "--nodes", "1:2", "--nproc", 2, "--run-dir", run_dir))
-    wait_for_step(run_dir, step)
-    before = roster(run_dir)
-    getattr(lab, fault)(FOLLOWER)
-    struck, told = time.monotonic(), dict[str, object](step=steps_done(run_dir))
-    if _until(lambda: roster(run_dir) != before, launcher):
-        logged = len(list(events(run_dir)))
-        if _until(lambda: any("share" in event for event in list(events(run_dir))[logged:]), launcher):
-            told["back_seconds"] = round(time.monotonic() - struck, 1)  # to the first new step
-    said = launcher.communicate(timeout=RUN_SECONDS)[0]
-    assert launcher.returncode == 0, said
-    if "continuing without it" not in said or FOLLOWER not in said:
-        return Result(told={"said": said[-2000:]}, faults=[f"{FOLLOWER} is not named, or the run did not go on"])
-    return compared(Result(told=told), run_dir, bench.expected(LONG))
-
-
-def roster(run_dir: Path) -> bytes:
-    """What node 0's agent has written down of its workers: every generation has others."""
-    (path,) = run_dir.glob("attempt-*/agent-0.json")
-    return path.read_bytes()
-
-
-def _until(condition: Callable[[], bool], launcher: subprocess.Popen[str]) -> bool:
-    deadline = time.monotonic() + RUN_SECONDS
-    while not (found := condition()) and launcher.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return found
 
 
 def slurm_case(bench: Bench, dice: random.Random, fault: str) -> Result:

@@ -10,8 +10,6 @@ Writes FILE.json after each run and FILE.md from it, both parts into one. What w
 the file already are left out. --minutes ends it in good order. The exit code is 1 if a rank of paceline's is wrong.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform
@@ -52,8 +50,6 @@ Run = Callable[[Fault, Launcher, Path], Score]
 
 
 class Soak(msgspec.Struct):
-    """The content of FILE.json."""
-
     machine: dict[str, str]
     hang_timeout: str
     runs: dict[str, Score] = {}  # "fault launcher turn"

@@ -8,8 +8,6 @@ In some runs a further host joins by `paceline join`. Seeded; typed again it goe
 every N-th run, beside others that write to the same record. Root.
 """
 
-from __future__ import annotations
-
 import argparse
 import fcntl
 import json
@@ -149,7 +147,6 @@ def one_run(lab: Lab, ssh: SshHosts, task: list[str], run_dir: Path, seed: int, 
 
 
 def happen(lab: Lab, fault: str, host: str, seconds: float) -> None:
-    """A fault, and its end."""
     if fault == "slow":
         lab.rate(host, "1mbit")
     else:
@@ -193,7 +190,6 @@ def wait(done: Callable[[], bool], deadline: float) -> None:
 
 
 def recorded(out: Path) -> list[Result]:
-    """The runs that are done."""
     return [Result(**one) for one in json.loads(out.read_text())["runs"]] if out.exists() else []
 
 
@@ -222,7 +218,6 @@ def write(out: Path, results: list[Result]) -> None:
 
 
 def main() -> int:
-    """Run them; exit code 1 if any was wrong."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--count", type=int, default=34)
     parser.add_argument("--seed", type=int, default=1)

@@ -5,16 +5,14 @@
     digests  trainings over ssh, on Slurm and by the printed commands: the weights of one process here
     scripts  an existing DDP script by every launcher: one digest
     kills    one process of a run is killed at a random moment: nothing is left, and who failed is named
-    lost     an ssh host is lost at a random step: the others go on, to the same weights
     slurm    time limit, preemption, node failure: the job queues again and comes to the same weights
     ports    two jobs at once with one port: both right, or one refused
     head     node 0 is lost: the others end within 20 s, and the run can be resumed
 
-Root only. A part that was interrupted goes on: cases that are in the file already are left out. The exit code is 1 if
-a case has a fault. tests/cluster/test_kills.py is a small sample of this.
+soak_hosts.py has hosts that are lost while the others go on. Root only. A part that was interrupted goes on: cases that
+are in the file already are left out. The exit code is 1 if a case has a fault. tests/cluster/test_kills.py is a small
+sample of this.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -61,7 +59,6 @@ def cases_of(part: str, seed: int, count: int) -> Cases:
         "kills": [
             (f"{on}, {what}", partial(soak_cases.kill_case, on=on, what=what)) for on in WHATS for what in WHATS[on]
         ],
-        "lost": [(fault, partial(soak_cases.lost_case, fault=fault)) for fault in ("power_off", "cut", "kill")],
         "slurm": [
             (fault, partial(soak_cases.slurm_case, fault=fault))
             for fault in ("preemption", "node failure", "time limit")
@@ -76,9 +73,9 @@ def cases_of(part: str, seed: int, count: int) -> Cases:
         yield f"{number} {name}", partial(case, dice=dice)
 
 
-SSH_ALONE = ("lost", "ports", "head")
+SSH_ALONE = ("ports", "head")
 COUNTS: Mapping[str, int] = {
-    "digests": 24, "scripts": 2, "kills": 45, "lost": 12, "slurm": 9, "ports": 20, "head": 3,
+    "digests": 24, "scripts": 2, "kills": 45, "slurm": 9, "ports": 20, "head": 3,
 }  # fmt: skip
 
 
@@ -103,7 +100,6 @@ def run_case(case: Case, bench: Bench, *, with_slurm: bool) -> Result:
 
 
 def machine() -> dict[str, object]:
-    """On what this was measured."""
     said = {name: subprocess.run([name, "-V"], capture_output=True, text=True) for name in ("slurmd", "ssh")}
     return {
         "cores": os.cpu_count(),

@@ -6,8 +6,6 @@ Writes FILE.json after each run and FILE.md from it. What was interrupted goes o
 left out. --minutes ends it in good order. The exit code is 1 if a wrong rank was named, or a process is left.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil
@@ -50,8 +48,6 @@ temporary files left are counted when the launcher has ended, without the folder
 
 
 class Soak(msgspec.Struct):
-    """The content of FILE.json."""
-
     machine: dict[str, str]
     runs: dict[str, Score] = {}  # "fault, way"
 

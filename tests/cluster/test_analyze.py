@@ -1,7 +1,5 @@
 """The log of a Slurm job whose tasks print into one file, each line with its task's number."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.cluster.slurm import Slurm

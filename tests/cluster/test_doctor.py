@@ -1,7 +1,5 @@
 """Injected faults are named, with the right host and a remedy; nothing is, where all is well (real hosts, real ssh)."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Workers that others have started (srun, mpirun) find each other on real hosts, and refuse what cannot be right."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """paceline.run over the user's own ssh: a function goes to all hosts, and what it returns there comes back."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

@@ -1,7 +1,5 @@
 """Who keeps a run on several hosts from going on? A rank and its host, or two hosts that cannot reach each other."""
 
-from __future__ import annotations
-
 import subprocess
 import time
 from pathlib import Path
@@ -41,7 +39,6 @@ def launched(lab: Lab, ssh_hosts: SshHosts, folder: Path, hosts: str, fault: str
 
 
 def ended(launcher: subprocess.Popen[str], folder: Path) -> tuple[str, DiagnosisRecord]:
-    """What it said, and the diagnosis."""
     said = launcher.communicate(timeout=240)[0]
     assert launcher.returncode == ExitCode.STALLED, said
     return said, read_diagnosis(folder / "run" / "attempt-1" / "diagnosis-1")

@@ -1,7 +1,5 @@
 """Whatever is killed, at whatever moment: nothing is left anywhere, and who failed is named. A sample of the soak."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

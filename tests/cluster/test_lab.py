@@ -1,23 +1,16 @@
-"""Are the hosts of the test cluster as real ones are, and is each fault the fault that it says?"""
-
-from __future__ import annotations
+"""Are the hosts of the test cluster, sshd and Slurm as real ones? Is each fault what it says?"""
 
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tests.cluster.lab import Lab
+from tests.cluster.slurm import Slurm
 from tests.cluster.ssh import SshHosts
-from tests.launch.launch_harness import wait_until
 
 pytestmark = pytest.mark.sample(2)
-
-
-def pings(lab: Lab, host: str, address: str) -> bool:
-    return lab.run(host, "ping", "-n", "-c1", "-W0.5", address).returncode == 0
 
 
 def knock(lab: Lab, host: str, other: str, port: int = 22) -> str:
@@ -34,7 +27,7 @@ def comes_true(law: Callable[[], bool]) -> bool:
     return true
 
 
-# ---- hosts ----
+# ---- hosts ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_command_that_takes_too_long_is_ended_with_its_children(lab: Lab) -> None:
@@ -53,84 +46,7 @@ def test_what_is_left_on_a_host_is_listed_and_its_daemons_are_not(lab: Lab, ssh_
     assert comes_true(lambda: lab.processes("n3") == {})
 
 
-# ---- network ----
-
-
-def test_a_cut_host_is_silent_both_ways_until_it_is_healed(lab: Lab) -> None:
-    lab.cut("n4")
-    assert not pings(lab, "n1", "n4")
-    assert not pings(lab, "n4", "n1")
-    assert pings(lab, "n1", "n3")
-    lab.heal("n4")
-    # Since the ping that failed n1 asks for n4's hardware address only once a second.
-    assert comes_true(lambda: pings(lab, "n1", "n4"))
-
-
-def test_a_denied_host_meets_silence_and_nobody_else_does(lab: Lab, ssh_hosts: SshHosts) -> None:
-    lab.deny("n1", from_="n2", ports="1-1024")
-    assert knock(lab, "n2", "n1") == "silence"
-    assert knock(lab, "n2", "n1", 2000) == "refused"
-    assert knock(lab, "n1", "n2") == "open"
-    assert knock(lab, "n3", "n1") == "open"
-    lab.deny("n1", from_="n2")
-    assert knock(lab, "n2", "n1", 2000) == "silence"
-    lab.clear("n1")
-    assert knock(lab, "n2", "n1") == "open"
-
-
-def test_a_limited_cable_carries_no_more_than_its_rate(lab: Lab, ssh_hosts: SshHosts) -> None:
-    def seconds() -> float:
-        begun = time.monotonic()
-        done = lab.run("n1", *ssh_hosts.command.split(), "n2", "head -c 1000000 /dev/zero")
-        assert len(done.stdout) == 1_000_000
-        return time.monotonic() - begun
-
-    lab.rate("n2", "10mbit")
-    assert seconds() > 0.7  # 8 Mbit, less what the bucket lets through at once
-    assert " tbf " in lab.run("n2", "tc", "qdisc", "show", "dev", "eth0").stdout
-    lab.rate("n2", None)  # seen in the kernel's table: how fast a free cable is depends on the machine
-    assert " tbf " not in lab.run("n2", "tc", "qdisc", "show", "dev", "eth0").stdout
-
-
-def test_a_second_interface_is_a_way_of_its_own(lab: Lab) -> None:
-    lab.add_nic("n1", "eth1", "10.78.0.1")
-    lab.add_nic("n2", "eth1", "10.78.0.2")
-    lab.cut("n2")
-    assert not pings(lab, "n1", "n2")
-    assert pings(lab, "n1", "10.78.0.2")
-    lab.heal("n2")
-    lab.cut("n2", "eth1")
-    assert comes_true(lambda: pings(lab, "n1", "n2"))
-    assert not pings(lab, "n1", "10.78.0.2")
-
-
-# ---- power ----
-
-LISTEN = """
-import socket
-one = socket.create_connection(("n2", 22), timeout=5)
-one.recv(100); print("connected", flush=True)
-one.settimeout(1)
-try: print("closed" if one.recv(100) == b"" else "data")
-except TimeoutError: print("silence")
-except ConnectionError: print("closed")
-"""
-
-
-@pytest.mark.parametrize(("fault", "seen"), [("kill", "closed"), ("power_off", "silence")])
-def test_a_host_dies_and_boots_again_with_its_daemons(lab: Lab, ssh_hosts: SshHosts, fault: str, seen: str) -> None:
-    with lab.popen("n1", sys.executable, "-c", LISTEN, stdout=subprocess.PIPE, text=True) as peer:
-        assert peer.stdout is not None and peer.stdout.readline() == "connected\n"
-        getattr(lab, fault)("n2")
-        assert peer.stdout.read() == f"{seen}\n"
-    assert not pings(lab, "n1", "n2")
-    with pytest.raises(RuntimeError, match="n2 is not running"):
-        lab.run("n2", "true")
-    lab.boot("n2")
-    wait_until(lambda: lab.run("n1", *ssh_hosts.command.split(), "n2", "hostname").stdout == "n2\n", "sshd listens")
-
-
-# ---- and back ----
+# ---- faults --------------------------------------------------------------------------------------------------------
 
 
 def test_restore_undoes_every_fault(lab: Lab, ssh_hosts: SshHosts, tmp_path: Path) -> None:
@@ -154,3 +70,52 @@ def test_restore_undoes_every_fault(lab: Lab, ssh_hosts: SshHosts, tmp_path: Pat
     after = [lab.run(host, "sh", "-c", look.format(tmp_path)).stdout for host in lab.hosts]
     assert after == before
     assert comes_true(lambda: all(knock(lab, "n1", host) == "open" for host in lab.hosts))
+
+
+# ---- sshd and Slurm -------------------------------------------------------------------------------------------------
+
+
+def test_variables_do_not_travel_by_ssh(lab: Lab, ssh_hosts: SshHosts) -> None:
+    command = (*ssh_hosts.command.split(), "-o", "SendEnv=COLOUR", "n2", "env")
+    assert "COLOUR" not in lab.run("n1", *command, env={"COLOUR": "red"}).stdout
+
+
+def test_a_batch_job_runs_two_tasks_and_its_end_is_told(slurm: Slurm, tmp_path: Path) -> None:
+    submit = ("sbatch", "--parsable", "-N2", "--ntasks-per-node=1", f"--output={tmp_path}/out")
+    script = "srun sh -c 'echo $SLURM_PROCID $SLURMD_NODENAME $(hostname)'"
+    job = slurm.run(*submit, f"--wrap={script}").stdout.strip()
+    assert slurm.wait(job) == "COMPLETED"
+    assert sorted((tmp_path / "out").read_text().splitlines()) == ["0 n1 n1", "1 n2 n2"]
+    failing = slurm.run(*submit, "--wrap=exit 5").stdout.strip()
+    assert slurm.wait(failing) == "FAILED"
+    assert slurm.show(failing)["ExitCode"] == "5:0"
+    with pytest.raises(LookupError, match="Invalid job id"):
+        slurm.state(999)
+
+
+def test_a_job_gets_the_gpus_that_it_asks_for(slurm: Slurm) -> None:
+    done = slurm.run("srun", "--gpus-per-node=1", "sh", "-c", "echo $(hostname) $CUDA_VISIBLE_DEVICES")
+    assert done.stdout == "n3 0\n", done.stderr
+
+
+def test_a_task_leaves_nothing_behind(lab: Lab, slurm: Slurm) -> None:
+    slurm.run("srun", "-N1", "sh", "-c", "(setsid sleep 62.5 >/dev/null 2>&1 &)")
+    deadline = time.monotonic() + 5
+    while lab.processes("n1") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert lab.processes("n1") == {}
+
+
+def test_settle_cancels_what_is_left(slurm: Slurm) -> None:
+    jobs = [
+        slurm.run("sbatch", "--parsable", "--output=/dev/null", "-N4", "--wrap=sleep 63").stdout.strip() for _ in "ab"
+    ]
+    assert [slurm.state(job) in ("PENDING", "RUNNING") for job in jobs] == [True, True]
+    slurm.settle()
+    assert [slurm.state(job) for job in jobs] == ["CANCELLED", "CANCELLED"]
+
+
+def test_a_node_that_boots_again_takes_jobs(lab: Lab, slurm: Slurm) -> None:
+    lab.kill("n2")
+    lab.boot("n2")
+    assert slurm.run("srun", "--nodelist=n2", "hostname", timeout=90).stdout == "n2\n"

@@ -1,7 +1,5 @@
 """Does the test cluster vanish with the test run, however that ends, and do several of them not meet?"""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

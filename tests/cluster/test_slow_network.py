@@ -1,7 +1,5 @@
 """Two hosts that take local steps, and send little: a kill in the middle of a round does not show in the weights."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

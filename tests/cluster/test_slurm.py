@@ -1,7 +1,5 @@
 """The batch script and its commands on a real Slurm, with stand-ins for the agents (slurm_stub.py)."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Runs on real hosts through the user's ssh: they start, end, are stopped and cut off, and leave nothing anywhere."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

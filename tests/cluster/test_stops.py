@@ -1,7 +1,5 @@
 """A Trainer script on a real Slurm saves before its time limit, is queued again, and ends with the same weights."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

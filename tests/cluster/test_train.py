@@ -1,7 +1,5 @@
 """One command, three ways to two hosts: the same training, to the last bit, on real daemons."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -27,6 +25,9 @@ from tests.cluster.training import (
     weights,
     words,
 )
+from tests.ended import start_steps
+from tests.errors import codes
+from tests.launch.test_audit import TASK as AUDITED_TASK
 from tests.run_script import run_script
 
 from paceline.tasks.mnist import CNN
@@ -96,6 +97,36 @@ def test_a_slow_ssh_host_gets_fewer_virtual_ranks(lab: Lab, ssh_hosts: SshHosts,
     done = lab.run("n1", *PACELINE, *task, *hosts, "--run-dir", run_dir, cwd=tmp_path)
     assert done.returncode == 0, done.stderr + done.stdout
     assert [event["share"] for event in events(run_dir) if event.get("kind") == "step"][-1] == [0, 3]
+    assert weights(run_dir) == expected
+    clean_ledger(run_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("wrong", "right_calls", "right_steps", "left"),  # audited in the next step, in which it begins to compute wrongly
+    [
+        pytest.param(3, 9, 6, 2, id="whole-node-1"),
+        pytest.param(1, 5, 4, 3, id="one-rank-of-node-0"),
+        pytest.param(0, 5, 3, 3, id="rank-0"),
+    ],
+)
+def test_a_rank_with_wrong_numbers_is_excluded_on_either_of_two_ssh_hosts(
+    lab: Lab, ssh_hosts: SshHosts, tmp_path: Path, wrong: int, right_calls: int, right_steps: int, left: int
+) -> None:
+    script, run_dir = tmp_path / "mine.py", tmp_path / "run"
+    condition = f'self.calls > {right_calls} and [os.environ[n] for n in ("RANK", "WORLD_SIZE")] == ["{wrong}", "4"]'
+    script.write_text(re.sub(r"self.calls > .*(?=:$)", condition, AUDITED_TASK, count=1, flags=re.MULTILINE))
+    task = words("train", f"{script}:task", "--global-batch", 24, "--steps", 12, *EXACT)
+    expected = trained_here(task, tmp_path / "expected")
+    hosts = words("--on", "ssh", "--hosts", "n2,n3", "--nodes", "1:2", "--nproc", 2, "--ssh", ssh_hosts.command)
+    audits = words("--audit-every", 1, "--on-audit", "exclude", "--checkpoint-every", 100)
+    done = lab.run("n1", *PACELINE, *task, *hosts, *audits, "--run-dir", run_dir, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert codes(done.stderr)[:1] == ["audit-wrong-numbers"], done.stderr
+    assert f"rank {wrong} ({'n3' if wrong > 1 else 'n2'})" in done.stderr
+    assert start_steps(run_dir) == [0, right_steps]
+    sizes = [event["world_size"] for event in events(run_dir) if event.get("kind") == "started"]
+    assert sizes == [4, left]
     assert weights(run_dir) == expected
     clean_ledger(run_dir)
 

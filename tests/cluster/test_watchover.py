@@ -3,8 +3,6 @@
 The whole catalogue is `make soak-watchover`; here are a hang across hosts, ranks that have not met, and a killed srun.
 """
 
-from __future__ import annotations
-
 import shutil
 import signal
 import time

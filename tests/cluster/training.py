@@ -1,7 +1,5 @@
 """What is a training on the test cluster, and how is it seen how far it is and whether it was right?"""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

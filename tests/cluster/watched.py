@@ -1,7 +1,5 @@
 """How does a fault strike a script under `paceline watchover`, started by torchrun, srun or mpirun?"""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The ranks of test_ddp.py: a small training with DDP and options, with and without gradients in shared memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

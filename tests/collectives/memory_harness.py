@@ -1,7 +1,5 @@
 """Ranks that share memory as threads of one process: real memory and real waits, without starting processes."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import threading

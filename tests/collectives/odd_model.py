@@ -1,7 +1,5 @@
 """A model with gradients of all kinds, and its gradients summed over virtual ranks, for comparisons of bits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any

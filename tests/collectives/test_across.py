@@ -3,8 +3,6 @@
 Each rank reports a different `memory.host_key`, so that one host counts as several.
 """
 
-from __future__ import annotations
-
 from itertools import product
 from pathlib import Path
 

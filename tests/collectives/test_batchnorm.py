@@ -1,7 +1,5 @@
 """SyncBatchNorm on W ranks equals torch's BatchNorm on the union of their inputs, in float64 to 1e-13."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from pathlib import Path

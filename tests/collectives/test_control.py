@@ -1,7 +1,5 @@
 """Sums and numbers besides gradients: late reads give the same values, and all ranks call from the same line."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """DDP with gradients in shared memory has the bits of DDP. If that is impossible, DDP does not change."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

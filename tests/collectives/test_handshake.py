@@ -1,7 +1,5 @@
 """All ranks share memory, or none: a failure at any stage on any rank reaches all ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import io

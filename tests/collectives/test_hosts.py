@@ -3,8 +3,6 @@
 Each rank reports a different `memory.host_key`, so that one host counts as several.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os
@@ -33,7 +31,7 @@ from paceline.collectives.reducer import Reducer, make_leaf_reducer, make_rank_r
 from paceline.collectives.replicate import broadcast_module
 from paceline.collectives.shared_memory import MemoryLayout, SharingRefusal, connect_memory, consecutive_ranks_by_node
 from paceline.collectives.tree import LeafPartition, add_each, tree_sum
-from paceline.data.plan import ranks_share
+from paceline.data.plan import virtual_ranks_of
 from paceline.lab.ranks.memory import TrafficCounter
 from paceline.lab.ranks.verify import verify
 from paceline.lab.verify import VerifySpec
@@ -124,7 +122,7 @@ def compare(rank: int, world_size: int, folder: Path, cases: list[tuple[int, lis
             size,
         )
         for virtual_ranks in leaves:
-            shares = [ranks_share(virtual_ranks, number, world_size) for number in range(world_size)]
+            shares = [virtual_ranks_of(virtual_ranks, number, world_size) for number in range(world_size)]
             partition = LeafPartition([(share.start, share.stop) for share in shares], rank)
             for left_out in (None, virtual_ranks - 1):
                 models = [Odd(), Odd()]

@@ -1,7 +1,5 @@
 """If a rank of a different host is missing, the error names it, and no rank waits forever."""
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The bits of the norm depend on the gradients only, not on their shards."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Gradient reduction gives the exact sum over ranks for unused, accumulated, reordered and failing gradients."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Broadcasts copy all bytes for any type and strides, and report a model that differs."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The ring sum in shared memory has the bits of gloo's all-reduce, for any number of ranks and any sizes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Sharded updates and sums have the bits of unsharded ones, and free their memory."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import time

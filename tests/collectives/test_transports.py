@@ -1,7 +1,5 @@
 """Gradients summed in shared memory have the bits of the sum over gloo, and of one process."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.collectives.odd_model import Odd, by_leaf, grads, over_torch
@@ -12,7 +10,7 @@ from torch import Tensor, nn
 from paceline.collectives.communicator import SharedMemoryBucketReduction, make_communicator
 from paceline.collectives.reducer import make_leaf_reducer, make_rank_reducer
 from paceline.collectives.tree import LeafPartition
-from paceline.data.plan import ranks_share
+from paceline.data.plan import virtual_ranks_of
 
 pytestmark = pytest.mark.ranks
 
@@ -22,7 +20,7 @@ def compare(rank: int, world_size: int, leaves: list[int]) -> int:
     assert memory is not None
     compared = 0
     for virtual_ranks in leaves:
-        shares = [ranks_share(virtual_ranks, number, world_size) for number in range(world_size)]
+        shares = [virtual_ranks_of(virtual_ranks, number, world_size) for number in range(world_size)]
         partition = LeafPartition([(share.start, share.stop) for share in shares], rank)
         for left_out in (None, virtual_ranks - 1):
             models = [Odd() for _ in range(3)]

@@ -1,7 +1,5 @@
 """The tree's sum has one order of additions for any number of ranks, empty leaves and buckets."""
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """If a rank is missing, the others notice it soon, name it, and are reported as waiting for it."""
 
-from __future__ import annotations
-
 import signal
 import time
 from pathlib import Path
@@ -10,7 +8,7 @@ import pytest
 from tests.rank.guard_ranks import TORCH, Rank, ranks, wait
 
 from paceline.guard.detectors import is_waiting, ranks_to_interrupt
-from paceline.guard.judge import judge
+from paceline.guard.judge import diagnose
 from paceline.protocol import status_page
 from paceline.protocol.evidence import Evidence, StopKind
 
@@ -127,7 +125,7 @@ def test_a_stopped_rank_is_found_by_the_judge_and_the_waiting_one_is_freed(tmp_p
         assert [(op.seq, op.done) for op in frozen] == [(1, True)]
         evidence = [answer, Evidence(1, "h", 2, state="T", ops=tuple(frozen))]
         assert is_waiting(evidence[0])
-        diagnosis = judge(evidence)
+        diagnosis = diagnose(evidence)
         assert (diagnosis.kind, diagnosis.causes) == (StopKind.STOPPED, (1,))
         assert ranks_to_interrupt(diagnosis, evidence) == (0,)
         status_page.release_from_collective(waiting.page, b"{}")
@@ -158,7 +156,7 @@ def test_a_rank_that_does_not_enter_a_block_of_fsdp_is_named_and_waited_for_by_n
         if mode == "sleeps":
             wait(lambda: status_page.read_counters(waiting.page).waiting, "it waits, and says so")
             evidence = [evidence_of(one) for one in (waiting, missing)]
-            diagnosis = judge(evidence)
+            diagnosis = diagnose(evidence)
             assert diagnosis.causes == (1,) and ranks_to_interrupt(diagnosis, evidence) == (0,)
             assert diagnosis.op is not None and (diagnosis.op.kind, diagnosis.op.name) == ("all_gather", "block 1")
             assert diagnosis.op.site.startswith("script.py:")

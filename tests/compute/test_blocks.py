@@ -1,7 +1,5 @@
 """Which modules are gathered one at a time."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.errors import raises

@@ -13,7 +13,7 @@ from tests.errors import raises
 from torch import nn
 
 from paceline.compute import compiling
-from paceline.compute.compiling import MAX_GRAPHS, compile_model, graph_model, missing_compiler_reason
+from paceline.compute.compiling import MAX_GRAPHS, compile_model, missing_compiler_reason, use_cuda_graphs
 from paceline.errors import TrainingError
 from paceline.launch.agent.workers import worker_environment
 from paceline.protocol.job import NodePlan
@@ -139,7 +139,7 @@ def test_a_second_attempt_compiles_nothing(tmp_path: Path) -> None:
 
 def test_they_are_refused_on_the_cpu():
     with raises("cuda-graphs-on-cpu"):
-        graph_model(nn.Linear(2, 2), torch.device("cpu"))
+        use_cuda_graphs(nn.Linear(2, 2), torch.device("cpu"))
 
 
 def test_no_stand_in_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +148,7 @@ def test_no_stand_in_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
         compiling, "_recorded", lambda model, forward, args: (recorded.append(len(args[0])), forward)[1]
     )
     model = nn.Linear(2, 2)
-    graph_model(model, torch.device("cuda"))
+    use_cuda_graphs(model, torch.device("cuda"))
     with ignore_batch(model, [*model.parameters()]):
         model(torch.ones(1, 2))
     assert recorded == []
@@ -161,7 +161,7 @@ def test_gradients_accumulate_over_replays_as_over_calls():
     torch.manual_seed(0)
     plain, graphed = Convolutions().cuda(), Convolutions().cuda()
     graphed.load_state_dict(plain.state_dict())
-    graph_model(graphed, torch.device("cuda"))
+    use_cuda_graphs(graphed, torch.device("cuda"))
     for _ in range(3):
         for model in (plain, graphed):
             model.zero_grad(set_to_none=True)
@@ -178,7 +178,7 @@ def test_gradients_accumulate_over_replays_as_over_calls():
 @pytest.mark.gpu
 def test_shapes_that_keep_changing_are_refused():
     model = nn.Linear(2, 2).cuda()
-    graph_model(model, torch.device("cuda"))
+    use_cuda_graphs(model, torch.device("cuda"))
     with raises("cuda-graphs-too-many", raised=TrainingError):
         for size in range(1, MAX_GRAPHS + 2):
             model(torch.ones(size, 2, device="cuda"))

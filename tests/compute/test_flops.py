@@ -1,7 +1,5 @@
 """The FLOPs of models are those counted by hand, the count changes nothing, and a peak is measured once."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable
@@ -18,10 +16,10 @@ from tests.compute.models import Model
 from torch import Tensor, nn
 
 from paceline.compute import flops
-from paceline.compute.compiling import graph_model
+from paceline.compute.compiling import use_cuda_graphs
 from paceline.compute.flops import FlopCount, Utilization, can_count, measure_tflops, peak_tflops, tokens_of
-from paceline.compute.forward import recompute
-from paceline.compute.precision import in_bf16
+from paceline.compute.forward import checkpoint_activations
+from paceline.compute.precision import autocast_bf16
 from paceline.rank.world import World
 from paceline.tasks.mnist import ResNet18
 
@@ -96,7 +94,7 @@ def test_groups_of_a_convolution_count_once() -> None:
 
 def test_a_forward_that_backward_repeats_does_not_count() -> None:
     plain, again = Model(), Model()
-    recompute(again, "blocks.*")
+    checkpoint_activations(again, "blocks.*")
     x = torch.randn(8, 8)
     assert counted(plain, x).flops == counted(again, x).flops > 0
 
@@ -147,7 +145,7 @@ def test_an_operation_without_a_formula_or_with_odd_arguments_counts_as_nothing(
 
 def test_the_precision_of_most_operations_is_known() -> None:
     model = nn.Linear(8, 8)
-    in_bf16(model, CPU)
+    autocast_bf16(model, CPU)
     assert counted(model, torch.randn(4, 8)).dtype == torch.bfloat16
 
 
@@ -160,7 +158,7 @@ def test_compiled_and_recorded_models_are_not_counted(monkeypatch: pytest.Monkey
     monkeypatch.delitem(flops.sys.modules, "torch._dynamo.eval_frame")
     assert can_count([model])
     recorded = nn.Linear(2, 2)
-    graph_model(recorded, torch.device("cuda"))
+    use_cuda_graphs(recorded, torch.device("cuda"))
     several = SimpleNamespace(device_ids=[0, 1])
     assert not can_count([recorded]) and not can_count([several])  # type: ignore[list-item]
 

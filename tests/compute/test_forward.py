@@ -10,8 +10,13 @@ from tests.compute.models import Model
 from tests.errors import raises
 from torch import nn
 
-from paceline.compute.forward import MAX_COPIED_BUFFER_BYTES, find_matching_modules, recompute, wrap_forward
-from paceline.compute.precision import in_bf16
+from paceline.compute.forward import (
+    MAX_COPIED_BUFFER_BYTES,
+    checkpoint_activations,
+    find_matching_modules,
+    wrap_forward,
+)
+from paceline.compute.precision import autocast_bf16
 
 
 @pytest.mark.parametrize(
@@ -78,9 +83,9 @@ def trained(
     torch.manual_seed(0), random.seed(0), np.random.seed(0)
     model = Model()
     if rule is not None:
-        recompute(model, rule)
+        checkpoint_activations(model, rule)
     if bf16:
-        in_bf16(model, CPU)
+        autocast_bf16(model, CPU)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     kept: dict[int, int] = {}
     for _ in range(steps):
@@ -134,7 +139,7 @@ class Table(nn.Module):
 def test_a_large_buffer_that_forward_writes_is_refused_and_one_that_it_only_reads_is_not():
     for writes in (False, True):
         model = nn.Sequential(Table(writes))
-        assert recompute(model, "Table") == ["0"]
+        assert checkpoint_activations(model, "Table") == ["0"]
         if writes:
             with raises("recompute-large-buffer", name="0", leaf="table"):
                 model(torch.ones(1, 2))
@@ -159,7 +164,7 @@ class Caching(nn.Module):
 
 def test_a_cache_of_keys_and_values_is_used_in_no_training_forward() -> None:
     model = Caching()
-    recompute(model, "inner")
+    checkpoint_activations(model, "inner")
     model(torch.ones(2, 4)).sum().backward()
     assert model.cached == []
     with torch.no_grad():

@@ -8,13 +8,19 @@ from tests.compute.models import Convolutions
 from tests.errors import raises
 from torch import nn
 
-from paceline.compute.precision import in_bf16, in_fp16, set_float32_mode, tf32_unsupported_reason, time_alternatives
+from paceline.compute.precision import (
+    autocast_bf16,
+    autocast_fp16,
+    set_float32_mode,
+    tf32_unsupported_reason,
+    time_alternatives,
+)
 from paceline.train.compute_settings import check_precision
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(("convert", "dtype"), [(in_bf16, torch.bfloat16), (in_fp16, torch.float16)])
+@pytest.mark.parametrize(("convert", "dtype"), [(autocast_bf16, torch.bfloat16), (autocast_fp16, torch.float16)])
 def test_forward_computes_in_half_precision_channels_last_and_gives_float32(convert, dtype):
     model, seen = Convolutions(), []
     convert(model, CPU)
@@ -27,7 +33,7 @@ def test_forward_computes_in_half_precision_channels_last_and_gives_float32(conv
 
 def test_weights_gradients_and_their_layout_stay_as_they_are():
     model = Convolutions()
-    in_bf16(model, CPU)
+    autocast_bf16(model, CPU)
     model(torch.randn(4, 1, 12, 12)).sum().backward()
     for parameter in model.parameters():
         assert parameter.dtype == parameter.grad.dtype == torch.float32
@@ -39,7 +45,7 @@ def test_its_gradients_are_those_of_fp32_up_to_the_roundings_of_bf16():
     plain = Convolutions()
     fast = Convolutions()
     fast.load_state_dict(plain.state_dict())
-    in_bf16(fast, CPU)
+    autocast_bf16(fast, CPU)
     x, y = torch.randn(16, 1, 12, 12), torch.randint(3, (16,))
     for model in (plain, fast):
         nn.functional.cross_entropy(model(x), y).backward()
@@ -60,7 +66,7 @@ def test_nested_outputs_keep_their_kind():
             return {"a": [self.linear(batch["x"])], "b": (extra, 3)}
 
     model = Two()
-    in_bf16(model, CPU)
+    autocast_bf16(model, CPU)
     found = model({"x": torch.ones(1, 2)}, extra=torch.ones(1, dtype=torch.int64))
     assert found["a"][0].dtype == torch.float32 and found["b"][1] == 3 and found["b"][0].dtype == torch.int64
 
@@ -84,7 +90,7 @@ def tf32_put_back():
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
-@pytest.mark.parametrize("convert", [in_bf16, in_fp16])
+@pytest.mark.parametrize("convert", [autocast_bf16, autocast_fp16])
 def test_on_a_gpu_weights_have_the_format_of_inputs(convert):
     model = Convolutions().to("meta")  # no CPU
     convert(model, torch.device("meta"))

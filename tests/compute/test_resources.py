@@ -14,10 +14,10 @@ from paceline.compute.resources import (
     ACTIVATION_BYTES,
     CpuAllocation,
     current_cpu_allocation,
-    keep_memory,
     peak_memory,
     thread_warnings,
     threads_for,
+    tune_malloc,
 )
 
 BOTH, FOUR, EIGHT = (0, 1), (0, 1, 2, 3), tuple(range(8))
@@ -99,8 +99,8 @@ def test_the_allocation_of_this_process():
 
 CHILD = """
 import json, resource, sys
-from paceline.compute.resources import keep_memory, peak_memory
-why = keep_memory(free_bytes=1 << 40, state_bytes=0) if sys.argv[1] == "tuned" else "asked to leave it"
+from paceline.compute.resources import tune_malloc, peak_memory
+why = tune_malloc(free_bytes=1 << 40, state_bytes=0) if sys.argv[1] == "tuned" else "asked to leave it"
 faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for step in range(6):
     if step == 2:
@@ -135,7 +135,7 @@ def test_the_kernel_gives_each_page_once_and_not_in_every_step():
 )
 def test_it_is_left_alone_without_room_or_where_it_is_the_users(free, state, env, words):
     """None of these reaches glibc: this very process stays as it is."""
-    assert words in keep_memory(free_bytes=free, state_bytes=state, env=env)
+    assert words in tune_malloc(free_bytes=free, state_bytes=state, env=env)
 
 
 def test_the_peak_is_this_processs():

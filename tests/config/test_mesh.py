@@ -13,7 +13,7 @@ from paceline.config.settings import (
     TrainConfig,
     check_values,
     default_strategy,
-    with_defaults,
+    resolve_defaults,
 )
 
 
@@ -53,7 +53,7 @@ def test_a_mesh_that_does_not_fit_is_refused_in_words(text: str, code: str, fiel
 
 def test_a_run_is_defined_for_as_many_virtual_ranks_as_see_different_samples() -> None:
     config = TrainConfig("mnist-cnn", launch=LaunchConfig(mesh="data=2,tensor=2"))
-    assert with_defaults(config, 4).data.virtual_ranks == 2
+    assert resolve_defaults(config, 4).data.virtual_ranks == 2
     assert default_strategy(config, 4) == "bucketed"
     alone = TrainConfig("mnist-cnn", launch=LaunchConfig(mesh="tensor=2"))
     assert default_strategy(alone, 2) == "single"

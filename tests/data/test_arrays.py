@@ -9,7 +9,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from paceline.data.arrays import ArrayDataset, SampleRandomNumbers, batch_gatherer, on_device
 from paceline.data.fingerprint import data_fingerprint
-from paceline.data.loader import Loading, load_steps
+from paceline.data.loader import LoadingOptions, load_steps
 from paceline.data.plan import BatchPlan
 
 CPU = torch.device("cpu")
@@ -19,7 +19,7 @@ LABELS = np.arange(23)
 
 
 def batches(dataset, plan=PLAN, share=range(2), stop=6):
-    return [b for step in load_steps(dataset, plan, share, Loading(CPU), start=0, stop=stop) for b in step]
+    return [b for step in load_steps(dataset, plan, share, LoadingOptions(CPU), start=0, stop=stop) for b in step]
 
 
 def mapped(folder, array):
@@ -76,11 +76,11 @@ def test_a_subset_of_held_data_is_gathered_too():
 def test_equal_data_have_equal_fingerprints_however_they_are_held(tmp_path):
     held = [ArrayDataset(rows, LABELS) for rows in (torch.from_numpy(ROWS), ROWS, mapped(tmp_path, ROWS))]
     held.append(TensorDataset(torch.from_numpy(ROWS), torch.from_numpy(LABELS)))
-    prints = [data_fingerprint(dataset, Loading(CPU)) for dataset in held]
+    prints = [data_fingerprint(dataset, LoadingOptions(CPU)) for dataset in held]
     assert all(one == prints[0] for one in prints)
     other = ROWS.copy()
     other[22, 1, 2] += 1
-    assert data_fingerprint(ArrayDataset(other, LABELS), Loading(CPU)) != prints[0]
+    assert data_fingerprint(ArrayDataset(other, LABELS), LoadingOptions(CPU)) != prints[0]
 
 
 # ---- random numbers of a whole batch -----------------------------------------------------------------------------
@@ -142,7 +142,7 @@ def test_batches_on_a_gpu_are_those_of_the_cpu():
     dataset = ArrayDataset(ROWS, LABELS, lambda x: x * 2)
     gpu = torch.device("cuda")
     for there in (dataset, on_device(dataset, gpu), [*dataset]):
-        steps = load_steps(there, PLAN, range(2), Loading(gpu), start=0, stop=6)
+        steps = load_steps(there, PLAN, range(2), LoadingOptions(gpu), start=0, stop=6)
         for a, b in zip((b for step in steps for b in step), batches(dataset), strict=True):
             assert (
                 a.inputs.is_cuda and torch.equal(a.inputs.cpu(), b.inputs) and torch.equal(a.targets.cpu(), b.targets)

@@ -5,9 +5,9 @@ import os
 import torch
 
 from paceline.data.fingerprint import UNSTABLE_DATASET_TEXT, data_fingerprint
-from paceline.data.loader import Loading
+from paceline.data.loader import LoadingOptions
 
-LOADING = Loading(torch.device("cpu"), num_workers=2)
+LOADING = LoadingOptions(torch.device("cpu"), num_workers=2)
 
 
 def test_other_data_are_compared_by_length_and_samples():

@@ -23,8 +23,15 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.data import Dataset, TensorDataset
 
 from paceline.data.arrays import ArrayDataset
-from paceline.data.loader import Loading, PrefetchTrigger, load_steps, move_to_device, prefetch, prefetch_to_device
-from paceline.data.plan import BatchPlan, ranks_share
+from paceline.data.loader import (
+    LoadingOptions,
+    PrefetchTrigger,
+    load_steps,
+    move_to_device,
+    prefetch,
+    prefetch_to_device,
+)
+from paceline.data.plan import BatchPlan, virtual_ranks_of
 from paceline.data.workers import SLOTS_OF_A_LOADER, SeededSampleDataset, name_lost_workers
 from paceline.errors import TrainingError
 from paceline.protocol.evidence import LOADER_KILLED
@@ -50,7 +57,7 @@ def noisy(inputs, draw):
 
 
 def batches(dataset, *, workers=0, share=range(2), stop=6, collate=None, plan=PLAN):
-    return list(load_steps(dataset, plan, share, Loading(CPU, workers, collate), start=0, stop=stop))
+    return list(load_steps(dataset, plan, share, LoadingOptions(CPU, workers, collate), start=0, stop=stop))
 
 
 def test_transform_of_array_datasets_sees_batches():
@@ -72,7 +79,7 @@ def test_augmentation_belongs_to_epoch_and_sample_not_to_the_worker_rank_or_batc
     alone = by_sample(batches(dataset))
     assert by_sample(batches(dataset, workers=2)) == alone
     assert by_sample(batches(dataset, plan=BatchPlan(23, 1, seed=3), share=range(1), stop=46)) == alone
-    ranks = [by_sample(batches(dataset, share=ranks_share(2, rank, 2))) for rank in range(2)]
+    ranks = [by_sample(batches(dataset, share=virtual_ranks_of(2, rank, 2))) for rank in range(2)]
     assert {**ranks[0], **ranks[1]} == alone
     assert len({tuple(v) for v in alone.values()}) == len(alone) == 2 * 23  # each epoch draws anew
 
@@ -88,7 +95,7 @@ def test_loading_leaves_the_random_streams_alone():
 def test_a_rank_without_a_share_gets_a_stand_in():
     plan = BatchPlan(1, 4, virtual_ranks=2)
     data = TensorDataset(torch.zeros(1, 1), torch.zeros(1))
-    (step,) = load_steps(data, plan, range(1, 2), Loading(CPU), start=0, stop=1)
+    (step,) = load_steps(data, plan, range(1, 2), LoadingOptions(CPU), start=0, stop=1)
     assert [b.work.is_counted for b in step] == [False]
     assert step[0].inputs.shape == (1, 1)
 
@@ -144,7 +151,7 @@ def page():
 
 
 def once(dataset, page, *, evaluates=False):
-    loading = Loading(CPU, 2, page=page, evaluates=evaluates)
+    loading = LoadingOptions(CPU, 2, page=page, evaluates=evaluates)
     return list(load_steps(dataset, PLAN, range(2), loading, start=0, stop=3))
 
 

@@ -17,8 +17,8 @@ from paceline.data.plan import (
     fingerprint,
     permute,
     plan_rank_micro_batches,
-    ranks_share,
     shuffled_indices,
+    virtual_ranks_of,
 )
 
 plans = st.builds(
@@ -36,7 +36,7 @@ def epoch_of(plan: BatchPlan, epoch: int, world_size: int, *, merged: bool = Fal
     for step in range(plan.steps_per_epoch):
         for rank in range(world_size):
             for work in plan_rank_micro_batches(
-                plan, epoch, step, ranks_share(plan.virtual_ranks, rank, world_size), merged=merged
+                plan, epoch, step, virtual_ranks_of(plan.virtual_ranks, rank, world_size), merged=merged
             ):
                 seen.update(work.indices.tolist() if work.is_counted else [])
     return seen
@@ -73,7 +73,7 @@ def test_shares_differ_by_at_most_one_and_microbatches_cut_them(plan, data):
 def test_every_rank_works_in_every_step_and_merged_ranks_equally_often(plan, world_size, data):
     step = data.draw(st.integers(0, plan.steps_per_epoch - 1))
     world_size = min(world_size, plan.virtual_ranks)
-    shares = [ranks_share(plan.virtual_ranks, rank, world_size) for rank in range(world_size)]
+    shares = [virtual_ranks_of(plan.virtual_ranks, rank, world_size) for rank in range(world_size)]
     assert all(plan_rank_micro_batches(plan, 0, step, share) for share in shares)
     assert len({len(plan_rank_micro_batches(plan, 0, step, share, merged=True)) for share in shares}) == 1
 
@@ -86,7 +86,7 @@ def test_random_streams_belong_to_the_work_not_to_the_rank(plan, data):
         works = [
             work
             for rank in range(world_size)
-            for work in plan_rank_micro_batches(plan, 1, step, ranks_share(plan.virtual_ranks, rank, world_size))
+            for work in plan_rank_micro_batches(plan, 1, step, virtual_ranks_of(plan.virtual_ranks, rank, world_size))
         ]
         return {(w.virtual_rank, w.micro_batch): w.random_seed(plan.seed) for w in works if w.is_counted}
 
@@ -99,9 +99,9 @@ def test_random_streams_belong_to_the_work_not_to_the_rank(plan, data):
 def test_ranks_share_cuts_the_virtual_ranks_into_runs(virtual_ranks, world_size):
     if world_size > virtual_ranks:
         with raises("more-ranks-than-virtual-ranks"):
-            ranks_share(virtual_ranks, 0, world_size)
+            virtual_ranks_of(virtual_ranks, 0, world_size)
         return
-    shares = [list(ranks_share(virtual_ranks, rank, world_size)) for rank in range(world_size)]
+    shares = [list(virtual_ranks_of(virtual_ranks, rank, world_size)) for rank in range(world_size)]
     assert [v for share in shares for v in share] == list(range(virtual_ranks))
     assert all(shares)
 

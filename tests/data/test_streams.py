@@ -16,22 +16,22 @@ from tests.errors import raises
 from torch.utils.data import IterableDataset, get_worker_info
 
 from paceline.data.fingerprint import hash_of
-from paceline.data.loader import Loading
-from paceline.data.plan import BatchPlan, ranks_share
+from paceline.data.loader import LoadingOptions
+from paceline.data.plan import BatchPlan, virtual_ranks_of
 from paceline.data.streams import (
     ENDLESS_NUM_SAMPLES,
     ChunkReader,
     StreamChunk,
     StreamPart,
     StreamPlan,
-    part_of,
     read_chunks,
+    shard_stream,
 )
 from paceline.rank.world import World
 from paceline.train.json_values import as_json
 from paceline.train.streaming import Stream
 
-CPU = Loading(torch.device("cpu"))
+CPU = LoadingOptions(torch.device("cpu"))
 
 
 class Numbers(IterableDataset[Any]):
@@ -89,7 +89,10 @@ def test_it_is_dealt_as_samples_with_numbers_are_on_every_number_of_ranks(accumu
     alone = None
     for size in (1, 2, 3):
         found = dealt(
-            [chunks([StreamPart(Numbers([*range(21)]), 7)], of, ranks_share(3, rank, size)) for rank in range(size)]
+            [
+                chunks([StreamPart(Numbers([*range(21)]), 7)], of, virtual_ranks_of(3, rank, size))
+                for rank in range(size)
+            ]
         )
         alone = alone or found
         assert found == alone
@@ -102,9 +105,9 @@ def test_it_is_dealt_as_samples_with_numbers_are_on_every_number_of_ranks(accumu
 def test_in_parts_each_virtual_rank_has_a_stream_of_its_own_and_none_is_cut_short() -> None:
     of, stream, alone = plan(4, parts=4), Numbers([*range(42)]), None
     for size in (1, 2, 3):
-        shares = [ranks_share(4, rank, size) for rank in range(size)]
+        shares = [virtual_ranks_of(4, rank, size) for rank in range(size)]
         found = dealt(
-            [chunks([StreamPart(part_of(stream, v, 4), 7, v, 4) for v in share], of, share) for share in shares]
+            [chunks([StreamPart(shard_stream(stream, v, 4), 7, v, 4) for v in share], of, share) for share in shares]
         )
         alone = alone or found
         assert found == alone
@@ -162,7 +165,7 @@ def test_a_stream_of_webdataset_that_refuses_several_ranks_says_what_to_give(mon
 
 
 def test_a_process_that_reads_ahead_gives_what_this_one_does() -> None:
-    part, of, ahead = StreamPart(Numbers([*range(21)]), 7), plan(2), Loading(CPU.device, 1)
+    part, of, ahead = StreamPart(Numbers([*range(21)]), 7), plan(2), LoadingOptions(CPU.device, 1)
     here, there = (chunks([part], of, range(2), loading=loading) for loading in (CPU, ahead))
     assert dealt([here]) == dealt([there]) and [c.positions for c in here] == [c.positions for c in there]
 
@@ -199,7 +202,7 @@ def test_equal_first_samples_do_not_show_that_processes_read_the_same(equal: int
     read = list[int]()
     with (
         nullcontext() if is_split else raises("stream-repeated-by-processes"),
-        closing(read_chunks(reader, Loading(torch.device("cpu"), 2))) as found,
+        closing(read_chunks(reader, LoadingOptions(torch.device("cpu"), 2))) as found,
     ):
         for chunk in found:
             if not chunk.num_samples:
@@ -240,7 +243,7 @@ def test_only_a_split_stream_is_said_to_have_parts_of_different_lengths(is_split
     said = list[str]()
     of = plan(4, parts=4) if is_split else replace(plan(4), parts_of_stream=2)
     data = Uneven([]) if is_split else Constant(0, is_split=True)  # each process has an incomplete last batch
-    loading = Loading(torch.device("cpu"), 0 if is_split else 2)
+    loading = LoadingOptions(torch.device("cpu"), 0 if is_split else 2)
     stream = Stream(data, of, loading, World(0, 1, 0, 1, torch.device("cpu"), "gloo"), said.append)
     sizes = list[float]()
     for step, _ in enumerate(stream.training_batches(of, range(4), 0, 0)):

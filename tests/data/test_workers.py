@@ -12,8 +12,8 @@ from tests.errors import raises
 from torch.utils.data import Dataset, StackDataset, Subset
 
 from paceline.data import workers
-from paceline.data.loader import Loading, load_steps
-from paceline.data.plan import BatchPlan, ranks_share
+from paceline.data.loader import LoadingOptions, load_steps
+from paceline.data.plan import BatchPlan, virtual_ranks_of
 from paceline.data.workers import SharedMemoryDemand, check_shared_memory, has_batched_getitems
 
 CPU = torch.device("cpu")
@@ -44,7 +44,7 @@ class Batched(Dataset):
 
 
 def batches(dataset, *, workers=0, share=range(2), plan=PLAN, collate=None):
-    steps = load_steps(dataset, plan, share, Loading(CPU, workers, collate), start=0, stop=6)
+    steps = load_steps(dataset, plan, share, LoadingOptions(CPU, workers, collate), start=0, stop=6)
     return [b for step in steps for b in step]
 
 
@@ -65,7 +65,7 @@ def noise(found):
 def test_its_augmentation_belongs_to_the_micro_batch_not_to_the_worker_or_rank():
     alone = noise(batches(Batched("whole")))
     assert noise(batches(Batched("whole"), workers=2)) == alone
-    ranks = [noise(batches(Batched("whole"), share=ranks_share(2, rank, 2))) for rank in range(2)]
+    ranks = [noise(batches(Batched("whole"), share=virtual_ranks_of(2, rank, 2))) for rank in range(2)]
     assert {**ranks[0], **ranks[1]} == alone
     assert len(set(alone.values())) == 2 * 23  # each epoch draws anew
     in_order = noise(batches(Batched("whole"), plan=replace(PLAN, shuffle=False)))
@@ -85,7 +85,7 @@ def test_a_whole_batch_is_not_collated_and_samples_are():
 def test_persistent_workers_are_killed_by_one_registered_call_however_many_epochs_they_had(monkeypatch):
     registered = []
     monkeypatch.setattr(workers, "Finalize", lambda iterator, *_, **__: registered.append(id(iterator)))
-    loading = Loading(CPU, 1, kept_loaders={})
+    loading = LoadingOptions(CPU, 1, kept_loaders={})
     for epoch in range(3):
         steps = range(epoch * PLAN.steps_per_epoch, (epoch + 1) * PLAN.steps_per_epoch)
         assert len([*load_steps(NumberedItems(), PLAN, range(2), loading, start=steps.start, stop=steps.stop)]) == 3

@@ -41,7 +41,7 @@ class _Made(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         if func in MAKERS and found.is_meta and not any(found is one for one in args):
-            self._lines[_line()] += 1
+            self._lines[line_of_ours()] += 1
         return found
 
 
@@ -63,20 +63,20 @@ class HostReads(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, given = func.name(), dict(kwargs or {})
         if name == "aten::_local_scalar_dense" and args[0].is_meta:
-            self.lines[_line()] += 1
+            self.lines[line_of_ours()] += 1
             return 1.0 if args[0].is_floating_point() else 1
         if name == "aten::_to_copy":
             to = torch.device(given.get("device") or args[0].device).type
             if args[0].is_meta and to == "cpu":
-                self.lines[_line()] += 1
+                self.lines[line_of_ours()] += 1
                 found = torch.zeros(args[0].shape, dtype=given.get("dtype") or args[0].dtype)
                 found.view(-1)[:2] = 1
                 return found
             if not args[0].is_meta and to == "meta" and not given.get("non_blocking"):
-                self.lines[_line()] += 1
+                self.lines[line_of_ours()] += 1
         if name == "aten::copy_" and args[0].is_meta != args[1].is_meta:
             if not (args[2] if len(args) > 2 else given.get("non_blocking")):
-                self.lines[_line()] += 1
+                self.lines[line_of_ours()] += 1
             return args[0] if args[1].is_meta else func(*args, **given)
         return func(*args, **given)
 
@@ -99,7 +99,7 @@ def on_the_cpu() -> Generator[None]:
             vars(module)["is_async"] = near
 
 
-def _line() -> str:
+def line_of_ours() -> str:
     ours = [frame for frame in traceback.extract_stack() if ROOT in Path(frame.filename).parents]
     return f"{Path(ours[-1].filename).relative_to(ROOT)}:{ours[-1].lineno}" if ours else "elsewhere"
 

@@ -1,5 +1,6 @@
 """Trainings on a GPU in Python: no operation mixes devices, and the bits are those of the CPU."""
 
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.doubles import gpu
+from tests.doubles.syncs import line_of_ours
 from tests.run_ranks import run_ranks
 from torch import nn
 
-from paceline import STRATEGIES, BatchPlan, Loading, Schedule, fit, load_steps, ranks_share
+from paceline import STRATEGIES, BatchPlan, LoadingOptions, Schedule, fit, load_steps, virtual_ranks_of
 from paceline.checkpoint.shards import full_state, sha256_of
 from paceline.data.arrays import ArrayDataset
 from paceline.rank.world import World
@@ -36,7 +38,9 @@ def trained(rank: int, size: int, strategy: str, where: str, dropout: float = 0.
     make = partial(torch.optim.AdamW, fused=True)
     replica = STRATEGIES[strategy](model(dropout).to(world.device), make, world, virtual_ranks=VIRTUAL_RANKS)
     plan = BatchPlan(len(data), 13, VIRTUAL_RANKS, 2)
-    batches = load_steps(data, plan, ranks_share(VIRTUAL_RANKS, rank, size), Loading(world.device), start=0, stop=8)
+    batches = load_steps(
+        data, plan, virtual_ranks_of(VIRTUAL_RANKS, rank, size), LoadingOptions(world.device), start=0, stop=8
+    )
     loss = partial(F.cross_entropy, reduction="none")
     losses = [record.result.loss for record in fit(replica, batches, loss, Schedule(1e-2, 8), max_norm=1.0)]
     devices = {tensor.device.type for tensor in replica.model.state_dict().values()}
@@ -128,3 +132,45 @@ def mixed(rank: int, size: int) -> list[str]:
 def test_what_mixes_devices_is_an_error(tmp_path: Path) -> None:
     said = run_ranks(mixed, 1, tmp_path)[0]
     assert len(said) == 4 and sum("same device" in words for words in said) == 3, said
+
+
+def waits(rank: int, size: int, late: bool) -> dict[str, int]:
+    """How often 100 steps make the host wait for the device, by the line that waits."""
+    gpu.install()
+    lines: Counter[str] = Counter()
+    compute = gpu.run
+
+    def counted(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        is_source = any(isinstance(value, gpu.OnGpu) for value in args[:1])
+        if func is gpu.aten._to_copy.default:
+            is_target = torch.device(kwargs.get("device") or args[0].device).type == gpu.NAME
+            lines[line_of_ours()] += is_target != is_source and not kwargs.get("non_blocking")
+        elif func is gpu.aten.copy_.default:
+            lines[line_of_ours()] += isinstance(args[1], gpu.OnGpu) != is_source and args[2:] != (True,)
+        elif func in (gpu.aten._local_scalar_dense.default, gpu.aten.equal.default, gpu.aten.nonzero.default):
+            lines[line_of_ours()] += is_source
+        return compute(func, args, kwargs)
+
+    world = World(rank, size, rank, size, gpu.device(), "gloo")
+    data = ArrayDataset(torch.randn(2 * 104, 1, 8, 8), torch.randint(0, 10, (2 * 104,)))
+    make = partial(torch.optim.AdamW, fused=True)
+    replica = STRATEGIES["single"](model(0.1).to(world.device), make, world)
+    batches = load_steps(data, BatchPlan(len(data), 2), range(1), LoadingOptions(world.device), start=0, stop=104)
+    loss = partial(F.cross_entropy, reduction="none")
+    records = fit(
+        replica, batches, loss, Schedule(1e-2, 104), max_norm=1.0, may_be_late=(lambda step: True) if late else None
+    )
+    while next(records).step < 2:
+        pass
+    gpu.run = counted
+    while next(records).step < 102:
+        pass
+    return {line: number for line, number in lines.items() if number}
+
+
+@pytest.mark.ranks
+def test_100_late_steps_never_wait_for_the_device(tmp_path: Path) -> None:
+    for late in (False, True):
+        (tmp_path / str(late)).mkdir()
+        (found,) = run_ranks(waits, 1, tmp_path / str(late), late)
+        assert sum(found.values()) == (0 if late else 100), found

@@ -1,7 +1,5 @@
 """Operations on many gradients use the same number of kernels as on a few, with the bits of one at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,26 +1,35 @@
 """A step that reads once at its end, as on a GPU, gives the results of the CPU."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import nullcontext
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests import warm
 from tests.doubles.syncs import on_the_cpu
+from tests.ended import ended
 from tests.run_ranks import run_ranks
 from tests.train.test_nonfinite import BAD, CPU, MANY, batches, bits, good, made, of_ranks, rooted
 from tests.worlds import world as world
-from torch import Tensor
+from torch import Tensor, nn
 
-from paceline import Strategy, World
+from paceline import STRATEGIES, BatchPlan, Loading, Schedule, Strategy, World, fit, load_steps
+from paceline.checkpoint.shards import sha256_of
 from paceline.collectives.control import are_finite
-from paceline.data.loader import PrefetchTrigger
+from paceline.data.arrays import ArrayDataset
+from paceline.data.loader import MicroBatch, PrefetchTrigger
 from paceline.errors import PacelineError, StallError
+from paceline.protocol.evidence import Phase
 from paceline.rank.guard import HangGuard
-from paceline.stepping.totals import StepTotals
+from paceline.runs.events import Notice, RolledBack, Skipped, Step, read_events
+from paceline.stepping.totals import StepTotals, UnreadStep
+from paceline.strategies.average import WeightAverage
+from paceline.strategies.optimizers import skips_on_device
 from paceline.train.step import TaskSteps
 
 
@@ -135,3 +144,281 @@ def test_the_next_batches_are_begun_while_the_device_is_busy_with_the_step(
             TaskSteps(replica, good, ahead=ahead).take_step(step)
         assert [*said] == wanted
         said.clear()
+
+
+# ---- results that are read in the next step
+
+LATE_STEPS = 9
+FAILS = 400.0
+NAN_LOSS, NAN_GRADIENT, HUGE_GRADIENT = 100.0, 200.0, 300.0  # targets
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1, fused=True),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True, fused=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1, fused=True),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, fused=True),
+}
+
+
+def spoiled(outputs: Tensor, targets: Tensor) -> Tensor:
+    """For some targets not finite, or with a gradient that is not, or whose norm needs float64."""
+    losses = (outputs[:, 0] - targets.clamp(max=2)).square()
+    root = torch.where(targets == NAN_GRADIENT, outputs[:, 0] * 0, 1).abs().sqrt()
+    huge = outputs[:, 0] * torch.where(targets == HUGE_GRADIENT, 1e25, 0)  # its square is not a float32
+    return torch.where(targets == NAN_LOSS, torch.nan, losses + root + huge)
+
+
+def late_batches(world: World, virtual_ranks: int, bad: Collection[int], kind: float) -> list[list[MicroBatch]]:
+    """Two micro-batches for each virtual rank and step."""
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(LATE_STEPS * 12, 4, generator=generator)
+    targets = inputs.sum(1).clamp(max=2)
+    for step in bad:
+        targets[12 * step + 7] = kind
+    plan = BatchPlan(len(inputs), 12, virtual_ranks, 2, shuffle=False)
+    share = range(virtual_ranks)
+    return [*load_steps(ArrayDataset(inputs, targets), plan, share, Loading(CPU), start=0, stop=LATE_STEPS)]
+
+
+def is_late(step: int) -> bool:
+    return step not in (6, LATE_STEPS)  # after these steps the state is used
+
+
+def normalized(world: World, strategy: str = "single", optimizer: str = "adamw", virtual_ranks: int = 1) -> Strategy:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1))
+    return STRATEGIES[strategy](model, OPTIMIZERS[optimizer], world, virtual_ranks=virtual_ranks)
+
+
+def recorded(
+    world: World, strategy: str, optimizer: str, bad: Collection[int], *, kind: float = NAN_LOSS, late: bool,
+    virtual_ranks: int = 1, may_skip: bool = True, clip: float | None = None, loss: Any = spoiled,
+    make_steps: Any = late_batches,
+) -> tuple[list[str], int]:  # fmt: skip
+    """What `fit` reports, digests of all state and of an average of the weights; and the number of late steps."""
+    replica = normalized(world, strategy, optimizer, virtual_ranks)
+    average, found, lates = WeightAverage(replica.state(), 0.9), list[Any](), list[int]()
+    with on_the_cpu(), pytest.MonkeyPatch.context() as patch:
+        step_unless = Strategy.step_unless
+        patch.setattr(Strategy, "step_unless", lambda self, bad: (lates.append(1), step_unless(self, bad)))
+        try:
+            for record in fit(
+                replica, make_steps(world, virtual_ranks, bad, kind), loss, Schedule(0.1, LATE_STEPS, 2, "linear"),
+                may_be_late=is_late if late else None, may_skip=may_skip, max_norm=clip,
+            ):  # fmt: skip
+                result = record.result
+                assert result.unread is None
+                if result.skip_cause is None:
+                    average.update()
+                cause = result.skip_cause and (result.skip_cause.message, result.skip_cause.samples)
+                found.append((record.step, result.loss, result.grad_norm, result.total_weight, record.lr, cause))
+                if not is_late(record.step):
+                    found.append(bits(replica))
+        except (PacelineError, OSError) as error:
+            found.append(str(error))
+    found += [bits(replica), sha256_of({shard.name: shard.tensor for shard in average.state()})]
+    return [*map(repr, found)], len(lates)
+
+
+LATE_CASES: list[tuple[str, str, float | None, Collection[int], float, bool]] = [
+    ("adamw", "single", None, (), 0.0, True),
+    ("adamw", "bucketed", 0.5, (3, 4), NAN_GRADIENT, True),
+    ("adamw", "exact", 0.5, (5, 6, 7, 8), NAN_LOSS, True),
+    ("adamw", "single", None, (4,), NAN_GRADIENT, False),
+    ("adamw", "exact", 0.5, (4,), HUGE_GRADIENT, False),
+    ("sgd", "single", 0.5, (4,), HUGE_GRADIENT, False),
+    ("amsgrad", "single", 0.5, (0, 3), NAN_LOSS, True),
+    ("adagrad", "single", None, (0, 1, 4), NAN_GRADIENT, True),
+    ("sgd", "exact", None, (0, 4), NAN_GRADIENT, True),
+    ("momentum", "single", 0.5, (0, 1, 4), NAN_LOSS, True),
+    ("momentum", "bucketed", None, (7,), NAN_LOSS, False),
+]
+"""optimizer, strategy, clip, steps that are not finite, how, whether they are skipped"""
+
+
+@pytest.mark.parametrize(("optimizer", "strategy", "clip", "bad", "kind", "may_skip"), LATE_CASES)
+def test_late_steps_have_the_results_and_reports_of_others(
+    world: World, optimizer: str, strategy: str, clip: float | None, bad: Collection[int], kind: float, may_skip: bool
+) -> None:
+    virtual_ranks = 2 if strategy == "exact" else 1
+    options: Any = {"kind": kind, "virtual_ranks": virtual_ranks, "clip": clip, "may_skip": may_skip}
+    wanted, number = recorded(world, strategy, optimizer, bad, late=False, **options)
+    found, late_number = recorded(world, strategy, optimizer, bad, late=True, **options)
+    assert found == wanted
+    assert number == 0 and late_number >= 2
+
+
+def broken_after(steps: Sequence[Any], number: int) -> Generator[Any]:
+    yield from steps[:number]
+    raise OSError("the dataset cannot be read")
+
+
+@pytest.mark.parametrize("bad", [(), (3,)])
+@pytest.mark.parametrize("where", ["data", "forward"])
+def test_an_error_follows_the_record_of_a_late_step(
+    world: World, where: str, bad: Collection[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record counts the step, so that the saved state has the right number."""
+
+    def fails(outputs: Tensor, targets: Tensor) -> Tensor:
+        if targets[0] == FAILS:
+            raise OSError("the loss cannot be computed")
+        return spoiled(outputs, targets)
+
+    def broken(*arguments: Any) -> Any:
+        steps = late_batches(*arguments)
+        if where == "data":
+            return broken_after(steps, 4)
+        steps[4][0].targets[0] = FAILS
+        return steps
+
+    options: Any = {"bad": bad, "loss": fails, "make_steps": broken}
+    wanted, _ = recorded(world, "single", "adamw", late=False, **options)
+    found, late_number = recorded(world, "single", "adamw", late=True, **options)
+    assert found == wanted and "cannot be" in wanted[-3]
+    assert late_number >= 2
+
+
+def test_a_late_step_that_is_finite_when_it_is_repeated_does_not_count(world: World) -> None:
+    calls: list[int] = []
+
+    def fails_once(outputs: Tensor, targets: Tensor) -> Tensor:
+        calls.append(1)
+        return spoiled(outputs, targets) * (torch.nan if len(calls) == 2 * 3 + 1 else 1)  # in step 4
+
+    found, _ = recorded(world, "single", "adamw", (), late=True, loss=fails_once)
+    skipped = [text for text in found if "computed again" in text]
+    assert len(skipped) == 1 and skipped[0].startswith("(4, ")
+
+
+def test_a_training_that_is_left_at_the_record_of_a_late_step_has_its_state(world: World) -> None:
+    states: list[str] = []
+    for late in (None, is_late):
+        replica = normalized(world)
+        with on_the_cpu():
+            records = fit(replica, late_batches(world, 1, (), 0.0), spoiled, Schedule(0.1, 9), may_be_late=late)
+            while next(records).step < 4:
+                pass
+            records.close()
+        states.append(bits(replica))
+    assert states[0] == states[1]
+
+
+def test_a_late_step_that_cannot_be_read_leaves_no_state_to_save(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(self: UnreadStep) -> bool:
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(UnreadStep, "read", lost)
+    phases: list[Phase] = []
+    replica = normalized(world)
+    with on_the_cpu(), pytest.raises(RuntimeError, match="lost"):
+        for _ in fit(
+            replica, late_batches(world, 1, (), 0.0), spoiled, Schedule(0.1, 9), may_be_late=is_late,
+            enter=phases.append,
+        ):  # fmt: skip
+            pass
+    assert phases[-1] is Phase.OPTIMIZER
+
+
+class Own(torch.optim.AdamW):
+    """May ignore `found_inf`."""
+
+
+def test_only_optimizers_that_can_skip_are_late() -> None:
+    def can_skip(make: Callable[[Any], Any], steps: int = 1) -> bool:
+        parameter = nn.Parameter(torch.ones(3))
+        optimizer = make([parameter])
+        for _ in range(steps):
+            parameter.grad = torch.ones(3)
+            optimizer.step()
+        parameter.grad = torch.ones(3)
+        return skips_on_device(optimizer)
+
+    def hooked(parameters: Any) -> Any:
+        optimizer = OPTIMIZERS["adamw"](parameters)
+        optimizer.register_step_post_hook(lambda *_: None)
+        return optimizer
+
+    def wrapped(parameters: Any) -> Any:
+        optimizer = OPTIMIZERS["adamw"](parameters)
+        optimizer.step = partial(optimizer.step)
+        return optimizer
+
+    assert all(can_skip(make) for make in OPTIMIZERS.values())
+    assert [name for name, make in OPTIMIZERS.items() if can_skip(make, steps=0)] == ["adagrad", "sgd"]
+    for make in (
+        hooked, wrapped, lambda p: Own(p, fused=True), torch.optim.RMSprop, torch.optim.AdamW,
+        lambda p: torch.optim.SGD(p, momentum=0.9),
+    ):  # fmt: skip
+        assert not can_skip(make)
+
+
+TASK = """
+import os
+import torch
+from tests.doubles.syncs import on_the_cpu
+from torch import nn
+from torch.utils.data import Dataset
+
+from paceline import Strategy, Task
+
+if os.environ.get("LATE"):
+    kept = on_the_cpu()
+    kept.__enter__()
+    step_unless = Strategy.step_unless
+    Strategy.step_unless = lambda self, bad: (print("late", file=open("late.txt", "a")), step_unless(self, bad))
+
+
+class Data(Dataset):
+    def __len__(self):
+        return 60
+
+    def __getitem__(self, index):
+        x = torch.randn(4, generator=torch.Generator().manual_seed(index)) * (index != 7)
+        return x, x.sum()
+
+
+def loss(outputs, targets):  # sample 7 is zeros: there the root is finite, and its slope is not
+    return outputs[:, 0].abs().sqrt() + (outputs[:, 0] - targets).square()
+
+
+def model():
+    return nn.Sequential(nn.Linear(4, 8, bias=False), nn.Tanh(), nn.Linear(8, 1, bias=False))
+
+
+task = Task(model, lambda split: Data(), loss)
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--not-finite", "skip", "--ema", "0.9", "--eval-every", "4"),
+        ("--not-finite", "rollback", "--checkpoint-every", "2", "--clip-norm", "0.5"),
+        ("--checkpoint-every", "5"),  # stops at step 3
+    ],
+)
+def test_a_run_with_late_steps_writes_what_others_write(arguments: Sequence[str], tmp_path: Path) -> None:
+    found: list[Any] = []
+    said: list[Any]
+    for late in ("", "1"):
+        folder = tmp_path / f"run{late}"
+        folder.mkdir()
+        (folder / "mine.py").write_text(TASK)
+        command = ["-m", "paceline", "train", "mine.py:task", "--global-batch", "12", "--epochs", "2", *arguments]
+        done = warm.run(
+            [*command, "--run-dir", "run"], torch=True, cwd=folder, timeout=170,
+            env=os.environ | {"LATE": late},
+        )  # fmt: skip
+        events = [*read_events(folder / "run" / "events-0.jsonl")]
+        said = [e.text.replace(str(folder), "") for e in events if isinstance(e, Notice)]
+        said += [(e.step, e.samples) for e in events if isinstance(e, Skipped)]
+        said += [(e.step, e.to) for e in events if isinstance(e, RolledBack)]
+        steps = [e for e in events if isinstance(e, Step)]
+        numbers = [(e.step, e.loss, e.grad_norm, e.lr, e.skipped, e.samples) for e in steps]
+        shards = (folder / "run" / "checkpoints").glob("*/*.safetensors")
+        saved = sorted((path.parent.name, sha256(path.read_bytes()).hexdigest()) for path in shards)
+        found.append((done.returncode, said, numbers, saved, ended(folder / "run").weights_sha256))
+        assert (folder / "late.txt").exists() == bool(late)
+    assert found[0] == found[1]

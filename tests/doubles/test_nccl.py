@@ -1,7 +1,5 @@
 """The double behaves like NCCL in what other tests cannot see: a call returns before its buffer is written."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Generator

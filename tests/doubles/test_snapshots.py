@@ -1,7 +1,5 @@
 """A snapshot of tensors on a device: into page-locked memory, with one wait."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Generator
 from dataclasses import dataclass, field

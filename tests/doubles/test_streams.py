@@ -1,7 +1,5 @@
 """Batches on a separate stream: steps wait for them, and their memory is not freed too early."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Iterable, Iterator
 
 import pytest
@@ -10,7 +8,7 @@ from tests.doubles.streams import Event, Recorder, Stream
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
-from paceline.data.loader import Loading, PrefetchTrigger, load_planned_batches, load_steps, prefetch_to_device
+from paceline.data.loader import LoadingOptions, PrefetchTrigger, load_planned_batches, load_steps, prefetch_to_device
 from paceline.data.plan import BatchPlan, MicroBatchPlan
 
 CUDA = torch.device("cuda")
@@ -95,7 +93,7 @@ def test_every_step_of_several_epochs_gets_its_own_batches(
     # the last step of an epoch has one sample, so it has fewer micro-batches than the next step
     plan = BatchPlan(21, 4, virtual_ranks, accumulation, last_batch="keep")
     dataset = TensorDataset(torch.arange(21)[:, None], torch.arange(21)) if workers == "arrays" else Items()
-    loading = Loading(CUDA, workers if isinstance(workers, int) else 0, evaluates=evaluates)
+    loading = LoadingOptions(CUDA, workers if isinstance(workers, int) else 0, evaluates=evaluates)
     with Recorder() as recorder:
         steps, stop = 0, 2 * plan.steps_per_epoch
         for micro_batches in load_steps(dataset, plan, range(virtual_ranks), loading, start=0, stop=stop):
@@ -118,7 +116,7 @@ def test_one_step_is_drawn_ahead_and_its_random_numbers_are_kept(evaluates: bool
             yield [MicroBatchPlan(0, step, 0, part, torch.tensor([step, part])) for part in range(size)]
 
     torch.manual_seed(1)
-    expected, loading = [float(torch.rand(())) for _ in range(5)], Loading(CUDA, evaluates=evaluates)
+    expected, loading = [float(torch.rand(())) for _ in range(5)], LoadingOptions(CUDA, evaluates=evaluates)
     torch.manual_seed(1)
     with Recorder():
         for step, _ in enumerate(load_planned_batches(Items(), steps([3, 1, 1, 3, 1]), 0, loading)):

@@ -1,7 +1,5 @@
 """How often a step makes the host wait for the device."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from torch.nn import functional
 from paceline.collectives import shards
 from paceline.collectives.torch_collectives import all_gather_json
 from paceline.data.arrays import ArrayDataset
-from paceline.data.loader import Loading, MicroBatch
+from paceline.data.loader import LoadingOptions, MicroBatch
 from paceline.data.plan import MicroBatchPlan
 from paceline.rank.world import World
 from paceline.stepping.order import CollectiveOrderCheck
@@ -123,7 +121,7 @@ def of_an_evaluation(rank: int, world_size: int, batches: int) -> dict[str, int]
         return functional.cross_entropy(outputs, targets, reduction="none")
 
     with syncs.HostReads() as counter:
-        evaluate(replica, data, loss, {"one": hit, "two": hit}, Loading(META), batch_size=4)
+        evaluate(replica, data, loss, {"one": hit, "two": hit}, LoadingOptions(META), batch_size=4)
     return dict(counter.lines)
 
 

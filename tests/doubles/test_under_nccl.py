@@ -1,7 +1,5 @@
 """Complete trainings on a group that behaves like NCCL's: the same bits, and nothing of an aborted step stays."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

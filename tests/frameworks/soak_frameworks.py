@@ -10,8 +10,6 @@ Writes FILE.json after each run and FILE.md from it; runs that are in the file a
 if something is not as it should be.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil
@@ -112,7 +110,6 @@ class Done:
             self.runs = json.loads(self._file.read_text())
 
     def once(self, run: Callable[..., tuple[list[str], bool]], *words: object) -> list[str]:
-        """Its cells."""
         key = " ".join(map(str, [run.__name__, *words]))
         if key not in self.runs:
             self.runs[key] = run(*words)

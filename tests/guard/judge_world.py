@@ -4,8 +4,6 @@ Every rank runs the same program, as far as it is a member of each call's group;
 another. The world runs until nothing moves any more; what is then to be seen of each rank is the judge's evidence.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -41,8 +39,6 @@ class Call:
 
 @dataclass
 class Rank:
-    """One rank while it runs."""
-
     program: list[Call]
     at: int = 0
     ops: list[Op] = field(default_factory=list)
@@ -69,7 +65,6 @@ class Case:
 
 
 def make_case(seed: int) -> Case:
-    """One world, run to its end."""
     draw = random.Random(seed)
     world = draw.randint(2, 6)
     groups = {"0": frozenset(range(world))}
@@ -152,8 +147,6 @@ def _waits_last(program: list[Call]) -> None:
 
 
 class _Run:
-    """The world while it runs."""
-
     def __init__(
         self,
         draw: random.Random,
@@ -371,7 +364,6 @@ def _size(op: Op) -> tuple[str, str]:
 
 
 def replace_done(op: Op, done: bool) -> Op:
-    """`op` with its state."""
     return Op(op.group, op.seq, op.kind, op.name, op.shape, op.dtype, op.site, op.peer, done)
 
 

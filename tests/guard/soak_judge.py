@@ -5,8 +5,6 @@
 The exit code is 1 if an innocent rank was blamed, or a tie was said where a majority stands against the wrong rank.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -17,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # as pytest does: 
 
 from tests.guard.judge_world import FAIR, make_case, outcome
 
-from paceline.guard.judge import judge
+from paceline.guard.judge import diagnose
 
 CLASSES = (*FAIR, "wrong", "unseen")
 
@@ -32,7 +30,7 @@ def main() -> int:
     wrong: list[dict[str, object]] = []
     for seed in range(arguments.seed, arguments.seed + arguments.count):
         case = make_case(seed)
-        said = "unseen" if case.finished else outcome(case, judge(case.evidence))
+        said = "unseen" if case.finished else outcome(case, diagnose(case.evidence))
         counts.setdefault(case.mutation, Counter())[said if said in CLASSES else "wrong"] += 1
         if said not in CLASSES:
             wrong.append({"seed": seed, "mutation": case.mutation, "world": len(case.evidence), "said": said})

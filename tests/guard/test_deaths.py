@@ -1,7 +1,5 @@
 """Which rank failed first, and when that is judged: one row of FAULTS.md's table a.1 after the other, and its laws."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest
@@ -17,7 +15,7 @@ from paceline.guard.deaths import (
     first_to_fail,
     rank_end,
 )
-from paceline.guard.judge import judge, judge_samples
+from paceline.guard.judge import diagnose, diagnose_samples
 from paceline.protocol.evidence import Evidence, Failure, WorkerSample
 
 GLOO = "[rank0]: RuntimeError: [../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5120\n"
@@ -132,8 +130,8 @@ def test_a_failure_is_always_told_some_time(world: list[WorkerSample]) -> None:
 
 @given(worlds())
 def test_the_judge_of_hangs_names_the_same_rank_where_samples_are_all_it_has(world: list[WorkerSample]) -> None:
-    diagnosis, first = judge([Evidence.from_sample(one) for one in world]), first_to_fail(world)
-    assert diagnosis.failed == judge_samples(world).failed == (None if first is None else first.rank)
+    diagnosis, first = diagnose([Evidence.from_sample(one) for one in world]), first_to_fail(world)
+    assert diagnosis.failed == diagnose_samples(world).failed == (None if first is None else first.rank)
     if first is not None and rank_end(first).is_primary:
         assert diagnosis.causes[:1] == (first.rank,)
 
@@ -141,9 +139,9 @@ def test_the_judge_of_hangs_names_the_same_rank_where_samples_are_all_it_has(wor
 def test_a_victim_is_not_the_news_where_a_living_rank_is_to_blame() -> None:
     lost = Evidence(0, "host", 100, code=1, failure=record(0, 10.0, victim=True))
     frozen = Evidence(1, "host", 101, state="T", ops=())
-    diagnosis = judge([lost, frozen])
+    diagnosis = diagnose([lost, frozen])
     assert (diagnosis.failed, diagnosis.causes) == (None, (1,))
-    assert judge([lost, Evidence(1, "host", 101)]).failed == 0, "nobody was asked"
+    assert diagnose([lost, Evidence(1, "host", 101)]).failed == 0, "nobody was asked"
 
 
 def test_what_travels_is_ages() -> None:

@@ -1,11 +1,9 @@
-from __future__ import annotations
-
 import signal
 
 import pytest
 from tests.rendered import rendered
 
-from paceline.guard.judge import judge
+from paceline.guard.judge import diagnose
 from paceline.guard.report import MAX_TRACEBACK_LINES, format_failure
 from paceline.protocol.evidence import Evidence, Failure
 from paceline.runs.console import LiveFilter, remove_controls
@@ -19,7 +17,7 @@ def seen(rank: int, code: int | None, *, words: str = "", traceback: str = "", l
 
 def told(*ranks: Evidence, oom_kills: int = 0) -> str:
     """What is told of ranks that have failed; the judge says which of them is the first."""
-    return format_failure(judge(ranks), ranks, oom_kills=oom_kills, attempt_dir="/runs/a/attempt-0")
+    return format_failure(diagnose(ranks), ranks, oom_kills=oom_kills, attempt_dir="/runs/a/attempt-0")
 
 
 def test_traceback() -> None:

@@ -1,7 +1,5 @@
 """What an agent finds out about a worker that does not move. Real processes: asleep, frozen, deaf, changed, gone."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -12,7 +10,7 @@ import msgspec
 import pytest
 from tests.rank.guard_ranks import Rank, ranks
 
-from paceline.guard.collect import MAX_EVIDENCE_BYTES, MAX_TEXT, EvidenceCollection, bounded_evidence
+from paceline.guard.collect import MAX_EVIDENCE_BYTES, MAX_TEXT, EvidenceCollection, limit_evidence_size
 from paceline.protocol.evidence import Evidence, Frame, Op, Stack, WorkerSample
 from paceline.protocol.status_page import PAGE_BYTES, SIGNAL_SAFE, StatusPage, make_status_page
 
@@ -194,7 +192,7 @@ def test_numbers_that_can_be_none_are_not_passed_on() -> None:
     """Python refuses to print those of more than some thousand digits."""
     huge = 10**4000
     op, frame = Op("0", huge, "send", peer=huge), Frame("job.py", huge, "main")
-    found = bounded_evidence(
+    found = limit_evidence_size(
         Evidence(0, "here", 1, ops=(op,), stacks=(Stack("main", (frame,)),), groups={"0": (1, huge)})
     )
     assert (found.ops[0].seq, found.ops[0].peer, found.stacks[0].frames[0].line) == (0, 0, 0)
@@ -202,7 +200,7 @@ def test_numbers_that_can_be_none_are_not_passed_on() -> None:
 
 
 def test_a_title_is_no_longer_than_a_line() -> None:
-    assert bounded_evidence(Evidence(0, "here", 1, titles={"0": "t" * 5000})).titles == {"0": "t" * MAX_TEXT}
+    assert limit_evidence_size(Evidence(0, "here", 1, titles={"0": "t" * 5000})).titles == {"0": "t" * MAX_TEXT}
 
 
 def test_no_evidence_is_longer_than_anybody_reads() -> None:
@@ -218,6 +216,6 @@ def test_no_evidence_is_longer_than_anybody_reads() -> None:
         native="x" * 1_000_000,
         error_text="é\n" * 1_000_000,
     )
-    small = bounded_evidence(huge)
+    small = limit_evidence_size(huge)
     assert len(msgspec.json.encode(small)) <= MAX_EVIDENCE_BYTES
     assert small.stacks and small.ops[-1].seq == 499

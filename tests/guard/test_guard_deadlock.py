@@ -1,7 +1,5 @@
 """Which waits can never end, and when to look for them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,14 +1,12 @@
 """The judge's rules one by one, each on the smallest evidence that tells it from its neighbours."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 from tests.rendered import rendered
 
-from paceline.guard.judge import judge
+from paceline.guard.judge import diagnose
 from paceline.guard.sentences import format_loader, format_op
 from paceline.protocol.evidence import Diagnosis, Evidence, Frame, LoaderWorker, Op, Phase, Stack, StopKind
 
@@ -35,7 +33,7 @@ BEFORE, WAITS = op(8, done=True), op(9)
 
 
 def blame(*evidence: Evidence) -> tuple[StopKind, tuple[int, ...]]:
-    diagnosis = judge(evidence)
+    diagnosis = diagnose(evidence)
     assert not diagnosis.tie
     return diagnosis.kind, diagnosis.causes
 
@@ -123,7 +121,7 @@ def test_ranks_that_are_blamed(name: str) -> None:
 
 
 def test_who_has_not_entered_the_collective_in_which_others_wait_is_behind() -> None:
-    diagnosis = judge([rank(0, BEFORE, WAITS), rank(1, BEFORE, stack=OUTSIDE), rank(2, BEFORE, WAITS)])
+    diagnosis = diagnose([rank(0, BEFORE, WAITS), rank(1, BEFORE, stack=OUTSIDE), rank(2, BEFORE, WAITS)])
     rendered(diagnosis.sentences)
     assert replace(diagnosis, sentences=()) == Diagnosis(StopKind.BEHIND, (1,), op=WAITS, site=LOADING, step=7)
 
@@ -131,7 +129,7 @@ def test_who_has_not_entered_the_collective_in_which_others_wait_is_behind() -> 
 def test_of_several_buckets_on_their_way_the_first_that_a_rank_has_not_called_counts() -> None:
     buckets = [op(n, name=f"bucket {n}") for n in (5, 6, 7, 8)]
     got = [op(n, name=f"bucket {n}", done=True) for n in (5, 6)]
-    diagnosis = judge([rank(0, *got, *buckets[2:]), rank(1, *got, stack=OUTSIDE), rank(2, *got, *buckets[2:])])
+    diagnosis = diagnose([rank(0, *got, *buckets[2:]), rank(1, *got, stack=OUTSIDE), rank(2, *got, *buckets[2:])])
     assert (diagnosis.kind, diagnosis.causes) == (StopKind.BEHIND, (1,))
     assert diagnosis.op is not None and diagnosis.op.name == "bucket 7"
 
@@ -139,13 +137,13 @@ def test_of_several_buckets_on_their_way_the_first_that_a_rank_has_not_called_co
 def test_whose_group_a_collective_belongs_to_is_said_where_the_group_has_a_title() -> None:
     pair, title = op(3, group="1"), "tensor of the mesh"
     seen = {"groups": WORLD | {"1": (0, 1)}, "titles": {"1": title}}
-    diagnosis = judge([rank(0, BEFORE, pair, **seen), rank(1, BEFORE, stack=OUTSIDE, **seen), rank(2, WAITS)])
+    diagnosis = diagnose([rank(0, BEFORE, pair, **seen), rank(1, BEFORE, stack=OUTSIDE, **seen), rank(2, WAITS)])
     assert title in diagnosis.sentences[0]
 
 
 def test_a_rank_stopped_inside_the_collective_is_the_culprit_too() -> None:
     stopped = rank(1, BEFORE, WAITS, state="T", answered=False, stacks=())
-    diagnosis = judge([rank(0, BEFORE, WAITS), stopped, rank(2, BEFORE, WAITS)])
+    diagnosis = diagnose([rank(0, BEFORE, WAITS), stopped, rank(2, BEFORE, WAITS)])
     assert (diagnosis.kind, diagnosis.causes, diagnosis.op) == (StopKind.STOPPED, (1,), WAITS)
     rendered(diagnosis.sentences)
 
@@ -165,7 +163,7 @@ def test_a_rank_that_waits_for_a_loader_process_is_told_with_process_and_item(
     loaders: list[tuple[int, str, bool]], kind: StopKind, named: list[int]
 ) -> None:
     workers = tuple(LoaderWorker(n, 90 + n, 40 + n, 2, state, busy) for n, state, busy in loaders)
-    diagnosis = judge(
+    diagnosis = diagnose(
         [rank(0, WAITS), rank(1, BEFORE, stack=OUTSIDE, phase=Phase.DATA, loaders=workers), rank(2, WAITS)]
     )
     assert (diagnosis.kind, diagnosis.causes) == (kind, (1,))
@@ -173,14 +171,14 @@ def test_a_rank_that_waits_for_a_loader_process_is_told_with_process_and_item(
 
 
 def test_the_phase_of_a_rank_that_evaluates_alone_is_told() -> None:
-    diagnosis = judge([rank(0, BEFORE, stack=OUTSIDE, phase=Phase.EVALUATE), rank(1, WAITS), rank(2, WAITS)])
+    diagnosis = diagnose([rank(0, BEFORE, stack=OUTSIDE, phase=Phase.EVALUATE), rank(1, WAITS), rank(2, WAITS)])
     assert diagnosis.causes == (0,)
     assert "phase evaluate" in diagnosis.sentences[0]
 
 
 def test_another_collective_under_the_same_number_is_a_mismatch_of_the_minority() -> None:
     other = op(9, "broadcast", site="train.py:12 in odd")
-    diagnosis = judge([rank(0, WAITS), rank(1, other), rank(2, WAITS)])
+    diagnosis = diagnose([rank(0, WAITS), rank(1, other), rank(2, WAITS)])
     assert (diagnosis.kind, diagnosis.causes, diagnosis.site) == (StopKind.MISMATCH, (1,), other.site)
     rendered(diagnosis.sentences)
 
@@ -195,13 +193,13 @@ def test_gloo_aborts_the_innocent_but_the_minority_is_named(change: dict[str, st
 
 def test_a_rank_that_takes_itself_for_the_source_is_a_mismatch_whoever_is_done() -> None:
     to_all, own = op(9, "broadcast", peer=0), op(9, "broadcast", peer=1, done=True)
-    diagnosis = judge([rank(0, replace(to_all, done=True), op(10)), rank(1, own, op(10)), rank(2, to_all)])
+    diagnosis = diagnose([rank(0, replace(to_all, done=True), op(10)), rank(1, own, op(10)), rank(2, to_all)])
     assert (diagnosis.kind, diagnosis.causes) == (StopKind.MISMATCH, (1,))
     assert format_op(own) in diagnosis.sentences[0]
 
 
 def test_two_ranks_at_odds_are_a_tie() -> None:
-    diagnosis = judge([rank(0, WAITS, groups={"0": (0, 1)}), rank(1, op(9, "broadcast"), groups={"0": (0, 1)})])
+    diagnosis = diagnose([rank(0, WAITS, groups={"0": (0, 1)}), rank(1, op(9, "broadcast"), groups={"0": (0, 1)})])
     assert (diagnosis.kind, diagnosis.causes, diagnosis.tie) == (StopKind.MISMATCH, (), ((0,), (1,)))
 
 
@@ -213,7 +211,7 @@ def test_shapes_that_ranks_may_choose_are_no_mismatch(kind: str) -> None:
 
 def test_who_ends_with_code_0_while_the_others_wait_has_left() -> None:
     left = rank(1, BEFORE, code=0, step=3)
-    diagnosis = judge([rank(0, BEFORE, WAITS), left, rank(2, BEFORE, WAITS, code=1, error_text=LOST_PEER)])
+    diagnosis = diagnose([rank(0, BEFORE, WAITS), left, rank(2, BEFORE, WAITS, code=1, error_text=LOST_PEER)])
     assert (diagnosis.kind, diagnosis.causes) == (StopKind.LEFT, (1,))
     rendered(diagnosis.sentences)
 
@@ -225,7 +223,7 @@ def test_of_two_ranks_the_one_that_ended_is_blamed_only_if_it_was_amid_its_steps
     phase: Phase, causes: tuple[int, ...]
 ) -> None:
     groups = {"0": (0, 1)}
-    diagnosis = judge([rank(0, BEFORE, WAITS, groups=groups), rank(1, BEFORE, code=0, phase=phase)])
+    diagnosis = diagnose([rank(0, BEFORE, WAITS, groups=groups), rank(1, BEFORE, code=0, phase=phase)])
     assert (diagnosis.kind, diagnosis.causes) == (StopKind.LEFT, causes)
     assert bool(diagnosis.tie) is not bool(causes)
 
@@ -233,33 +231,33 @@ def test_of_two_ranks_the_one_that_ended_is_blamed_only_if_it_was_amid_its_steps
 def test_two_that_ended_amid_their_steps_are_both_blamed_though_as_many_wait() -> None:
     left = [rank(n, BEFORE, code=0, phase=Phase.FORWARD) for n in (2, 3)]
     groups = {"0": (0, 1, 2, 3)}
-    diagnosis = judge([rank(0, BEFORE, WAITS, groups=groups), rank(1, BEFORE, WAITS, groups=groups), *left])
+    diagnosis = diagnose([rank(0, BEFORE, WAITS, groups=groups), rank(1, BEFORE, WAITS, groups=groups), *left])
     assert (diagnosis.kind, diagnosis.causes, diagnosis.tie) == (StopKind.LEFT, (2, 3), ())
 
 
 def test_groups_entered_in_another_order_are_a_deadlock_of_the_minority() -> None:
     groups = WORLD | {"1": (0, 1, 2)}
     first = [rank(n, op(4, group="1"), groups=groups) for n in (0, 2)]
-    diagnosis = judge([first[0], rank(1, WAITS, groups=groups), first[1]])
+    diagnosis = diagnose([first[0], rank(1, WAITS, groups=groups), first[1]])
     assert (diagnosis.kind, diagnosis.causes) == (StopKind.DEADLOCK, (1,))
     rendered(diagnosis.sentences)
 
 
 def test_a_receive_that_nobody_sends_is_a_tie_of_the_two_who_should_agree() -> None:
     receives = op(1, "recv", peer=0)
-    diagnosis = judge([rank(0, WAITS), rank(1, receives), rank(2, WAITS)])
+    diagnosis = diagnose([rank(0, WAITS), rank(1, receives), rank(2, WAITS)])
     assert (diagnosis.kind, diagnosis.tie) == (StopKind.DEADLOCK, ((0,), (1,)))
 
 
 def test_a_rank_with_a_message_on_its_way_may_be_in_work_wait_and_is_tied_not_blamed() -> None:
     loose = op(1, "send", peer=0, site="train.py:50 in step")
-    diagnosis = judge([rank(0, WAITS), rank(1, BEFORE, loose, stack=OUTSIDE), rank(2, WAITS)])
+    diagnosis = diagnose([rank(0, WAITS), rank(1, BEFORE, loose, stack=OUTSIDE), rank(2, WAITS)])
     assert (diagnosis.causes, diagnosis.tie) == ((), ((0,), (1,)))
 
 
 def test_a_message_that_has_arrived_is_not_waited_for_by_who_has_not_looked_yet() -> None:
     sent, came = op(1, "send", peer=0, site="line.py:103 in _send"), op(1, "recv", peer=1, done=True)
-    diagnosis = judge([rank(0, came, op(2, "recv", peer=1)), rank(1, sent, stack=OUTSIDE)])
+    diagnosis = diagnose([rank(0, came, op(2, "recv", peer=1)), rank(1, sent, stack=OUTSIDE)])
     assert (diagnosis.kind, diagnosis.causes) == (StopKind.BEHIND, (1,))
 
 
@@ -269,13 +267,13 @@ def test_messages_are_matched_by_direction() -> None:
     back, got_back = op(1, "send", peer=0, done=True), op(1, "recv", peer=1, done=True)
     waits = op(2, "recv", peer=1)
     behind = rank(1, *got_there, back, stack=OUTSIDE)
-    diagnosis = judge([rank(0, *there, got_back, waits), behind, rank(2, BEFORE)])
+    diagnosis = diagnose([rank(0, *there, got_back, waits), behind, rank(2, BEFORE)])
     assert (diagnosis.kind, diagnosis.causes, diagnosis.op) == (StopKind.BEHIND, (1,), waits)
     rendered(diagnosis.sentences[0])
 
 
 def test_all_in_the_same_collective_and_nothing_comes_out_is_the_network_between_hosts() -> None:
-    diagnosis = judge([rank(n, BEFORE, WAITS) for n in range(3)])
+    diagnosis = diagnose([rank(n, BEFORE, WAITS) for n in range(3)])
     assert (diagnosis.kind, diagnosis.causes, diagnosis.tie) == (StopKind.NETWORK, (), ())
     assert "n0: rank 0; n1: rank 1; n2: rank 2" in diagnosis.sentences[-1]
 
@@ -287,20 +285,20 @@ def test_a_rank_that_holds_the_interpreter_is_told_with_the_line_from_outside() 
         '  File "/home/me/train.py", line 41 in parse\n'
     )
     held = rank(1, BEFORE, answered=False, stacks=(), native=native, state="R", cpu_seconds=1.0)
-    diagnosis = judge([rank(0, WAITS), held, rank(2, WAITS)])
+    diagnosis = diagnose([rank(0, WAITS), held, rank(2, WAITS)])
     assert (diagnosis.kind, diagnosis.causes) == (StopKind.BEHIND, (1,)) and diagnosis.site.startswith("train.py:41 ")
     rendered(diagnosis.sentences[0])
 
 
 def test_who_died_by_itself_is_named_before_those_who_lost_it() -> None:
     victims = [rank(n, BEFORE, WAITS, code=1, error_text=LOST_PEER) for n in (0, 2)]
-    diagnosis = judge([victims[0], rank(1, BEFORE, code=-9), victims[1]])
+    diagnosis = diagnose([victims[0], rank(1, BEFORE, code=-9), victims[1]])
     assert (diagnosis.kind, diagnosis.causes) == (StopKind.DIED, (1,))
     rendered(diagnosis.sentences[0])
 
 
 def test_a_lost_node_is_named_with_its_host() -> None:
-    diagnosis = judge([rank(0, WAITS), rank(1, lost_reason="node 1 is lost: cut off"), rank(2, WAITS)])
+    diagnosis = diagnose([rank(0, WAITS), rank(1, lost_reason="node 1 is lost: cut off"), rank(2, WAITS)])
     assert (diagnosis.kind, diagnosis.causes) == (StopKind.DIED, (1,))
     rendered(diagnosis.sentences[0])
 
@@ -309,25 +307,25 @@ def test_models_of_other_sizes_are_a_mismatch_of_the_minority() -> None:
     words = (
         "RuntimeError: DDP expects same model across all ranks, but Rank {} has {} params, while rank {} has {} params"
     )
-    diagnosis = judge(
+    diagnosis = diagnose(
         [rank(n, code=1, error_text=words.format(n, own, to, 4)) for n, own, to in ((0, 4, 1), (1, 6, 0), (2, 4, 1))]
     )
     assert (diagnosis.kind, diagnosis.causes) == (StopKind.MISMATCH, (1,))
     assert diagnosis.failed == 1  # its message is shown, although all have raised
-    two = judge([rank(n, code=1, error_text=words.format(n, own, 1 - n, 4)) for n, own in ((0, 4), (1, 6))])
+    two = diagnose([rank(n, code=1, error_text=words.format(n, own, 1 - n, 4)) for n, own in ((0, 4), (1, 6))])
     assert (two.causes, two.tie, two.failed) == ((), ((0,), (1,)), 0)
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_before_the_first_collective_who_stands_elsewhere_than_those_who_wait_has_not_met(size: int) -> None:
     ranks = [rank(n, stack=LATE if n == 1 else MEETING, groups={}, step=0) for n in range(size)]
-    diagnosis = judge(ranks)
+    diagnosis = diagnose(ranks)
     assert (diagnosis.kind, diagnosis.causes) == (StopKind.NOT_MET, (1,)) and diagnosis.site.startswith("train.py:26 ")
 
 
 def test_everybody_at_another_place_and_nothing_called_is_unknown_with_all_places() -> None:
     ranks = [rank(n, stack=(Frame("train.py", 10 + n, "main"),), groups={}) for n in range(3)]
-    diagnosis = judge(ranks)
+    diagnosis = diagnose(ranks)
     assert (diagnosis.kind, diagnosis.causes, diagnosis.tie) == (StopKind.UNKNOWN, (), ())
     assert [f"train.py:{10 + n}" in diagnosis.sentences[n] for n in range(3)] == [True] * 3
 
@@ -336,5 +334,5 @@ def test_a_thousand_ranks_are_judged_within_seconds() -> None:
     world = {"0": tuple(range(1000))}
     ranks = [rank(n, BEFORE, *([] if n == 77 else [WAITS]), groups=world) for n in range(1000)]
     ranks[77] = rank(77, BEFORE, op(1, group="7"), groups=world | {"7": tuple(range(1000))})
-    diagnosis = judge(ranks)
+    diagnosis = diagnose(ranks)
     assert (diagnosis.kind, diagnosis.causes) == (StopKind.DEADLOCK, (77,))

@@ -1,7 +1,5 @@
 """Laws of the judge, over thousands of small worlds in which the truth is known (judge_world.py)."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import cache
 from random import Random
@@ -12,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 from tests.guard.judge_world import FAIR, STRUCTURAL, SUDDEN, Case, make_case, outcome
 
-from paceline.guard.judge import judge
+from paceline.guard.judge import diagnose
 from paceline.guard.report import MAX_COLUMNS, MAX_LINES, format_failure, format_report
 from paceline.protocol.evidence import Diagnosis, Evidence, Phase
 
@@ -24,7 +22,7 @@ FOUND = (6023, 12904, 13729)  # a message came as another one than was sent: its
 def judged() -> list[tuple[Case, Diagnosis]]:
     """Worlds in which something is to be seen."""
     cases = (make_case(seed) for seed in (*range(CASES), *FOUND))
-    return [(case, judge(case.evidence)) for case in cases if not case.finished]
+    return [(case, diagnose(case.evidence)) for case in cases if not case.finished]
 
 
 def test_over_random_programs_the_wrong_rank_is_named_or_tied_with_one_other() -> None:
@@ -55,7 +53,7 @@ def test_the_order_of_the_evidence_does_not_matter(seed: int, draw: Random) -> N
     case = make_case(seed)
     shuffled = list(case.evidence)
     draw.shuffle(shuffled)
-    one, other = judge(case.evidence), judge(shuffled)
+    one, other = diagnose(case.evidence), diagnose(shuffled)
     assert (one.kind, one.causes, one.tie, one.step) == (other.kind, other.causes, other.tie, other.step)
 
 
@@ -95,7 +93,7 @@ def test_any_evidence_gives_a_diagnosis_and_a_page_that_fits_on_the_screen() -> 
     for case, _ in judged()[:500]:
         draw = Random(case.seed)
         evidence = [damaged(one, draw) for one in case.evidence if draw.random() < 0.95]
-        diagnosis = judge(evidence)
+        diagnosis = diagnose(evidence)
         lines = format_report(diagnosis, evidence, waited_seconds=1.0, folder="f", run="r").split("\n")
         assert len(lines) <= MAX_LINES
         assert all(len(line) <= MAX_COLUMNS and line.isprintable() for line in lines), lines
@@ -106,4 +104,4 @@ def test_any_evidence_gives_a_diagnosis_and_a_page_that_fits_on_the_screen() -> 
 
 
 def test_no_evidence_at_all_is_no_error() -> None:
-    assert judge([]).causes == ()
+    assert diagnose([]).causes == ()

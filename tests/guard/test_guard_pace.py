@@ -1,7 +1,5 @@
 """When is a run said to stand still? The clock is a number here: `StallDetector` never looks at one itself."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import pytest

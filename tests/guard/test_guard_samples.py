@@ -1,7 +1,5 @@
 """How long has a worker not moved, by the agent's own clock? Real boxes, made-up clocks."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """What goes wrong without any error: from made-up marks and findings of ranks to a notice, a diagnosis, or nothing."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Mapping, Sequence
 
@@ -9,7 +7,7 @@ from msgspec.structs import replace
 from tests.rendered import rendered
 
 from paceline.guard.detectors import SleepDetector
-from paceline.guard.judge import judge
+from paceline.guard.judge import diagnose
 from paceline.guard.silent import Notice, SilentFaultDetector
 from paceline.protocol.evidence import Diagnosis, Evidence, Op, Phase, ScriptFinding, StopKind, WorkerSample
 from paceline.protocol.job import HangTimeout
@@ -227,7 +225,7 @@ def test_a_thread_that_ended_is_told_and_again_when_its_rank_hangs() -> None:
     assert f"rank 1: {ended.text} (after step 5)" in one.notices[0].words
     waits = Op("0", 7, "all_reduce", shape="[3]")
     hung = [Evidence.from_sample(samples[0]), Evidence.from_sample(samples[1])]
-    found = judge([replace(hung[0], ops=(waits,), answered=True), replace(hung[1], answered=True)])
+    found = diagnose([replace(hung[0], ops=(waits,), answered=True), replace(hung[1], answered=True)])
     assert found.causes == (1,) and ended.text in found.sentences
 
 

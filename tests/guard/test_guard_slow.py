@@ -1,7 +1,5 @@
 """Who slows a run down: from made-up times of phases to one sentence, or none."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from statistics import median
 

@@ -1,12 +1,10 @@
 """Before anybody is accused: does the run really stand still?"""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 
-from paceline.guard.detectors import Alarm, StallDetector, assume_waiting, is_stalled, ranks_to_interrupt
+from paceline.guard.detectors import Alarm, StallDetector, is_stalled, mark_as_waiting, ranks_to_interrupt
 from paceline.protocol.evidence import Diagnosis, Evidence, Frame, Op, Phase, Stack, StopKind, WorkerSample
 from paceline.protocol.job import HangTimeout
 
@@ -88,15 +86,15 @@ def sample(phase: Phase, *, met: bool) -> WorkerSample:
 
 def test_scripts_may_wait_where_nothing_shows_it_but_a_script_alone_for_whom() -> None:
     ranks = [sample(Phase.USER, met=True), sample(Phase.INIT, met=False), sample(Phase.EVALUATE, met=True)]
-    assert [one.waiting for one in assume_waiting(ranks, 3)] == [True, True, False]
-    assert not any(one.waiting for one in assume_waiting(ranks[:1], 1))
+    assert [one.waiting for one in mark_as_waiting(ranks, 3)] == [True, True, False]
+    assert not any(one.waiting for one in mark_as_waiting(ranks[:1], 1))
 
 
 def test_a_script_begins_until_its_first_collective() -> None:
     """Importing torch may take as long as it likes to: windows of the user's are for steps."""
     met, not_met = sample(Phase.USER, met=True), sample(Phase.USER, met=False)
-    assert {one.phase for one in assume_waiting([not_met, not_met], 2)} == {Phase.INIT}
-    assert {one.phase for one in assume_waiting([met, not_met], 2)} == {Phase.USER}
+    assert {one.phase for one in mark_as_waiting([not_met, not_met], 2)} == {Phase.INIT}
+    assert {one.phase for one in mark_as_waiting([met, not_met], 2)} == {Phase.USER}
 
 
 def test_only_the_innocent_are_freed_unless_the_guilty_wait_too() -> None:
@@ -118,5 +116,5 @@ def test_a_script_that_is_seen_from_outside_is_judged_as_one_that_says_nothing()
             WorkerSample(n, "n1", 7, step=step, met=True, script=True, phase=Phase.FORWARD, still_seconds=still_seconds)
             for n in (0, 1)
         ]
-        found = pace.update(now_seconds, assume_waiting(samples, 2))
+        found = pace.update(now_seconds, mark_as_waiting(samples, 2))
     assert found is not None and (found.kind, found.window_seconds) == ("warn", 300.0)

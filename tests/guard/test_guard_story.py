@@ -1,7 +1,5 @@
 """What a user reads of a stall: the page, the warning, the folder."""
 
-from __future__ import annotations
-
 import os
 import stat
 from pathlib import Path
@@ -13,7 +11,7 @@ from tests.errors import raises
 from tests.rendered import rendered
 
 from paceline.guard import report
-from paceline.guard.judge import judge
+from paceline.guard.judge import diagnose
 from paceline.guard.report import describe_rank, format_report, format_warning, read_diagnosis, same_diagnosis
 from paceline.guard.sentences import format_ranks
 from paceline.protocol.evidence import (
@@ -52,7 +50,7 @@ def told(diagnosis: Diagnosis, evidence: list[Evidence] = STALLED, folder: str =
 
 
 def test_the_page_of_a_stall_reads_as_the_documentation_promises() -> None:
-    rendered(told(judge(STALLED)))
+    rendered(told(diagnose(STALLED)))
 
 
 def test_the_first_line_names_the_guilty_or_says_that_nobody_is_blamed() -> None:
@@ -83,7 +81,7 @@ def test_what_a_rank_has_written_does_not_steer_the_terminal() -> None:
     hostile = rank(2, stuck=True, host=ESCAPES, stacks=(Stack("main", (Frame(ESCAPES, 88, ESCAPES),)),), error_text="")
     hostile = msgspec.structs.replace(hostile, ops=(Op(ESCAPES, 1, ESCAPES, ESCAPES, ESCAPES, ESCAPES, ESCAPES),))
     evidence = [rank(0), hostile]
-    text = "\n".join(told(judge(evidence), evidence, ESCAPES)) + describe_rank(hostile)
+    text = "\n".join(told(diagnose(evidence), evidence, ESCAPES)) + describe_rank(hostile)
     assert all(char.isprintable() or char == "\n" for char in text)
     assert "pwned" in text
 
@@ -100,7 +98,7 @@ def test_a_warning_names_those_for_whom_the_others_wait_and_nobody_if_all_wait()
 
 
 def test_what_was_written_is_read_again_and_is_for_its_owner_alone(tmp_path: Path) -> None:
-    diagnosis, folder = judge(STALLED), tmp_path / "diagnosis-1"
+    diagnosis, folder = diagnose(STALLED), tmp_path / "diagnosis-1"
     report.write_diagnosis(folder, diagnosis, STALLED, waited_seconds=12.4)
     found = read_diagnosis(folder)
     assert (found.diagnosis, list(found.evidence), found.waited_seconds) == (diagnosis, STALLED, 12.4)
@@ -114,14 +112,14 @@ def test_a_folder_that_exists_is_never_written_into(tmp_path: Path) -> None:
     (tmp_path / "victim").mkdir()
     (tmp_path / "diagnosis-1").symlink_to(tmp_path / "victim")
     with pytest.raises(FileExistsError):
-        report.write_diagnosis(tmp_path / "diagnosis-1", judge(STALLED), STALLED, waited_seconds=1.0)
+        report.write_diagnosis(tmp_path / "diagnosis-1", diagnose(STALLED), STALLED, waited_seconds=1.0)
     assert not list((tmp_path / "victim").iterdir())
 
 
 def test_a_diagnosis_that_cannot_be_written_as_a_whole_is_not_there(tmp_path: Path) -> None:
     strange = [STALLED[0], msgspec.structs.replace(STALLED[1], rank="/no/1")]  # its file cannot be made
     with pytest.raises(FileNotFoundError):
-        report.write_diagnosis(tmp_path / "diagnosis-1", judge(STALLED), strange, waited_seconds=1.0)
+        report.write_diagnosis(tmp_path / "diagnosis-1", diagnose(STALLED), strange, waited_seconds=1.0)
     with raises("diagnosis-not-readable", path=tmp_path / "diagnosis-1" / "diagnosis.json"):
         read_diagnosis(tmp_path / "diagnosis-1")
 
@@ -147,7 +145,7 @@ def test_a_file_of_another_version_or_of_another_program_is_an_error(
 
 
 def test_a_diagnosis_behind_a_link_is_not_followed(tmp_path: Path) -> None:
-    report.write_diagnosis(tmp_path / "real", judge(STALLED), STALLED, waited_seconds=1.0)
+    report.write_diagnosis(tmp_path / "real", diagnose(STALLED), STALLED, waited_seconds=1.0)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "diagnosis.json").symlink_to(tmp_path / "real" / "diagnosis.json")
     with raises("diagnosis-not-readable"):
@@ -161,7 +159,7 @@ def test_a_pipe_in_its_place_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_the_same_stall_at_the_same_step_is_the_same_diagnosis_whatever_its_number() -> None:
-    diagnosis = judge(STALLED)
+    diagnosis = diagnose(STALLED)
     again = msgspec.structs.replace(diagnosis, op=msgspec.structs.replace(OP, seq=12), sentences=("other words",))
     assert same_diagnosis(diagnosis, again)
     for other in ({"step": 1235}, {"causes": (1,)}, {"site": "train.py:5 in f"}, {"kind": StopKind.STOPPED}):

@@ -1,7 +1,5 @@
 """The facts are true, and fast to gather_facts."""
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil
@@ -13,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from paceline.host.facts import SOURCE_ROOT, Limit, gather_facts, resolve_host, source_digest
+from paceline.host.facts import SOURCE_ROOT, ResourceLimit, gather_facts, resolve_host, source_digest
 
 CODE = """
 import sys, time
@@ -32,7 +30,7 @@ def test_they_are_of_this_machine_and_process() -> None:
     assert facts.cores <= len(os.sched_getaffinity(0))
     assert facts.memory == psutil.virtual_memory().total
     assert facts.shm_size == shutil.disk_usage("/dev/shm").total
-    assert facts.nofile == Limit(*resource.getrlimit(resource.RLIMIT_NOFILE))
+    assert facts.nofile == ResourceLimit(*resource.getrlimit(resource.RLIMIT_NOFILE))
     assert not any(one.address.startswith(("127.", "fe80")) or one.address == "::1" for one in facts.addresses)
     assert abs(facts.wall_seconds - time.time()) < 60
 

@@ -1,7 +1,5 @@
 """Why a connection fails, told apart on real sockets and in a network of our own that leads nowhere."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

@@ -8,7 +8,7 @@ from typing import Any
 
 import pynvml
 import pytest
-from tests.host.test_gpu_trouble import HOT, Driver
+from tests.host.test_gpus import HOT, Driver
 
 from paceline.host import machine_log as sampling
 from paceline.host.cgroup import memory_limit, quota_used_seconds

@@ -1,7 +1,5 @@
 """What bash makes of modules, activate scripts and conda, with real shells and what they really source."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -14,7 +12,7 @@ from tests.errors import raises
 
 from paceline.errors import UsageError
 from paceline.host import shell_environment
-from paceline.host.shell_environment import environment_after, parse_env
+from paceline.host.shell_environment import load_shell_environment, parse_env
 
 BASE = {"PATH": "/usr/bin:/bin", "HOME": "/nonexistent", "PWD": "/somewhere", "KEPT": "line one\nline two"}
 
@@ -46,7 +44,7 @@ def script(folder: Path, text: str, name: str = "activate.sh") -> str:
 
 
 def test_modules_are_loaded_in_order_and_their_words_do_no_harm(with_modules: dict[str, str]) -> None:
-    after = environment_after(["gcc/12", "cuda"], "", {}, with_modules)
+    after = load_shell_environment(["gcc/12", "cuda"], "", {}, with_modules)
     assert after == {**with_modules, "CC": "gcc-12", "CUDA_HOME": "/opt/cuda", "LOADED": "gcc/12:cuda"}
 
 
@@ -54,20 +52,20 @@ def test_a_module_that_is_not_there_is_named_also_where_the_system_fails_with_st
     with_modules: dict[str, str],
 ) -> None:
     with raises("module-not-loaded", module="nope") as caught:
-        environment_after(["cuda", "nope"], "", {}, with_modules)
+        load_shell_environment(["cuda", "nope"], "", {}, with_modules)
     assert "unknown: nope" in str(caught.value)
     with raises("module-not-loaded", module="ancient"):
-        environment_after(["ancient"], "", {}, with_modules)
+        load_shell_environment(["ancient"], "", {}, with_modules)
 
 
 def test_no_module_command_is_said() -> None:
     with raises("module-command-missing"):
-        environment_after(["cuda"], "", {}, BASE)
+        load_shell_environment(["cuda"], "", {}, BASE)
 
 
 def test_the_module_systems_own_init_is_found(tmp_path: Path) -> None:
     script(tmp_path, MODULE, "init/bash")
-    after = environment_after(["cuda"], "", {}, {**BASE, "MODULESHOME": str(tmp_path)})
+    after = load_shell_environment(["cuda"], "", {}, {**BASE, "MODULESHOME": str(tmp_path)})
     assert after["CUDA_HOME"] == "/opt/cuda"
 
 
@@ -75,20 +73,20 @@ def test_an_activate_script_may_read_unset_variables_talk_and_fail_in_its_last_l
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = 'echo noise; export SEEN="[$NEVER_SET]" ODD=$\'a\\nb=c\'; answer=7; cd /; [ -z "$SEEN" ]'
-    after = environment_after([], script(tmp_path, text), {}, BASE)
+    after = load_shell_environment([], script(tmp_path, text), {}, BASE)
     assert after == {**BASE, "SEEN": "[]", "ODD": "a\nb=c"}
     assert re.search("status 1.*noise", capsys.readouterr().err)
 
 
 def test_a_script_that_ends_the_shell_is_refused(tmp_path: Path) -> None:
     with raises("activate-ended-bash", status=3, said="\nlicence expired"):
-        environment_after([], script(tmp_path, "echo licence expired; exit 3"), {}, BASE)
+        load_shell_environment([], script(tmp_path, "echo licence expired; exit 3"), {}, BASE)
 
 
 def test_a_real_venv_is_activated(tmp_path: Path) -> None:
     venv = tmp_path / "a venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=150)
-    after = environment_after([], str(venv / "bin" / "activate"), {}, BASE)
+    after = load_shell_environment([], str(venv / "bin" / "activate"), {}, BASE)
     assert (after["VIRTUAL_ENV"], after["PATH"]) == (str(venv), f"{venv}/bin:{BASE['PATH']}")
 
 
@@ -110,30 +108,30 @@ def with_conda(tmp_path: Path) -> dict[str, str]:
 
 
 def test_conda_is_sourced_where_its_program_lies(with_conda: dict[str, str]) -> None:
-    assert environment_after([], "conda:good", {}, with_conda)["CONDA_PREFIX"] == "ok/envs/good"
+    assert load_shell_environment([], "conda:good", {}, with_conda)["CONDA_PREFIX"] == "ok/envs/good"
     by_variable = {**BASE, "CONDA_EXE": with_conda["PATH"].partition(":")[0] + "/conda"}
-    assert environment_after([], "conda:good", {}, by_variable)["CONDA_PREFIX"] == "ok/envs/good"
+    assert load_shell_environment([], "conda:good", {}, by_variable)["CONDA_PREFIX"] == "ok/envs/good"
 
 
 def test_an_unknown_conda_environment_and_a_missing_conda_are_named(with_conda: dict[str, str]) -> None:
     with raises("conda-not-activated", activate="conda:bad") as caught:
-        environment_after([], "conda:bad", {}, with_conda)
+        load_shell_environment([], "conda:bad", {}, with_conda)
     assert "NameNotFound: bad" in str(caught.value)
     with raises("conda-not-found"):
-        environment_after([], "conda:good", {}, BASE)
+        load_shell_environment([], "conda:good", {}, BASE)
 
 
 def test_env_is_seen_by_the_scripts_and_wins_over_them(tmp_path: Path) -> None:
     path = script(tmp_path, 'export SAW="$MINE" MINE=theirs')
-    after = environment_after([], path, {"MINE": "mine"}, BASE)
+    after = load_shell_environment([], path, {"MINE": "mine"}, BASE)
     assert (after["SAW"], after["MINE"]) == ("mine", "mine")
-    assert environment_after([], "", {"MINE": "mine"}, BASE) == {**BASE, "MINE": "mine"}
+    assert load_shell_environment([], "", {"MINE": "mine"}, BASE) == {**BASE, "MINE": "mine"}
 
 
 def test_what_a_script_leaves_in_the_background_is_not_waited_for(tmp_path: Path) -> None:
     path = script(tmp_path, f"sleep 30 & export LEFT=$!; echo $! > {tmp_path}/pid")
     start = time.monotonic()
-    left = int(environment_after([], path, {}, BASE)["LEFT"])
+    left = int(load_shell_environment([], path, {}, BASE)["LEFT"])
     os.kill(left, 9)
     assert time.monotonic() - start < 10
 
@@ -141,7 +139,7 @@ def test_what_a_script_leaves_in_the_background_is_not_waited_for(tmp_path: Path
 def test_a_script_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shell_environment, "BASH_SECONDS", 0.5)
     with raises("bash-timed-out", seconds=0.5):
-        environment_after([], script(tmp_path, "sleep 30"), {}, BASE)
+        load_shell_environment([], script(tmp_path, "sleep 30"), {}, BASE)
 
 
 HOSTILE = ["$(touch HIT)", "`touch HIT`", "x; touch HIT", "-x", "", "a b", "x\ntouch HIT", "'$(touch HIT)'", "\0"]
@@ -154,16 +152,16 @@ def test_no_name_is_run_as_a_command(
     monkeypatch.chdir(tmp_path)
     for modules, activate in (([name], ""), ([], f"conda:{name}"), ([], name or "missing")):
         with pytest.raises(UsageError):
-            environment_after(modules, activate, {}, {**with_modules, **with_conda})
+            load_shell_environment(modules, activate, {}, {**with_modules, **with_conda})
     assert not (tmp_path / "HIT").exists()
 
 
 def test_a_script_in_a_folder_with_a_hostile_name_is_sourced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = script(tmp_path, "export FOUND=1", "$(touch HIT) ';x/-e")
-    assert environment_after([], path, {}, BASE)["FOUND"] == "1" and not (tmp_path / "HIT").exists()
+    assert load_shell_environment([], path, {}, BASE)["FOUND"] == "1" and not (tmp_path / "HIT").exists()
     script(tmp_path, "export FOUND=here", "ls")  # a bare name is a file of this folder, nothing in PATH
-    assert environment_after([], "ls", {}, BASE)["FOUND"] == "here"
+    assert load_shell_environment([], "ls", {}, BASE)["FOUND"] == "here"
 
 
 def test_env_settings() -> None:

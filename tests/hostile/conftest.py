@@ -1,7 +1,5 @@
 """Two users for these tests. Root only."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """Folders of a hostile user: run folders that name programs, processes and files of the user who finds them."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -4,8 +4,6 @@ A line on stdin is a JSON list, the words of a command; the answer is a line wit
 that it needed beyond this process's own, and what it printed: all of it, and its standard error alone.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import json

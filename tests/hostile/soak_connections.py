@@ -6,8 +6,6 @@ knows its peers; and with a neighbour who does the same to two ports of his own:
 process costs something, whatever it does. The digest must be the same, and the steps at most 2 % slower than with him.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -6,8 +6,6 @@ archive's contents are whoever unpacks it. Commands are typed by its finder. Not
 elsewhere; no answer may take 2 s or 200 MB, or be a traceback. Seeded; goes on where it was stopped.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json
@@ -30,7 +28,7 @@ from tests.guard.test_guard_story import STALLED
 from tests.hostile.folders import write_roster
 from tests.hostile.users import ROOT, User, Users, two_users
 
-from paceline.guard.judge import judge
+from paceline.guard.judge import diagnose
 from paceline.guard.report import write_diagnosis
 from paceline.protocol.evidence import Failure, LiveState, WorkerSample
 
@@ -84,7 +82,7 @@ def real_run(victim: User) -> Path:
     (run / "attempt-1" / "watched").touch()
     live = LiveState(1.0, 0, tuple(WorkerSample(rank, "n1", 9, phase_seconds=(1.0, 2.0)) for rank in range(2)))
     (run / "attempt-1" / "live.json").write_bytes(msgspec.json.encode(live))
-    write_diagnosis(run / "attempt-1" / "diagnosis-1", judge(STALLED), STALLED, waited_seconds=5.0)
+    write_diagnosis(run / "attempt-1" / "diagnosis-1", diagnose(STALLED), STALLED, waited_seconds=5.0)
     return run
 
 

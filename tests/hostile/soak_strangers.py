@@ -6,8 +6,6 @@ nothing, sends noise, and the small numbers by which gloo knows its peers; he ke
 must be the same, no run may end otherwise, and the steps may be at most 5 % slower.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -1,7 +1,5 @@
 """A seeded sample of the cases of `make soak-hostile` and `make soak-connections`."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from typing import Any

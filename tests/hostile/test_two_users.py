@@ -1,7 +1,5 @@
 """No file of a hostile user acts in the name of the user who finds it: the rows of docs/security.md."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

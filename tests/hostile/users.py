@@ -1,7 +1,5 @@
 """Two users of one machine, created by root: `victim`, who types commands, and `mallory`, who prepares files."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -9,8 +9,6 @@ from paceline import Task
 
 
 class Noisy(Dataset[tuple[Tensor, Tensor]]):
-    """Samples with a random augmentation."""
-
     def __init__(self) -> None:
         self.x = torch.randn(110, 16, generator=torch.Generator().manual_seed(1))
         self.y = (self.x.sum(1) > 0).long()
@@ -35,8 +33,6 @@ class Scale(torch.autograd.Function):
 
 
 class Middle(nn.Module):
-    """A layer with its own operators."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(32, 32)
@@ -47,8 +43,6 @@ class Middle(nn.Module):
 
 
 class Net(nn.Module):
-    """Four layers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.middle, self.drop, self.head = nn.Linear(16, 32), Middle(), nn.Dropout(0.1), nn.Linear(32, 2)

@@ -1,7 +1,5 @@
 """Small tasks to be measured, some with one thing that makes them slow, or impossible for one strategy."""
 
-from __future__ import annotations
-
 import os
 import time
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """`paceline compare`: ratios, quartiles, which bits a strategy has, and the recommendation."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -10,8 +8,15 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from tests.rendered import rendered
 
-from paceline.lab.compare import Row, Spread, compared_rows, describe_bit_equality, recommend_strategy, spread
-from paceline.lab.measurement import Measurement, Memory
+from paceline.lab.compare import (
+    Quartiles,
+    StrategyRow,
+    compared_rows,
+    describe_bit_equality,
+    quartiles,
+    recommend_strategy,
+)
+from paceline.lab.measurement import Measurement, MemoryUse
 
 
 def chunk(name: str, seconds: float, digest: str = "a", world_size: int = 2) -> Measurement:
@@ -68,7 +73,7 @@ def test_bits_are_told_by_promise_and_by_what_came_out(name, digests, reference,
 
 @given(st.lists(st.floats(0.1, 1e6), min_size=1))
 def test_quartiles_are_in_order_and_within_what_was_measured(values) -> None:
-    found = spread(values)
+    found = quartiles(values)
     slack = 1e-9 * max(values)
     assert min(values) - slack <= found.low <= found.median + slack <= found.high + 2 * slack <= max(values) + 3 * slack
 
@@ -76,10 +81,12 @@ def test_quartiles_are_in_order_and_within_what_was_measured(values) -> None:
 MB = 1_000_000
 
 
-def row(strategy: str, rate: float, state_mb: int = 100, ranks: int = 2) -> Row:
-    memory = Memory(state_mb * MB // 4, state_mb * MB // 4, state_mb * MB // 2, 20 * MB, 5 * MB, (state_mb + 20) * MB)
-    same = Spread(rate, rate, rate)
-    return Row(f"{strategy}-b8", strategy, ranks, 1, 8, 16, same, same, 1.0, 1.0, 1.0, 0.0, memory, "")
+def row(strategy: str, rate: float, state_mb: int = 100, ranks: int = 2) -> StrategyRow:
+    memory = MemoryUse(
+        state_mb * MB // 4, state_mb * MB // 4, state_mb * MB // 2, 20 * MB, 5 * MB, (state_mb + 20) * MB
+    )
+    same = Quartiles(rate, rate, rate)
+    return StrategyRow(f"{strategy}-b8", strategy, ranks, 1, 8, 16, same, same, 1.0, 1.0, 1.0, 0.0, memory, "")
 
 
 ALONE = row("single", 1000, ranks=1)

@@ -1,7 +1,5 @@
 """`paceline diff` finds planted differences, and says so if there is none. tests/soak_diff.py has more."""
 
-from __future__ import annotations
-
 import random
 import sys
 from pathlib import Path
@@ -13,7 +11,7 @@ from tests.run_script import run_script
 from tests.soak_diff import Planted, cases, diffed, fault, train
 from tests.soak_replay import LOOP, hashes
 
-from paceline.lab.replay import Recorded, differing, first_difference, first_different_step, probable_cause
+from paceline.lab.replay import TensorRecord, differing_settings, first_difference, first_different_step, probable_cause
 from paceline.runs.events import Step
 
 CASES = {planted.name: planted for planted in cases(random.Random(0))}
@@ -151,8 +149,8 @@ def test_the_first_step_that_differs_in_the_logs() -> None:
 
 
 def test_the_first_record_that_differs_is_in_the_order_of_execution() -> None:
-    a = [Recorded(1, "output", name, "same") for name in "xyz"]
-    b = [Recorded(1, "output", "x", "same"), Recorded(1, "output", "y", "other")]
+    a = [TensorRecord(1, "output", name, "same") for name in "xyz"]
+    b = [TensorRecord(1, "output", "x", "same"), TensorRecord(1, "output", "y", "other")]
     assert first_difference(a, a) is None
     assert first_difference(a, b) == (1, 1)
     assert first_difference(a, a[:2]) == (2, -1)
@@ -160,10 +158,10 @@ def test_the_first_record_that_differs_is_in_the_order_of_execution() -> None:
 
 
 def test_a_setting_is_the_cause_only_if_it_explains_the_first_difference() -> None:
-    settings = differing({"seed": 0, "hardware": {"torch": "1"}}, {"seed": 1, "hardware": {"torch": "2"}})
+    settings = differing_settings({"seed": 0, "hardware": {"torch": "1"}}, {"seed": 1, "hardware": {"torch": "2"}})
     assert settings == {"seed": (0, 1), "torch": ("1", "2")}
-    assert probable_cause(Recorded(1, "samples", "", ""), settings, []) == "seed"
-    assert probable_cause(Recorded(1, "output", "", ""), settings, []) == "torch"
-    assert probable_cause(Recorded(1, "learning rate", "", ""), settings, []) == "learning rate"
+    assert probable_cause(TensorRecord(1, "samples", "", ""), settings, []) == "seed"
+    assert probable_cause(TensorRecord(1, "output", "", ""), settings, []) == "torch"
+    assert probable_cause(TensorRecord(1, "learning rate", "", ""), settings, []) == "learning rate"
     assert probable_cause(None, settings, ["B"]) == "torch"
     assert probable_cause(None, {}, ["B"]) == "not reproduced"

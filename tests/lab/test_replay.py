@@ -1,7 +1,5 @@
 """`paceline replay` finds planted faults and reproduces the bits of a step. tests/soak_replay.py has more."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Collection
 from pathlib import Path
@@ -18,7 +16,7 @@ from tests.soak_replay import LOOP, TASKS, digest_of, hashes, logged_loss, repla
 from paceline.checkpoint.format import encode_manifest, read_manifest
 from paceline.checkpoint.manager import Checkpoints
 from paceline.data.plan import BatchPlan
-from paceline.lab.replay import Logged, Replayed, read_log
+from paceline.lab.replay import LoggedStep, ReplayResult, read_log
 from paceline.runs.events import Started, Step
 
 RANKS, STEPS, EVERY = 3, 12, 4
@@ -246,7 +244,7 @@ def test_the_log_of_a_step_is_that_of_the_last_attempt_and_merged_steps_have_no_
 
     events = [started(1), step(4, 1.0, 4), step(5, 2.0), started(2), step(5, 3.0), step(6, 4.0)]
     (tmp_path / "events-0.jsonl").write_bytes(b"".join(msgspec.json.encode(event) + b"\n" for event in events))
-    assert read_log(tmp_path, 5, ended=True) == Logged(2, 1, 3.0, 15)
+    assert read_log(tmp_path, 5, ended=True) == LoggedStep(2, 1, 3.0, 15)
     assert read_log(tmp_path, 3, ended=True).loss is None
     assert read_log(tmp_path, 7, ended=False).loss is None
     with raises("replay-no-such-step", value=7, last=6):
@@ -257,7 +255,7 @@ def test_the_log_of_a_step_is_that_of_the_last_attempt_and_merged_steps_have_no_
 
 def test_a_result_agrees_only_within_the_expected_difference() -> None:
     def result(logged: float | None, loss: float | None, **more) -> bool:
-        return Replayed(1, 0, logged, loss, **more).agrees
+        return ReplayResult(1, 0, logged, loss, **more).agrees
 
     assert result(1.0, 1.0) and not result(1.0, 1.0 + 1e-15) and not result(1.0, None) and result(None, 1.0)
     assert result(1.0, 1.000001, expected=1e-5) and not result(1.0, 1.0001, expected=1e-5)

@@ -1,7 +1,5 @@
 """`paceline scale`: runs are read, their loss is split by cause, and a step on more machines is estimated."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Mapping, Sequence
@@ -23,7 +21,7 @@ from paceline.lab.scale import (
     SMALLER,
     WAITING,
     EfficiencyLossCause,
-    Network,
+    NetworkSpeed,
     NodeTraffic,
     Runs,
     ScalePoint,
@@ -329,12 +327,12 @@ def test_a_message_takes_the_stated_latency_twice_with_gloo_and_once_with_nccl(t
 def test_only_runs_on_as_many_samples_can_be_compared() -> None:
     assert comparable_batches({ScalePoint(1, 64): [ONE], ScalePoint(2, 64): [TWO]}) == (64, None)
     assert comparable_batches({ScalePoint(1, 64): [ONE], ScalePoint(2, 32): [TWO]}) == (None, 64)
-    with raises("runs-do-not-match", told="1 x 64, 2 x 48"):
+    with raises("runs-do-not-match", runs="1 x 64, 2 x 48"):
         comparable_batches({ScalePoint(1, 64): [ONE], ScalePoint(2, 48): [TWO]})
 
 
 MACHINE = TrainingProperties(cores=2, threads=1, weight_bytes=40_000_000)
-LINK = Network(12.5e6, 0.05)
+LINK = NetworkSpeed(12.5e6, 0.05)
 MESSAGE = 0.1  # with gloo a message takes the latency twice
 
 
@@ -428,6 +426,6 @@ def test_bits_are_eighths_of_bytes_and_every_prefix_is_a_thousand(rate: float, l
     value, delay = f"{rate:.6f}", f"{latency:.6f}"
     in_bits, in_bytes = parse_network(f"{value}Gbit,{delay}us"), parse_network(f"{value}GB,{delay}us")
     assert in_bytes.bytes_per_second == pytest.approx(8 * in_bits.bytes_per_second)
-    assert parse_network(f"{value}Mbit,{delay}ms") == Network(
+    assert parse_network(f"{value}Mbit,{delay}ms") == NetworkSpeed(
         pytest.approx(in_bits.bytes_per_second / 1000), pytest.approx(in_bits.latency_seconds * 1000)
     )

@@ -1,7 +1,5 @@
 """A command that measures, as it is typed; measuring takes its time on a machine that does something else, too."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path
@@ -11,7 +9,6 @@ from tests import warm
 
 
 def typed(folder: Path, *arguments: object, timeout: float = 510) -> subprocess.CompletedProcess[str]:
-    """`paceline ARGUMENTS` in this folder."""
     return warm.run(["-m", "paceline", *arguments], ranks=True, cwd=folder, timeout=timeout)
 
 

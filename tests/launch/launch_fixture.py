@@ -1,7 +1,5 @@
 """The fixture that starts launchers, and one for those of `paceline.run`."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path

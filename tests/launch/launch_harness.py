@@ -1,7 +1,5 @@
 """Start a launcher as a process of its own, and find what it leaves behind. Shared by the tests and soak_kills.py."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -22,7 +22,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as post_local
-from torch.distributed.algorithms.join import Join
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -254,19 +253,6 @@ def local_sgd() -> None:
                 one.data = summed(one.data) / world
 
 
-def joined() -> None:
-    """Epochs with more batches on some ranks, within Join."""
-    model = DistributedDataParallel(network())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in until_time():
-        if step % 10 == 0:
-            with Join([model]):
-                for _ in range(5 + 3 * rank):
-                    optimizer.zero_grad()
-                    loss_of(model).backward()
-                    optimizer.step()
-
-
 def shortest() -> None:
     """Loaders of different lengths: all stop with the shortest; the others evaluate what is left."""
     model = DistributedDataParallel(network())
@@ -288,27 +274,6 @@ def shortest() -> None:
         optimizer.zero_grad()
         F.cross_entropy(model(got[0]), got[1]).backward()
         optimizer.step()
-
-
-def two_models() -> None:
-    """A GAN: two optimizers, of which one steps three times as often; noise of each rank's own."""
-    maker = DistributedDataParallel(
-        nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 32)), broadcast_buffers=False
-    )
-    judge = DistributedDataParallel(
-        nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 1)), broadcast_buffers=False
-    )
-    makes, judges = torch.optim.Adam(maker.parameters(), lr=2e-4), torch.optim.Adam(judge.parameters(), lr=2e-4)
-    for step in until_time():
-        real, _ = batch()
-        fake = maker(torch.randn(16, 8, generator=mine))
-        judges.zero_grad()
-        (F.softplus(-judge(real)).mean() + F.softplus(judge(fake.detach())).mean()).backward()
-        judges.step()
-        if step % 3 == 0:
-            makes.zero_grad()
-            F.softplus(-judge(fake)).mean().backward()
-            makes.step()
 
 
 def lines() -> None:
@@ -503,133 +468,6 @@ def of_its_own(seconds: float) -> None:
     until, some = time.monotonic() + seconds, torch.randn(1500, 1500)
     while time.monotonic() < until:
         some @ some
-
-
-def probed() -> None:
-    """Rank 0 alone trains a probe before, beside and after steps of DDP; all fit temperatures, some for longer."""
-    inner = network()
-    if rank == 0:
-        fit(nn.Linear(4, 4), inner, 300)
-    model = DistributedDataParallel(inner)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    beside = nn.Linear(4, 4)
-    of_beside = torch.optim.SGD(beside.parameters(), 0.1)
-    for step in until_time():
-        x, y = batch()
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        if rank == 0 and step % 3:
-            with torch.no_grad():
-                features = inner(x)
-            of_beside.zero_grad()
-            F.cross_entropy(beside(features), y).backward()
-            of_beside.step()
-        if step % 50 == 0:
-            if rank == 0:
-                fit(nn.Linear(4, 4), inner, ours.choice([100, 400]))
-            else:
-                ours.choice([0, 0])
-            fit(Temperature(), inner, 20 + 30 * rank)
-            dist.barrier()
-        if step % 120 == 0:
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-
-class Temperature(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.value = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x / self.value
-
-
-def fit(head: nn.Module, body: nn.Module, steps: int) -> None:
-    """Of a rank alone, in batches of its own."""
-    optimizer = torch.optim.Adam(head.parameters(), lr=0.01)
-    at = torch.randint(len(data), (steps, 16), generator=mine)
-    for chosen in at:
-        with torch.no_grad():
-            features = body(data.tensors[0][chosen])
-        optimizer.zero_grad()
-        F.cross_entropy(head(features), data.tensors[1][chosen]).backward()
-        optimizer.step()
-
-
-def folds() -> None:
-    """All train together; then each alone, with the same optimizer or a new one, for as long as it likes."""
-    model = DistributedDataParallel(network())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    kind = ours.choice(["the same", "new", "without DDP"])
-    for step in until_time():
-        if step == 100:
-            inner = model.module
-            optimizer = torch.optim.SGD(inner.parameters(), 0.01) if kind == "new" else optimizer
-            model = inner if kind == "without DDP" else model
-        alone = step > 100
-        for _ in range(1 + rank if alone else 1):
-            optimizer.zero_grad()
-            loss_of(getattr(model, "module", model) if alone else model).backward()
-            optimizer.step()
-
-
-def polished() -> None:
-    """Rank 0 alone goes on with the model within DDP, for a look, and puts back what it was."""
-    model = DistributedDataParallel(network())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for step in until_time():
-        optimizer.zero_grad()
-        loss_of(model).backward()
-        optimizer.step()
-        if step % 60 == 0:
-            if rank == 0:
-                kept = copy.deepcopy((model.module.state_dict(), optimizer.state_dict()))
-                for _ in range(20):
-                    optimizer.zero_grad()
-                    loss_of(model.module).backward()
-                    optimizer.step()
-                model.module.load_state_dict(kept[0])
-                optimizer.load_state_dict(kept[1])
-            dist.barrier()
-
-
-def shards() -> None:
-    """A backbone under DDP; each rank has rows of a table, and classes, of its own, some from equal beginnings."""
-    model = DistributedDataParallel(network())
-    table, classes = torch.randn(8, 32, generator=mine), torch.zeros(6, 4)
-    own = [nn.Parameter(one) for one in (table, classes)]
-    together = ours.random() < 0.5
-    groups = [[*model.parameters(), *own]] if together else [[*model.parameters()], own]
-    optimizers = [torch.optim.SGD(group, lr=0.01) for group in groups]
-    for _ in until_time():
-        x, y = batch()
-        every = [torch.zeros_like(x) for _ in range(world)]
-        dist.all_gather(every, x)
-        logits = model(x + own[0][y + rank]) @ own[1].T
-        for one in optimizers:
-            one.zero_grad()
-        F.cross_entropy(logits, y).backward()
-        for one in optimizers:
-            one.step()
-
-
-def second_order() -> None:
-    """Steps that go forward and backward several times, in a closure."""
-    model = DistributedDataParallel(network())
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=3, line_search_fn="strong_wolfe")
-    for step in until_time():
-        if step % 50 == 0:  # of batches that differ, a longer history ends in NaN some day
-            optimizer.state.clear()
-        x, y = batch(64)
-
-        def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            return summed(loss.detach().clone()) / world
-
-        optimizer.step(closure)
 
 
 globals()[scene]()

@@ -9,8 +9,6 @@ still running: otherwise the moment is tried again, earlier. The exit code is 1 
 ends before it can be killed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

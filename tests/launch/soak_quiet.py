@@ -5,11 +5,9 @@ batch that takes half a minute, checkpoints, long garbage collections, workers s
 window, and a machine that others load. Beside it an unmodified script whose rank 0 evaluates for a minute while the
 others wait in a barrier. Each alarm is a fault; warnings are counted.
 
-And three ranks of looks_wrong.py: what only looks like a silent fault, one scene after the other, in an order that is
-drawn anew each time. Each word about them is a fault.
+And three ranks of what only looks like a silent fault: the scenes of looks_wrong.py and scripts of tests/check/clean,
+one after the other, in an order that is drawn anew each time. Each word about them is a fault.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -29,7 +27,9 @@ from statistics import median
 from paceline.runs.attempt import read_notices
 
 SCENES = Path(__file__).with_name("looks_wrong.py")
-MAY_BE_SAID = {("folds", "left")}  # by which scene: once, and the run goes on
+CLEAN = SCENES.parents[1] / "check" / "clean"
+OF_CLEAN = ("gan", "lbfgs", "own_classes", "own_folds", "probe_alone", "uneven")
+MAY_BE_SAID = {("own_folds", "left")}  # by which script: once, and the run goes on
 PACELINE = [sys.executable, "-m", "paceline"]
 TASK = """
 import gc, time
@@ -94,7 +94,7 @@ def ranks_of(run_dir: Path) -> list[int]:
 
 
 class Scenes(threading.Thread):
-    """Those of looks_wrong.py, again and again, until `deadline`."""
+    """Those of looks_wrong.py and OF_CLEAN, again and again, until `deadline`."""
 
     def __init__(self, folder: Path, dice: random.Random, each_seconds: float, deadline: float) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Scenes(threading.Thread):
         """what was said, or went wrong: nothing should"""
 
     def run(self) -> None:
-        names = re.findall(r"^def (\w+)\(\) -> None:", SCENES.read_text(), re.MULTILINE)
+        names = [*re.findall(r"^def (\w+)\(\) -> None:", SCENES.read_text(), re.MULTILINE), *OF_CLEAN]
         while time.monotonic() < self._deadline:
             for number, name in enumerate(self._dice.sample(names, len(names))):
                 if time.monotonic() < self._deadline:
@@ -114,7 +114,8 @@ class Scenes(threading.Thread):
 
     def _one(self, name: str, seed: int) -> None:
         self.run_dir = run_dir = self._folder / f"{sum(self.done.values())}-{name}"
-        words = ["launch", "--nproc", "3", "--run-dir", str(run_dir), str(SCENES), name, str(self._seconds), str(seed)]
+        script = [str(CLEAN / f"{name}.py")] if name in OF_CLEAN else [str(SCENES), name, str(self._seconds), str(seed)]
+        words = ["launch", "--nproc", "3", "--run-dir", str(run_dir), *script]
         ended = subprocess.run([*PACELINE, *words], cwd=self._folder, capture_output=True, text=True, check=False)
         self.done[name] += 1
         self.steps += sum(map(int, re.findall(r"(\d+) steps", ended.stdout)))

@@ -1,7 +1,5 @@
 """Programs on a terminal of their own, typed into by a test."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty

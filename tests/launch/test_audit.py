@@ -1,9 +1,9 @@
 """Audits in real runs: a run stops or continues without the rank that computes wrongly, with the right result."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from subprocess import CompletedProcess
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tests import warm
@@ -11,7 +11,9 @@ from tests.ended import digest, start_steps
 from tests.errors import codes, ended_with
 from tests.run_script import run_script
 
+from paceline.launch.agent.coordinator import Coordinator, Restart
 from paceline.protocol.control import WorkerSpec
+from paceline.protocol.job import NodePlan
 from paceline.rank import world
 from paceline.rank.world import World
 
@@ -58,14 +60,13 @@ with paceline.session("run", strategy="zero", virtual_ranks=6, seed=0, resume=Tr
             samples += s.samples
         assert s.sum(samples) in (96, 24)  # 24: the epoch began in step 8
 """
-STREAM = """import sys, paceline
-class iter_of(torch.utils.data.IterableDataset):
-    def __init__(self, x):
-        self.x = x
-
-    def __iter__(self):
-        return iter(zip(self.x, self.x.sum(1)))
-"""
+REFUSED = {  # the data, or what stands before it
+    "audit-of-stream": ("TensorDataset(x, x.sum(1))", "type('Stream', (torch.utils.data.IterableDataset,), "
+                        "{'__iter__': lambda self: zip(x, x.sum(1))})()"),
+    "audit-with-worker-init": ("TensorDataset(x, x.sum(1)), global_batch=24", "torch.utils.data.DataLoader("
+                               "TensorDataset(x, x.sum(1)), batch_size=24, num_workers=1, worker_init_fn=print)"),
+    "audit-of-several-models": ("loader = s.loader", "s.prepare(Net(), torch.optim.SGD); loader = s.loader"),
+}  # fmt: skip
 TRAIN = (
     "-m",
     "paceline",
@@ -165,9 +166,9 @@ def test_what_only_the_ranks_know_is_an_error_before_the_first_step(folder: Path
     ended_with(run_script(2, *RUN, "--audit-every", "5", "--on-audit", "exclude", cwd=folder), "audit-without-agent")
     (folder / "new.py").write_text(SESSION.replace("resume=True", "resume=False"))
     assert {*codes(run_script(2, "new.py", "exclude", cwd=folder).stderr)} == {"audit-needs-resume"}
-    (folder / "stream.py").write_text(SESSION.replace("TensorDataset(x, x.sum(1))", "iter_of(x)").replace(
-        "import sys, paceline\n", STREAM))  # fmt: skip
-    ended_with(run_script(2, "stream.py", "stop", cwd=folder), "audit-of-stream")
+    for code, (before, after) in REFUSED.items():
+        (folder / "refused.py").write_text(SESSION.replace(before, after))
+        ended_with(run_script(2, "refused.py", "stop", cwd=folder), code)
 
 
 COUNTED = {
@@ -200,6 +201,14 @@ def test_audits_work_with_two_loaders_of_which_one_searches_its_micro_batch(fold
     )
     done = run_script(2, "two.py", "stop", cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_exclusions_leave_out_devices_and_end_at_the_least_number_of_ranks() -> None:
+    agent: Any = SimpleNamespace(plan=NodePlan(("x",), nproc=4, min_nproc=2))
+    for named, devices in ((1, (0, 2, 3)), (2, (0, 2))):
+        decision = Coordinator._without_rank(agent, SimpleNamespace(plan=agent.plan), named)  # pyright: ignore
+        assert decision == Restart(len(devices), after_failure=False) and agent.plan.devices == devices
+    assert isinstance(Coordinator._without_rank(agent, SimpleNamespace(plan=agent.plan), 0), str)  # pyright: ignore
 
 
 def test_the_device_of_an_excluded_rank_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

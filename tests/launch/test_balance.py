@@ -1,7 +1,5 @@
 """--balance in real runs: ranks compute different numbers of virtual ranks, and the bits stay the same."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace
@@ -50,10 +48,10 @@ from torch import nn
 
 s = paceline.session("run", virtual_ranks=6, strategy="exact", RESUME)
 model, optimizer = s.prepare(nn.Linear(8, 4), lambda p: torch.optim.SGD(p, lr=0.1))
-x = torch.randn(480, 8, generator=torch.Generator().manual_seed(0))
+x = torch.randn(360, 8, generator=torch.Generator().manual_seed(0))
 for epoch in s.epochs(2):
     for batch in s.loader(x, batch_size=2):
-        time.sleep(0.1 if s.rank == 1 else 0.04)
+        time.sleep(0.2 * s.rank)
         s.backward(model(batch).square().mean())
         optimizer.step()
         optimizer.zero_grad()
@@ -97,12 +95,18 @@ def test_a_ratio_changes_the_shares_and_not_the_bits(tmp_path: Path) -> None:
     assert len(digests) == 1
 
 
+def assert_rank_1_gets_fewer(run: Path) -> None:
+    """A busy machine slows rank 0 too, so the numbers are not exact."""
+    first, *_, last = shares(run)
+    assert first == [3, 3] and last[1] < 3
+
+
 @pytest.mark.slow
-def test_auto_restarts_a_task_once_with_better_shares(tmp_path: Path) -> None:
+def test_auto_restarts_a_task_with_better_shares(tmp_path: Path) -> None:
     common = ("--strategy", "zero", "--virtual-ranks", "6", "--epochs", "2")
     done = train(tmp_path, *common, "--balance", "auto", seconds=0.1)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert shares(tmp_path / "run") == [[3, 3], [5, 1]]
+    assert_rank_1_gets_fewer(tmp_path / "run")
     (plain := tmp_path / "plain").mkdir()
     assert train(plain, *common).returncode == 0
     assert read_summary(tmp_path / "run").weights_sha256 == read_summary(plain / "run").weights_sha256
@@ -113,7 +117,7 @@ def test_auto_restarts_a_session(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(SESSION.replace("RESUME", "resume=True"))
     done = warm.run(("-m", "paceline", "launch", "--nproc", "2", "--balance", "auto", "loop.py"), cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert shares(tmp_path / "run") == [[3, 3], [4, 2]]
+    assert_rank_1_gets_fewer(tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -123,6 +127,7 @@ def test_auto_restarts_a_session(tmp_path: Path) -> None:
         (("--balance", "3:1:1", "--virtual-ranks", "6"), "balance-count"),
         (("--balance", "3:1"), "balance-needs-virtual-ranks"),
         (("--balance", "auto", "--virtual-ranks", "6", "--strategy", "ddp"), "balance-strategy"),
+        (("--balance", "auto", "--virtual-ranks", "6", "--strategy", "fsdp"), "balance-strategy"),
         (("--balance", "auto", "--virtual-ranks", "6", "--mesh", "tensor=2"), "balance-with-mesh"),
         (("--balance", "3:1", "--virtual-ranks", "6", "--min-nproc", "1"), "balance-of-changing-ranks"),
         (("--balance", "3:1:1", "--virtual-ranks", "6", "--dry-run"), "balance-count"),
@@ -137,6 +142,21 @@ def test_what_cannot_be_balanced_is_an_error_before_any_process_starts(
 ) -> None:
     ended_with(train(tmp_path, *flags), code)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--on", "ssh", "--hosts", "a,b", "--nodes", "1:2", "--virtual-ranks", "4", "--checkpoint-every", "9"),
+        ("--min-nproc", "1", "--max-restarts", "1", "--virtual-ranks", "2"),
+    ],
+)
+def test_fewer_ranks_than_virtual_ranks_may_be_left_later(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    done = train(tmp_path, *flags, "--balance", "auto", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    ended_with(
+        train(tmp_path, "--nproc", "2", "--virtual-ranks", "2", "--balance", "auto"), "balance-needs-virtual-ranks"
+    )
 
 
 def test_one_process_without_an_agent_cannot_be_balanced(tmp_path: Path) -> None:

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess
@@ -10,7 +8,7 @@ import msgspec
 from tests.errors import raises
 
 from paceline.launch.by_hand import format_commands, plan_by_hand
-from paceline.launch.plan import describe, parse_hosts
+from paceline.launch.plan import format_plan, parse_hosts
 from paceline.protocol.job import Host, JobSpec, NodePlan
 
 GOLDEN = """\
@@ -68,7 +66,7 @@ def test_our_own_agent_reads_a_private_plan(tmp_path: Path) -> None:
     told = msgspec.json.decode(plan.files["plan.json"], type=NodePlan)
     assert (told.node, told.nodes, told.min_nodes, told.node0, told.secret) == (-1, 2, 1, ("n1",), "ab" * 32)
     assert told.max_restarts == 2 and told.silence_seconds == 0 and len(told.node0_ports) == 8
-    assert "abab" not in format_commands(plan) and "abab" not in describe(plan)
+    assert "abab" not in format_commands(plan) and "abab" not in format_plan(plan)
     assert json.loads(plan.files["plan.json"])["hosts"] == [{"name": "n1"}, {"name": "n2"}]
 
 
@@ -101,6 +99,6 @@ def test_a_line_can_be_pasted_whatever_is_in_it(tmp_path: Path) -> None:
 
 
 def test_the_description_is_what_will_be_typed() -> None:
-    text = describe(plan_by_hand(job(hosts=parse_hosts("n1,n2"), port=1)))
+    text = format_plan(plan_by_hand(job(hosts=parse_hosts("n1,n2"), port=1)))
     assert shlex.split(text.splitlines()[1])[:2] == ["PACELINE_RUN_ID=5f", "OMP_NUM_THREADS=2"]
     assert "--node-rank=1" in text and "at port 1," in text

@@ -1,7 +1,5 @@
 """torchrun's variables: all that it sets, with its values, also after a restart and on several nodes."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """paceline.run: ranks from Python, functions that no file holds, and the exception of the rank that failed first."""
 
-from __future__ import annotations
-
 import os
 import signal
 import textwrap

@@ -1,7 +1,5 @@
 """Notebooks, in a real kernel: the example's numbers, functions and errors of cells, and what an interrupt leaves."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """--on-event: the events of a run as JSON, in order; a command never changes how the run ends."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable
 from pathlib import Path

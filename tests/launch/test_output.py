@@ -1,7 +1,5 @@
 """Output of ranks and hosts: what a progress bar leaves in a log, and how lines of several hosts are shown."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re
@@ -15,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from paceline.launch import output
-from paceline.launch.output import HostRelay, LinePart, LineSplitter, Screen, relay_output, sanitize_line
+from paceline.launch.output import HostRelay, LinePart, LineSplitter, TerminalWriter, relay_output, sanitize_line
 from paceline.runs.console import join_ranges
 
 SCRIPT = """
@@ -125,7 +123,7 @@ class Shown:
 
     def __init__(self) -> None:
         self.reader, self.writer = os.pipe()
-        self.screen = Screen()
+        self.screen = TerminalWriter()
         put = self.screen.put
         self.screen.put = lambda descriptor, data: put(self.writer, data)  # type: ignore[method-assign]
         self.relay = HostRelay(NAMES, self.screen)
@@ -232,7 +230,7 @@ def test_names_together(names: tuple[str, ...], text: str) -> None:
 
 def test_a_screen_that_nobody_reads_says_that_it_is_full() -> None:
     reader, writer = os.pipe()
-    screen = Screen()
+    screen = TerminalWriter()
     try:
         for _ in range(40):
             screen.put(writer, b"x" * 65536)

@@ -1,7 +1,5 @@
 """Exit code 75: the workers have saved their state and want to be started again some other time."""
 
-from __future__ import annotations
-
 import signal
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """Workers that are forked from a preloaded process: are they what started ones are, and does nothing depend on it?"""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

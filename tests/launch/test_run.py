@@ -1,7 +1,5 @@
 """A whole launch of small workers without torch: what is on the screen, who is named, which exit code."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The batch script: its text, that no user's text can become anything but text in it, and what is refused."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil
@@ -23,9 +21,9 @@ from paceline.launch.slurm.queue import (
     HeldAllocation,
     JobState,
     NodeSet,
+    allocation_problem,
     check_allocation,
     current_allocation,
-    misfit,
     parse_job,
     parse_sinfo,
     without_script_overrides,
@@ -292,7 +290,7 @@ def test_what_would_queue_for_ever_is_told(
     partition: str, nodes: int, nproc: int, asked: Allocation, words: str
 ) -> None:
     job = replace(JOB, nodes=nodes, nproc=nproc, slurm=asked)
-    found = misfit(partition, [one for one in parse_sinfo(CLUSTER) if one.partition == partition], job)
+    found = allocation_problem(partition, [one for one in parse_sinfo(CLUSTER) if one.partition == partition], job)
     assert words in found and bool(words) == bool(found)
 
 

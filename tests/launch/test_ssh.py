@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import shlex
 import subprocess
 import sys
@@ -12,7 +10,7 @@ from hypothesis import strategies as st
 from tests.errors import raises
 
 from paceline.errors import UsageError
-from paceline.launch.plan import describe, parse_hosts
+from paceline.launch.plan import format_plan, parse_hosts
 from paceline.launch.ssh.plan import plan_ssh, rsync_commands, run_rsync
 from paceline.launch.ssh.sessions import why_lost, why_no_agent
 from paceline.protocol.job import Host, JobSpec, node0_ports
@@ -54,7 +52,7 @@ def test_nothing_secret_is_on_a_command_line_or_in_the_description() -> None:
     plan = plan_ssh(job)
     lines = " ".join(word for command in plan.agents for word in (*command.argv, *command.env.values()))
     assert not any(word in lines for word in ("5ec4e7", "hunter", "seen", "hidden"))
-    text = describe(plan)
+    text = format_plan(plan)
     assert "5ec4e7" not in text and "hunter" not in text and '"secret": "…"' in text and '"PLAIN": "seen"' in text
 
 

@@ -1,7 +1,5 @@
 """Standard input of scripts: as under torchrun; a terminal is one rank's at a time, and waiting for it is no hang."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

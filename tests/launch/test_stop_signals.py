@@ -1,7 +1,5 @@
 """Which signals a script hears when its launcher is told to stop, and when."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

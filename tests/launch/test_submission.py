@@ -1,24 +1,29 @@
 """What is written down about a start, and what can be relied on afterwards."""
 
-from __future__ import annotations
-
 import stat
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.errors import raises
 
 from paceline.errors import TrainingError
-from paceline.launch.output import Tail, find_last_lines, read_lines
+from paceline.launch.output import LogTail, find_last_lines, read_lines
 from paceline.launch.plan import (
     SUBMISSION_FILE,
     SubmitRecord,
+    format_plan,
     last_submission,
     next_submit_dir,
+    node_plan,
+    plan_local,
     write_files,
     write_submission,
 )
+from paceline.protocol.job import Allocation, HangTimeout, Host, JobSpec, NodePlan
 
 
 def test_every_start_has_a_private_folder_of_its_own(tmp_path: Path) -> None:
@@ -70,7 +75,7 @@ def test_the_newest_start_that_was_written_down_counts(tmp_path: Path) -> None:
 
 def test_a_growing_file_is_read_once_in_whole_lines_that_steer_no_terminal(tmp_path: Path) -> None:
     path, shown = tmp_path / "log", ""
-    tail = Tail(path)
+    tail = LogTail(path)
     assert tail.read() == ""
     text = "step 1\n\x1b[2Jstep 2 é\n\x07last"
     for byte in text.encode():
@@ -84,7 +89,7 @@ def test_a_growing_file_is_read_once_in_whole_lines_that_steer_no_terminal(tmp_p
 
 def test_a_line_that_never_ends_is_shown_in_pieces(tmp_path: Path) -> None:
     (tmp_path / "log").write_bytes(b"x" * 3_000_000)
-    assert len(Tail(tmp_path / "log").read().strip()) > 100_000
+    assert len(LogTail(tmp_path / "log").read().strip()) > 100_000
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 100_000, 300_000])
@@ -94,4 +99,76 @@ def test_the_last_lines_of_a_large_file(tmp_path: Path, count: int) -> None:
     start, end = find_last_lines(tmp_path / "log", count)
     found = [line.text + "\n" for line in read_lines(tmp_path / "log", start, end)]
     assert found == lines[len(lines) - min(count, len(lines)) :]
-    assert Tail(tmp_path / "log", end).read() == ""
+    assert LogTail(tmp_path / "log", end).read() == ""
+
+
+# ---- the job --------------------------------------------------------------------------------------------------------
+
+GOLDEN = """\
+# agent 0
+/usr/bin/python3 -P -m paceline.launch.agent <<'PLAN'
+{
+  "argv": [
+    "python",
+    "-m",
+    "paceline",
+    "train",
+    "it's"
+  ],
+  "nproc": 2,
+  "run_id": "5f",
+  "threads": 4,
+  "port": 29500,
+  "attempt_dir": "/runs/a/attempt-0",
+  "python": "/usr/bin/python3",
+  "ranks": {
+    "master_port": 29500
+  }
+}
+PLAN
+"""
+
+
+def test_local_plan() -> None:
+    job = JobSpec(
+        ("python", "-m", "paceline", "train", "it's"),
+        nproc=2,
+        run_id="5f",
+        threads=4,
+        attempt_dir="/runs/a/attempt-0",
+        port=29500,
+        python="/usr/bin/python3",
+    )
+    plan = plan_local(job)
+    assert format_plan(plan) == GOLDEN
+    assert msgspec.json.decode(msgspec.json.encode(plan.nodes[0]), type=NodePlan) == plan.nodes[0]
+
+
+def test_an_agent_receives_the_job_as_it_is_and_the_facts_of_its_node() -> None:
+    job = JobSpec(
+        ("x",), 2, "5f", 1, ssh=("ssh", "-v"), hang_timeout=HangTimeout.parse("6"), nodes=7, min_nodes=6, port=29500,
+        env={"A": "B"}, hosts=(Host("n1"), Host("n2", 2222, 3)), slurm=Allocation(minutes=5), grace_period_seconds=2.0,
+    )  # fmt: skip
+    for node, nproc in ((0, 2), (1, 3)):
+        plan = node_plan(job, node, nproc=job.hosts[node].slots or 0, node0=("n1",))
+        received = msgspec.json.decode(msgspec.json.encode(plan), type=NodePlan)
+        assert received == plan and (received.node, received.nproc, received.node0) == (node, nproc, ("n1",))
+        of_the_job = {name: getattr(received, name) for name in JobSpec.__struct_fields__}
+        assert JobSpec(**{**of_the_job, "nproc": job.nproc}) == job
+
+
+def test_a_port_is_the_ranks_on_one_node_and_the_head_agents_on_several() -> None:
+    alone, several = (node_plan(JobSpec(("x",), 2, port=29500, nodes=nodes)) for nodes in (1, 2))
+    assert (alone.ranks.master_port, alone.node0_ports) == (29500, ())
+    assert (several.ranks.master_port, several.node0_ports) == (0, (29500,))
+
+
+def test_the_room_imports_nothing_heavy() -> None:
+    room = Path(sys.modules["paceline.launch.plan"].__file__ or "").parent
+    files = [path.relative_to(room).with_suffix("") for path in room.rglob("*.py")]
+    light = [path for path in files if path.name not in ("__init__", "store_proxy")]  # the latter: several hosts only
+    imports = ", ".join(f"paceline.launch.{'.'.join(path.parts)}" for path in light)
+    heavy = "{'torch', 'numpy', 'rich', 'psutil', 'asyncio'}"
+    code = f"import sys, {imports}; sys.exit(str({heavy} & set(sys.modules) or ''))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90, check=False)
+    assert done.stderr.strip() == ""

@@ -1,7 +1,5 @@
 """The launcher's half of a run on other hosts, with stubs in the place of ssh and the agents: processes on this one."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Ranks in different collectives are named within seconds; those that only wait for long are left alone."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from subprocess import CompletedProcess

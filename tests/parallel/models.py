@@ -1,7 +1,5 @@
 """Models as people write them, small: their own code knows nothing of ranks. As tasks, too, for `paceline train`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

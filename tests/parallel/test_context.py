@@ -1,7 +1,5 @@
 """A model whose sequences are shared along context: losses, gradients, random numbers of one process; refusals."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Scores that ranks share: the loss of one process and its gradient, for three numbers a place; else they are whole."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A run goes on with every other strategy, and mesh, where one has stopped: with the numbers of one process."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -13,7 +11,7 @@ from tests.parallel.models import GPT, loss, sentences, task
 from tests.run_ranks import run_ranks
 from torch import Tensor, optim
 
-from paceline import BatchPlan, Loading, World, load_steps, train_step
+from paceline import BatchPlan, LoadingOptions, World, load_steps, train_step
 from paceline.checkpoint.shards import (
     ShardFileSource,
     full_state,
@@ -23,7 +21,7 @@ from paceline.checkpoint.shards import (
     write_shard_file,
 )
 from paceline.config.mesh import Mesh
-from paceline.data.plan import ranks_share
+from paceline.data.plan import virtual_ranks_of
 from paceline.rank.world import create_mesh_groups
 from paceline.strategies import STRATEGIES, Strategy
 from paceline.train.parallelism import NO_PARALLELISM, ParallelConfig, parallelize_model
@@ -47,7 +45,7 @@ def prepared(way: str, world: World, seed: int) -> Strategy:
     model, strategy, sharing = GPT().double(), way, NO_PARALLELISM
     if "=" in way:
         world, strategy = create_mesh_groups(world, Mesh.parse(way)), "fsdp" if "shard" in way else "bucketed"
-        data, loading = sentences("train"), Loading(world.device)
+        data, loading = sentences("train"), LoadingOptions(world.device)
         sharing = parallelize_model(task, model, data, loading, PLAN, world, ParallelConfig(strategy))
 
     def maker(parameters: Any) -> optim.Optimizer:
@@ -58,9 +56,11 @@ def prepared(way: str, world: World, seed: int) -> Strategy:
 
 def train(replica: Strategy, start: int, stop: int) -> None:
     data = replica.world.data
-    share = ranks_share(VIRTUAL, data.rank, data.size)
+    share = virtual_ranks_of(VIRTUAL, data.rank, data.size)
     replica.model.train()
-    for step in load_steps(sentences("train"), PLAN, share, Loading(replica.world.device), start=start, stop=stop):
+    for step in load_steps(
+        sentences("train"), PLAN, share, LoadingOptions(replica.world.device), start=start, stop=stop
+    ):
         train_step(replica, step, loss, max_norm=0.5)
 
 

@@ -1,7 +1,5 @@
 """A model that is cut along tensor: the losses, gradients and random numbers of one process; refused in words."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`paceline verify --mesh`: equal to one process where all is right; each planted bug is found, and named."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Which errors only say that other ranks are gone."""
 
-from __future__ import annotations
-
 import pytest
 
 from paceline.errors import ExitCode, ReportedByPeer

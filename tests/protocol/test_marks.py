@@ -1,7 +1,5 @@
 """Marks in a box: written by a worker at any pace, found again by agents that look seldom, and never trusted."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import closing

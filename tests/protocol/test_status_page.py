@@ -1,7 +1,5 @@
 """The box alone: what a worker writes, its agent reads, and nobody writes into a file that is no box."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

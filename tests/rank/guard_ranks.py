@@ -3,8 +3,6 @@
 They are forked from a process with torch, as the product's workers are, or `started`: each imports torch for itself.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -59,7 +57,6 @@ class Rank:
         wait(lambda: (self.folder / f"ready-{self.number}").exists(), f"{self.output()}: not ready")
 
     def output(self) -> str:
-        """What it has printed."""
         return (self.folder / f"output-{self.number}").read_text(errors="replace")
 
     def ask(self, question: int = 1, *, seconds: float = 3.0) -> Answer | None:

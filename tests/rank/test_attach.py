@@ -1,7 +1,5 @@
 """A worker of an agent: its records, its end, and that it reports an error once."""
 
-from __future__ import annotations
-
 import os
 import stat
 import subprocess

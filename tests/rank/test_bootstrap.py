@@ -1,7 +1,5 @@
 """A script under the bootstrap does what it does under Python itself: the same words, the same end."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

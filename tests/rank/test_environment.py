@@ -1,7 +1,5 @@
 """From the variables of srun and mpirun to torchrun's: recorded environments, and every contradiction."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

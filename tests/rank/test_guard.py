@@ -1,7 +1,5 @@
 """The guard of this process: phases, the message of the agent, import hooks, and ports that are shut to strangers."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

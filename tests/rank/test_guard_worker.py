@@ -1,7 +1,5 @@
 """What a worker shows of itself: real ranks, with the test as their agent."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

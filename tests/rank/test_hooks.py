@@ -1,7 +1,5 @@
 """Hooks on a script that nobody changed: each is called in its place, and the script stays the same."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from pathlib import Path

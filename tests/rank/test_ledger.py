@@ -1,7 +1,5 @@
 """Wrapped functions are what they were, and ranks that call alike have one hash."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Steps whose gradients a closure computes: events in their places, and NaN in a closure is that of the right rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -324,8 +322,6 @@ def test_a_window_whose_last_backward_is_in_a_closure_is_the_same_as_without(tmp
 
 
 class Stream(IterableDataset[torch.Tensor]):
-    """Three samples."""
-
     def __iter__(self) -> Any:
         return iter(torch.ones(3, 1))
 

@@ -1,7 +1,5 @@
 """Which optimizers and steps belong to what all ranks train together: on made-up replicas, in one process."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """What the hooks' listeners make of a script's steps: phases, marks and findings in a box."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import threading

@@ -1,7 +1,5 @@
 """Ranks meet their own job only, and say whom they wait for: real processes on real ports."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """Which line of a stack is the user's: through frameworks, in their callbacks, and where nothing is the user's."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -11,7 +11,7 @@ from tests.rendered import rendered
 from torch.distributed import HashStore
 
 from paceline.rank import world
-from paceline.rank.world import World, device_name, explain_missing_gpus, joined, resolve_backend, resolve_device
+from paceline.rank.world import World, device_name, explain_missing_gpus, process_group, resolve_backend, resolve_device
 
 FULL = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1",
@@ -57,12 +57,12 @@ def test_the_device_is_the_one_of_the_local_rank(monkeypatch):
 
 def test_the_group_is_torn_down_also_on_an_error():
     world = World.from_env({}, device="cpu")
-    with pytest.raises(ZeroDivisionError), joined(world):
+    with pytest.raises(ZeroDivisionError), process_group(world):
         assert dist.get_world_size() == 1
         raise ZeroDivisionError
     assert not dist.is_initialized()
-    with joined(world):  # and can be joined again
-        with raises("process-group-exists"), joined(world):  # not inside itself: a session in a Task
+    with process_group(world):  # and can be joined again
+        with raises("process-group-exists"), process_group(world):  # not inside itself: a session in a Task
             pass
         assert dist.is_initialized()
 

@@ -1,7 +1,5 @@
 """Run folders as ranks would have written them, in which one thing is slow, or hostile."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

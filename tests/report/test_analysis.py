@@ -1,7 +1,5 @@
 """Loss and throughput, from single lines and from logs and runs."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """A real run's page in a real browser: no error, no request, no serious finding of axe, usable by keyboard."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path

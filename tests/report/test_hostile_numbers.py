@@ -2,8 +2,6 @@
 hundreds of megabytes, and nothing is written where a link leads.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -21,7 +19,7 @@ from paceline.errors import UsageError
 from paceline.report import run as reading
 from paceline.report.analysis import LogAnalyzer
 from paceline.report.figures import make_drawings
-from paceline.report.page import report_page
+from paceline.report.page import render_html
 from paceline.report.run import read_run
 from paceline.runs.console import sparkline
 from paceline.runs.events import decode_event
@@ -64,7 +62,7 @@ def test_odd_numbers_end_in_a_page_that_is_not_large(case: str, tmp_path: Path) 
     kind, changed = CASES[case]
     folder = edit(make_run(tmp_path / "run", steps=12, notices=("hello",)), kind, **changed)
     run = read_run(folder)
-    assert len(report_page([run], "", make_drawings(run)).encode()) < MOST_PAGE_BYTES
+    assert len(render_html([run], "", make_drawings(run)).encode()) < MOST_PAGE_BYTES
     assert b"NaN" not in msgspec.json.encode([*trace_events(run)])
     analyzer = LogAnalyzer("run")
     analyzer.add_run(folder)
@@ -76,7 +74,7 @@ def test_threads_that_are_no_number_are_not_counted(threads: str, tmp_path: Path
     folder = make_run(tmp_path / "run", steps=12)
     (folder / "summary.json").unlink()
     (folder / "environment.json").write_text(f'{{"threads_per_rank": {threads}}}')
-    report_page([read_run(folder)], "")
+    render_html([read_run(folder)], "")
 
 
 @pytest.mark.parametrize("number", ["-1", "1" * 400, str(2**63)])

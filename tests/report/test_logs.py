@@ -1,7 +1,5 @@
 """The logs of all ranks as one: merged by time, folded, and what is asked for of them."""
 
-from __future__ import annotations
-
 import re
 import time
 from pathlib import Path

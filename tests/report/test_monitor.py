@@ -1,7 +1,5 @@
 """`paceline monitor`: this machine, another over ssh, one that does not answer; and whose processes they are."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

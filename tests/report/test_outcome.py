@@ -1,7 +1,5 @@
 """Whether a run went well: what it learned, restarts, what broke it, and the bottleneck that was injected."""
 
-from __future__ import annotations
-
 import html
 import re
 from pathlib import Path
@@ -24,7 +22,7 @@ from paceline.report.outcome import (
     restart_summary,
     root_failures,
 )
-from paceline.report.page import report_page
+from paceline.report.page import render_html
 from paceline.report.run import read_run
 from paceline.runs.events import Started, Step
 from paceline.runs.writers import EventWriter
@@ -50,7 +48,7 @@ def test_restarts_are_told(tmp_path: Path) -> None:
         10,
         31,
     )
-    assert restart_summary(run) in report_page([run], "x")
+    assert restart_summary(run) in render_html([run], "x")
 
 
 @pytest.mark.parametrize("code", [5, 1, 3])
@@ -62,7 +60,7 @@ def test_a_failure_is_told_in_its_own_words_with_what_to_try(code: int, tmp_path
     run = read_run(folder)
     run.state = "failed"
     assert [who for who, _ in root_failures(run)] == ["rank 1 (n1)"]  # not the one that only lost its peer
-    text = report_page([run], "x")
+    text = render_html([run], "x")
     assert html.escape("<b>broke</b>") + " and more" * 60 in text  # all that it said
     assert re.search("failed</td>.{0,30}>rank 1", text)
     assert html.escape(failure_remedies(run)[0]) in text

@@ -1,7 +1,5 @@
 """The page of a run is whole, says what is missing, and nothing in a hostile run becomes markup or code in it."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import html.parser
@@ -16,7 +14,7 @@ from tests.report.folders import make_run
 from paceline.cli import report
 from paceline.errors import UsageError
 from paceline.report.figures import make_drawings
-from paceline.report.page import report_page
+from paceline.report.page import render_html, results_table
 from paceline.report.run import read_run
 from paceline.runs.events import Samples
 from paceline.runs.writers import EventWriter
@@ -52,7 +50,7 @@ class Elements(html.parser.HTMLParser):
 
 def made(*folders: Path) -> tuple[str, Elements]:
     runs = [read_run(folder) for folder in folders]
-    text = report_page(runs, "paceline report", make_drawings(runs[0]) if len(runs) == 1 else ())
+    text = render_html(runs, "paceline report", make_drawings(runs[0]) if len(runs) == 1 else ())
     return text, Elements(text)
 
 
@@ -214,3 +212,12 @@ def test_samples_of_virtual_ranks_are_listed(tmp_path: Path) -> None:
             writer.write(Samples(1, 0, rank, 0, [10 * rank + n for n in range(9)]))
     svg = make_drawings(read_run(folder))[2].svg
     assert "v1: rank 1; 10, 11, 12, 13, 14, 15</title>" in svg
+
+
+def test_unequal_numbers_of_virtual_ranks_are_in_the_results(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", ranks=2)
+    assert not [row for row in results_table([read_run(folder)]).rows if "virtual" in row[0]]
+    for rank, (usual, share) in enumerate((("[0,1]", "[0,3]"), ("[1,2]", "[3,4]"))):
+        path = folder / f"events-{rank}.jsonl"
+        path.write_text(path.read_text().replace(f'"share":{usual}', f'"share":{share}'))
+    assert ["virtual ranks of each rank", "3, 1"] in results_table([read_run(folder)]).rows

@@ -1,7 +1,5 @@
 """A trace has every rank's steps, phases and collectives, on one clock."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`paceline watch`: what it shows of runs that go on, are large, hostile, somebody else's, or over; and its keys."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os
@@ -19,12 +17,12 @@ from textual.widgets import Static
 
 from paceline.cli import live as command
 from paceline.cli import main
-from paceline.cli.run_state import NO_ACCESS, Access
+from paceline.cli.run_state import NO_ACCESS, RunAccess
 from paceline.protocol.evidence import LIVE, WATCHED_FILE, LiveState, Phase, WorkerSample
 from paceline.report.live import FileTail, LiveReader, RankSnapshot, RunSnapshot
 from paceline.report.watch_app import KeyActions, RankScreen, RankTable, WatchApp
 from paceline.report.watch_lines import summary_line
-from paceline.runs.console import format_duration, format_size, one_line, sparkline
+from paceline.runs.console import format_duration, format_size, shorten, sparkline
 from paceline.runs.events import Started, Step
 from paceline.runs.machine import GpuUse, MachineUse, RankUse, file_name
 from paceline.runs.summary import RunState
@@ -38,7 +36,7 @@ RUNNING = RunState(
 
 def step(number: int, sync: float = 0.1, forward: float = 0.1) -> Step:
     phases = {"forward": forward, "sync": sync}
-    return Step(number, 0, 1 / number, 64, 0.1, 0.2, 0.0, 1e9 + number, phase_seconds=phases)
+    return Step(number, 0, 1 / number, 64, 0.1, 0.2, 0.0, 1e9 + number, phase_seconds=phases, share=(8, 12))
 
 
 def write_events(folder: Path, rank: int, steps: int, forward: float = 0.1) -> None:
@@ -51,7 +49,7 @@ def write_events(folder: Path, rank: int, steps: int, forward: float = 0.1) -> N
 def live_rank(rank: int, steps: int, forward: float) -> WorkerSample:
     spent = [0.0] * len(Phase)
     spent[Phase.FORWARD], spent[Phase.SYNC] = steps * forward, steps * (0.5 - forward)
-    return WorkerSample(rank, "n1", 1, step=steps, phase=Phase.SYNC, phase_seconds=tuple(spent))
+    return WorkerSample(rank, "n1", 1, step=steps, phase=Phase.SYNC, phase_seconds=tuple(spent), own_virtual_ranks=3)
 
 
 def say_live(attempt: Path, steps: int) -> None:
@@ -79,7 +77,7 @@ def test_the_agents_word_counts_while_it_is_new_and_the_slow_rank_is_named(run: 
     assert [one.is_slowest for one in now.ranks] == [False, True, False]
     assert "rank 1 (n1) is slow" in now.slow_rank_message
     assert [round(one.waiting_fraction or 0, 2) for one in now.ranks] == [0.8, 0.2, 0.8]
-    assert now.ranks[1].work_seconds[-1] == pytest.approx(0.4)
+    assert now.ranks[1].work_seconds[-1] == pytest.approx(0.4) and now.ranks[1].virtual_ranks == 3
     assert (attempt / WATCHED_FILE).exists()
 
 
@@ -89,9 +87,9 @@ def test_without_an_agents_word_the_ranks_own_records_do_and_others_folders_are_
     reader = LiveReader(run, may_ask=False)
     now = reader.read(run / "attempt-1")
     assert not now.is_reported_by_agent
-    assert [(one.rank, one.step, one.host, one.is_slowest) for one in now.ranks] == [
-        (0, 9, "n1", False),
-        (1, 9, "n1", True),
+    assert [(one.rank, one.step, one.host, one.is_slowest, one.virtual_ranks) for one in now.ranks] == [
+        (0, 9, "n1", False, 4),
+        (1, 9, "n1", True, 4),
     ]
     assert (now.step, now.samples_per_second, len(now.losses)) == (9, 64.0, 9)
     assert [*(run / "attempt-1").iterdir()] == []
@@ -140,7 +138,18 @@ def test_a_rank_has_its_share_of_its_machine(run: Path) -> None:
 def many(count: int, tick: int = 0) -> RunSnapshot:
     ranks = tuple(
         RankSnapshot(
-            n, HOSTILE, "sync", "", 7 + tick, (0.1, 0.1 + n / 1000), 0.5, 0.0, RankUse(1.0, n << 20), None, n == 150
+            n,
+            HOSTILE,
+            "sync",
+            "",
+            7 + tick,
+            (0.1, 0.1 + n / 1000),
+            0.5,
+            0.0,
+            RankUse(1.0, n << 20),
+            None,
+            n == 150,
+            1 + n % 9,
         )
         for n in range(count)
     )
@@ -192,6 +201,7 @@ def test_200_ranks_with_hostile_names_stay_readable_and_inert(width: int) -> Non
         assert table.row_count == 200
         assert table.get_row_at(0)[1].plain == "[red]n1[/red]…"  # as it is written, and cut
         assert table.virtual_size.width <= width
+        assert [str(column.label) for column in table.columns.values()].count("virtual") == (width >= 90)
         await pilot.press("s")  # the slowest first
         assert table.get_row_at(0)[0].plain.strip() == "199"
         await pilot.press("enter")
@@ -264,7 +274,7 @@ def test_words_and_curves() -> None:
     assert [format_duration(s) for s in (0.0031, 2, 245, 12_000, 190_800, -1, float("nan"))] == [
         "3 ms", "2.0 s", "4:05", "3:20:00", "2 d 5 h", "?", "?",
     ]  # fmt: skip
-    assert len(one_line("a\nb" * 1_000_000, 10)) == 10
+    assert len(shorten("a\nb" * 1_000_000, 10)) == 10
     still = RankSnapshot(0, no_progress_seconds=60.0)
     rendered(summary_line(RunSnapshot((still,)), RUNNING))
 
@@ -288,7 +298,7 @@ def training(tmp_path: Path, small_mnist: Path) -> Iterator[Path]:
 def test_a_real_run_is_seen_live_saves_when_asked_shows_its_stack_and_stops(training: Path) -> None:
     while not (training / "events-1.jsonl").exists():
         time.sleep(0.05)
-    watched = command._Run(training, Access(("ssh",), may_query_slurm=False))
+    watched = command._Run(training, RunAccess(("ssh",), may_query_slurm=False))
     told = KeyActions(watched.read_view, watched.stack, watched.log, watched.save, watched.stop)
 
     async def until(pilot: Any, condition: Callable[[], object]) -> None:

@@ -1,7 +1,5 @@
 """Which users could have written a file: with real files, and as root if other users are needed."""
 
-from __future__ import annotations
-
 import os
 import stat
 import subprocess

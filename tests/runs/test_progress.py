@@ -1,7 +1,5 @@
 """Progress for people: plain lines, a bar within 80 columns, and the line of `paceline.run`."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

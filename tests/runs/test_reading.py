@@ -1,7 +1,5 @@
 """All reads are bounded: size, depth, length of lines, number of entries."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path
@@ -12,14 +10,14 @@ import pytest
 from paceline.runs import reading
 from paceline.runs.owners import UnreadableFileError
 from paceline.runs.reading import (
-    decode,
-    decode_toml,
-    entry_names,
-    folders,
     is_file,
     is_folder,
-    read,
+    list_folders,
+    list_names,
+    read_bytes,
+    read_json,
     read_lines,
+    read_toml,
     real_path,
     symlinks,
 )
@@ -31,18 +29,18 @@ class Record(msgspec.Struct):
 
 def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"x" * 100)
-    assert read(tmp_path / "a", limit_bytes=100) == b"x" * 100
+    assert read_bytes(tmp_path / "a", limit_bytes=100) == b"x" * 100
     with pytest.raises(UnreadableFileError, match="has 100 bytes, above the limit of 99"):
-        read(tmp_path / "a", limit_bytes=99)
+        read_bytes(tmp_path / "a", limit_bytes=99)
     os.truncate(tmp_path / "a", 1 << 40)
     with pytest.raises(UnreadableFileError, match="1,099,511,627,776 bytes"):
-        read(tmp_path / "a")
+        read_bytes(tmp_path / "a")
 
 
 def test_what_says_that_it_is_empty_and_is_not_is_bounded_too() -> None:
     assert Path("/proc/self/status").stat().st_size == 0
     with pytest.raises(UnreadableFileError, match="limit of 10 bytes"):
-        read(Path(f"/proc/{os.getpid()}/status"), limit_bytes=10)
+        read_bytes(Path(f"/proc/{os.getpid()}/status"), limit_bytes=10)
 
 
 @pytest.mark.parametrize(
@@ -51,9 +49,9 @@ def test_what_says_that_it_is_empty_and_is_not_is_bounded_too() -> None:
 def test_what_is_no_record_is_told_in_words(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "a.json").write_bytes(data)
     with pytest.raises(UnreadableFileError, match=r"a\.json is not a Record"):
-        decode(tmp_path / "a.json", Record)
+        read_json(tmp_path / "a.json", Record)
     (tmp_path / "a.json").write_bytes(b'{"number": 3}')
-    assert decode(tmp_path / "a.json", Record) == Record(3)
+    assert read_json(tmp_path / "a.json", Record) == Record(3)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +73,7 @@ def test_settings_that_would_take_for_ever_are_refused_at_once(tmp_path: Path, t
         UnreadableFileError,
         match=r"a\.toml (is not valid TOML|has a line with more than the limit of 200 dots|has .* bytes)",
     ):
-        decode_toml(tmp_path / "a.toml")
+        read_toml(tmp_path / "a.toml")
     assert time.monotonic() - began < 9
 
 
@@ -102,17 +100,17 @@ def test_a_line_that_is_too_long_ends_the_reading(tmp_path: Path, monkeypatch) -
 
 
 def test_a_folder_with_too_much_in_it_is_no_run(tmp_path: Path, monkeypatch) -> None:
-    assert entry_names(tmp_path / "none") == []
+    assert list_names(tmp_path / "none") == []
     for name in ("b", "a", "c"):
         (tmp_path / name).touch()
     (tmp_path / "d").symlink_to("a")
     (tmp_path / "e").mkdir()
-    assert entry_names(tmp_path) == ["a", "b", "c", "d", "e"]
-    assert symlinks(tmp_path) == ["d"] and folders(tmp_path) == ["e"]
-    assert symlinks(tmp_path / "none") == folders(tmp_path / "none") == []
+    assert list_names(tmp_path) == ["a", "b", "c", "d", "e"]
+    assert symlinks(tmp_path) == ["d"] and list_folders(tmp_path) == ["e"]
+    assert symlinks(tmp_path / "none") == list_folders(tmp_path / "none") == []
     monkeypatch.setattr(reading, "MAX_ENTRIES", 3)
     with pytest.raises(UnreadableFileError, match="has more than 3 files"):
-        entry_names(tmp_path)
+        list_names(tmp_path)
 
 
 def test_a_file_that_is_mostly_holes_is_no_log_of_events(tmp_path: Path) -> None:
@@ -128,7 +126,7 @@ def test_links_in_a_circle_lead_nowhere(tmp_path: Path) -> None:
     (tmp_path / "a").symlink_to("a")
     assert real_path(tmp_path / "a") == tmp_path / "a"  # Path.resolve raises RuntimeError
     with pytest.raises(UnreadableFileError, match="symbolic link"):
-        read(real_path(tmp_path / "a"))
+        read_bytes(real_path(tmp_path / "a"))
 
 
 def test_what_is_there_is_known_or_told(tmp_path: Path) -> None:

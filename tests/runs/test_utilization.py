@@ -1,7 +1,5 @@
 """The arithmetic of MFU and tokens per second; goodput over starts, repeated steps and rollbacks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Files of records stay small: old records are thinned or merged, new ones complete, and no error ends a run."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Written files are private and complete, and writes follow no links."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import stat

@@ -4,8 +4,6 @@
 What a script says with `mark` is compared, and the files `saved-*` that it leaves; `READY` tells that signals may come.
 """
 
-from __future__ import annotations
-
 import signal
 from dataclasses import dataclass
 
@@ -33,8 +31,6 @@ WAIT = "import time\nready()\nwhile True: time.sleep(0.05)\n"
 
 @dataclass(frozen=True)
 class Case:
-    """One script, and what is done to it."""
-
     name: str
     code: str
     arguments: tuple[str, ...] = ()

@@ -6,8 +6,6 @@ What FILE.json has already is left out, so that it can be typed again. `--seed` 
 a script differs, and `cases.DIFFERENCES` does not say so.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import random
@@ -34,16 +32,12 @@ RANK_ENDS = re.compile(r"Root Cause.*?exitcode\s*:\s*(-?\d+)", re.DOTALL)
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """What a script did."""
-
     ended: int  # its first failed rank's code, 128 + n of a signal; 0: well. Where it was stopped by a signal, 0
     marked: tuple[str, ...]  # in order of each rank
     saved: dict[str, str]
 
 
 class Compared(msgspec.Struct, frozen=True):
-    """One script under both."""
-
     name: str
     same: bool
     known: str
@@ -52,7 +46,6 @@ class Compared(msgspec.Struct, frozen=True):
 
 
 def seen(case: Case, by: str) -> Seen:
-    """Run it in a folder of its own."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "script.py"
         path.write_text(("" if case.bare else PRELUDE) + case.code)
@@ -105,14 +98,12 @@ def _ended(code: int, said: str, case: Case) -> int:
 
 
 def compare(case: Case) -> Compared:
-    """One script."""
     theirs, ours = (seen(case, by) for by in THROUGH)
     ran = bool(theirs.marked) or case.name == "syntax"  # else both may fail for a reason of the test's own
     return Compared(case.name, ran and theirs == ours, DIFFERENCES.get(case.name, ""), theirs, ours)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare those that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--out", type=Path, required=True)

@@ -1,7 +1,5 @@
 """A sample of `make soak-same`; and the record of the whole is of the scripts that there are."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

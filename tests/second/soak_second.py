@@ -4,8 +4,8 @@
     python tests/second/soak_second.py --set FOLDER --out FILE                       # another set
 
 The authors had not read the checks. There were eight sets; benchmarks/results/second-*.md have the first run of each.
-`seventh` and `eighth` are the newest. `missed`, the default, has one script of each kind that was missed, or that was
-reported falsely, in the first run of its set, unless the two newest sets, tests/silent or tests/check plant that kind.
+This folder has scripts of kinds that tests/silent, tests/check and benchmarks/faults do not plant: one for each kind
+that was missed or reported falsely in a first run, two hangs, and the clean scripts of the two newest sets.
 
 A set is a folder with `truth.json`, and its scripts beside it or in `scripts/`. truth.json is a list of
     {"file": "f01_ema.py", "kind": "fault", "nproc": 3, "what": "...", "rank": 2, "line": [34, 44]}
@@ -13,8 +13,6 @@ A set is a folder with `truth.json`, and its scripts beside it or in `scripts/`.
 both: nothing is to be said). `line`: one or several that are right; none (null) where no line can be. What is run
 already, by FILE.json, is left out. The exit code is 1 if something is missed or said falsely, 2 for a set that is none.
 """
-
-from __future__ import annotations
 
 import argparse
 import re
@@ -33,8 +31,6 @@ RUNS = {"fault": (False,), "pitfall": (True,), "clean": (False, True)}  # with -
 
 
 class Planted(msgspec.Struct, frozen=True):
-    """One script of a set."""
-
     file: str
     kind: Literal["fault", "pitfall", "clean"]
     nproc: Annotated[int, msgspec.Meta(ge=1)]
@@ -112,7 +108,6 @@ def said_of(one: Planted, script: Path, *, check: bool, folder: Path) -> Said:
 
 
 def markdown(name: str, said: list[Said]) -> str:
-    """How many were found, and a table."""
     lines = [f"# {name}", "", "| | found | right line, where one was named |", "|---|---|---|"]
     for kind in ("fault", "pitfall"):
         those = [one for one in said if one.kind == kind]
@@ -135,10 +130,9 @@ def markdown(name: str, said: list[Said]) -> str:
 
 
 def main() -> int:
-    """Try all, or those whose names begin so."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="only scripts whose names begin so")
-    parser.add_argument("--set", type=Path, default=HERE / "missed", metavar="FOLDER", help="by default `missed`")
+    parser.add_argument("--set", type=Path, default=HERE, metavar="FOLDER", help="by default this folder")
     parser.add_argument("--out", type=Path, required=True, help="FILE.md; FILE.json is written beside it")
     asked = parser.parse_args()
     try:

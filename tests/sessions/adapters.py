@@ -1,7 +1,5 @@
 """Adapters of peft in sessions, right and wrong. Writes codes of errors, and facts, to found.json."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -51,7 +51,6 @@ def loss_of(model: nn.Module, x: Tensor, i: Tensor) -> Tensor:
 
 
 def start(*arguments: Any, model: Any = None, make: Any = sgd, **options: Any) -> tuple[paceline.Session, Any, Any]:
-    """A session with a prepared model."""
     s = paceline.session(*arguments, **options)
     return s, *s.prepare(net() if model is None else model, make)
 
@@ -63,7 +62,6 @@ def take_step(s: paceline.Session, model: nn.Module, optimizer: Any, x: Tensor, 
 
 
 def plain_loop(model: nn.Module, optimizer: Any, batches: Any, loss: Callable[[nn.Module, Any], Tensor]) -> Tensor:
-    """The weights after a loop without a session."""
     for batch in batches:
         optimizer.zero_grad()
         loss(model, batch).backward()
@@ -432,34 +430,6 @@ def resumed_lost() -> Any:
     global sampler_of
     sampler_of = lambda kind, s: Twice()  # noqa: E731
     return resumed("lost")
-
-
-class Batches:
-    def __init__(self, said: int | None) -> None:
-        self.said = said
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter([list(range(k, k + 4)) for k in range(0, COUNT, 4)])
-
-    def __len__(self) -> int:
-        if self.said is None:
-            raise TypeError("nobody knows")
-        return self.said
-
-
-def batches(said: int | None) -> Any:
-    s, model, optimizer = start("run")
-    found = [0, 0]
-    for _ in s.epochs(2):
-        for x, i in s.loader(DataLoader(Rows(), batch_sampler=Batches(said))):
-            take_step(s, model, optimizer, x, i)
-            found = [found[0] + 1, found[1] + int(s.sum(len(i)))]
-    return found
-
-
-CASES |= {
-    f"batches_{n}": lambda said=said: batches(said) for n, said in (("fewer", 6), ("more", 12), ("unknown", None))
-}
 
 
 class Growing(Rows):
@@ -847,44 +817,6 @@ for name in ("head", "parameter", "parametrized", "appended", "foreign"):
     CASES[f"later_{name}"] = lambda name=name: later(name)
 
 
-def two_optimizers(strategy: str, accumulation: int = 1) -> Any:
-    def made(model: Any) -> tuple[Any, Any]:
-        return torch.optim.SGD(model[0].parameters(), 0.05, momentum=0.9), torch.optim.Adam(model[2].parameters(), 0.01)
-
-    def taken(model: Any, first: Any, second: Any, batches: Any, backward: Callable[[Tensor], Any]) -> None:
-        for x, i in batches:
-            first.zero_grad()
-            second.zero_grad()
-            backward(loss_of(model, x, i))
-            first.step()
-            second.step()
-
-    model = net()
-    first, second = made(model)
-    for _ in range(2):
-        taken(model, first, second, DataLoader(Rows(), batch_size=8), lambda loss: loss.backward())
-    wanted = flat(model)
-    again = Path("run").exists()
-    s = paceline.session("run", resume=True, strategy=strategy, virtual_ranks=2)
-    model = net()
-    first, second = made(model)
-    model, first = s.prepare(model, first)
-    model, second = s.prepare(model, second)
-    for epoch in s.epochs(2):
-        taken(
-            model, first, second, s.loader(Rows(), global_batch=8, shuffle=False, accumulation=accumulation), s.backward
-        )
-        if epoch == 0 and not again and strategy != "zero":
-            raise RuntimeError("planned")
-    return apart(torch.cat([one.flatten() for one in s.weights(model).values()]), wanted)
-
-
-CASES |= {
-    f"two_optimizers_{name}": lambda name=name: two_optimizers(name) for name in ("bucketed", "exact", "ddp", "zero")
-}
-CASES["two_optimizers_accumulated"] = lambda: two_optimizers("bucketed", 2)
-
-
 def unprepared(kind: str) -> Any:
     """Something is trained beside the model, by an optimizer that was not prepared."""
     s, model, optimizer = start(virtual_ranks=2 if kind == "in_parts" else None)
@@ -1001,37 +933,6 @@ def two_backwards_in_parts() -> Any:
 
 
 # ---- epochs, state, replicas
-
-
-def phases(resumes: bool) -> Any:
-    stops = resumes and not Path("run").exists()
-    s, model, optimizer = start("run", resume=True, virtual_ranks=2) if resumes else start()
-    train = s.loader(Rows(), global_batch=8)
-    found: list[list[int]] = []
-    for count in (2, 3, 2):
-        found.append([])
-        for epoch in s.epochs(count):
-            found[-1].append(epoch)
-            for x, i in train:
-                interrupt(s, 17, stops)
-                take_step(s, model, optimizer, x, i)
-    return [found, s.step] if resumes else found
-
-
-CASES |= {"phases": lambda: phases(False), "phases_resumed": lambda: phases(True)}
-
-
-@case
-def two_loops_resumed() -> Any:
-    again = Path("run").exists()
-    s, model, optimizer = start("run", resume=True, virtual_ranks=2)
-    loaders = s.loader(Rows(), global_batch=8), s.loader(DataLoader(Rows(20), batch_size=5, shuffle=True))
-    for _ in s.epochs(2):
-        for train in loaders:
-            for x, i in train:
-                interrupt(s, 7, not again)
-                take_step(s, model, optimizer, x, i)
-    return s.step
 
 
 class Warm(torch.optim.SGD):
@@ -1225,22 +1126,6 @@ CASES |= {"average_batch_norm": lambda: average_of_batch_norm(False)}
 CASES |= {"average_batch_norm_merged": lambda: average_of_batch_norm(True)}
 
 
-@case
-def group_resumed() -> Any:
-    again = Path("run").exists()
-    s = paceline.session("run", resume=True, virtual_ranks=2)
-    model = net()
-    model, optimizer = s.prepare(model, torch.optim.AdamW(model[2].parameters(), 0.01))
-    train = s.loader(Rows(), global_batch=8)
-    for epoch in s.epochs(3):
-        if epoch == 1 and len(optimizer.param_groups) == 1:
-            optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.003})
-        for x, i in train:
-            interrupt(s, 8, not again and len(sys.argv) == 2)
-            take_step(s, model, optimizer, x, i)
-    return float(flat(model).sum())
-
-
 def differing(kind: str) -> Any:
     s, model, optimizer = start()
     trained(s, model, optimizer, lambda x, i: s.backward(loss_of(model, x, i)))
@@ -1358,25 +1243,16 @@ def pickled() -> Any:
 
 
 def scheduled(kind: str) -> Any:
-    s, model, optimizer = start("run", strategy="zero" if kind == "zero" else "bucketed")
-    if kind in ("lost", "registered"):
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        if kind == "registered":
-            s.register("scheduler", scheduler)
-    for epoch in s.epochs(3):
+    s, model, optimizer = start("run")
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    if kind == "registered":
+        s.register("scheduler", scheduler)
+    for _ in s.epochs(3):
         for x, i in s.loader(Rows(), global_batch=8):
             take_step(s, model, optimizer, x, i)
-        if kind in ("zero", "rank"):
-            optimizer.param_groups[0]["lr"] = 0.05 / (1 + s.rank * epoch)
 
 
-CASES |= {f"scheduler_{name}": lambda name=name: scheduled(name) for name in ("lost", "registered", "zero", "rank")}
-
-
-@case
-def gathered_in_bodies() -> Any:
-    s, model, optimizer = start(virtual_ranks=3)
-    trained(s, model, optimizer, lambda x, i: (s.gather(i), s.backward(loss_of(model, x, i))))
+CASES |= {f"scheduler_{name}": lambda name=name: scheduled(name) for name in ("lost", "registered")}
 
 
 @case
@@ -1526,6 +1402,43 @@ def hook_after_dummy_batch() -> Any:
             s.backward(loss_of(model, x, i), weight=float(len(x)) if s.samples else 0.0)
             optimizer.step()
         return [len(handles) == seen, apart(flat(model), flat(plain))]
+
+
+class Branches(nn.Module):
+    """Two layers, of which a forward uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers, self.head = nn.ModuleList([nn.Linear(6, 8), nn.Linear(6, 8)]), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, layer: int) -> Tensor:
+        return self.head(torch.tanh(self.layers[layer](x)))
+
+
+@case
+def zeroed() -> Any:
+    """An unused parameter has zeros or no gradient, in turn: AdamW changes it if it has zeros."""
+
+    def clear(optimizer: Any, batch: int) -> None:
+        optimizer.zero_grad(set_to_none=batch % 4 == 3)
+
+    def adamw(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, 0.05, weight_decay=0.3)
+
+    plain, rows = Branches(), Rows()
+    optimizer = adamw(plain.parameters())
+    for b in range(10):
+        clear(optimizer, b)
+        (plain(rows.x[4 * b : 4 * b + 4], b % 3 == 0) ** 2).mean().backward()
+        optimizer.step()
+    s, model, optimizer = start(strategy=sys.argv[2], model=Branches(), make=adamw)
+    for x, _ in s.loader(rows, global_batch=4, shuffle=False, accumulation=2):
+        clear(optimizer, s.batch)
+        s.backward((model(x, s.batch % 3 == 0) ** 2).mean())
+        optimizer.step()
+    weights = s.weights(model)
+    return max(float((weights[name] - wanted).abs().max()) for name, wanted in plain.state_dict().items())
 
 
 @case

@@ -1,7 +1,5 @@
 """A loop with buffers that count and add up: python buffers.py FOLDER [complex] [undeclared] [STEP]."""
 
-from __future__ import annotations
-
 import sys
 from typing import ClassVar
 

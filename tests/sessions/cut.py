@@ -1,7 +1,5 @@
 """A loop that adds up the gradients of two batches: python cut.py FOLDER STRATEGY [STEP raise|kill|term]."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

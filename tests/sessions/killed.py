@@ -1,7 +1,5 @@
 """A loop that is killed, stopped, or fails: python killed.py FOLDER [STEP kill|term|raise|early] [EVERY]."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -5,8 +5,6 @@ A FOLDER `plain` is the same loop in one process, without paceline. Each rank wr
 milliseconds after the beginning of a step a rank is killed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -6,8 +6,6 @@ The two share model, data, sampler, loss and optimizers, but not the loop. tests
 and compares; this file imports nothing from tests, so that any launcher can run it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -77,7 +75,7 @@ class Case:
     stop_how: str = "before"
     ranks_after: int = 1
     every: int = 1  # batches of an optimizer step, counted by the loop
-    clears: bool = True  # the gradients of the step before
+    clears: int = 1  # every so many batches the loop clears the gradients of the steps before; 0: never
     leaves: int = 0  # the batch at which each epoch is left; 0: none
     closure: bool = False
     mode: str = "train"
@@ -565,8 +563,8 @@ def plain(case: Case, orders: dict[tuple[int, ...], list[list[int]]] | None = No
                     x, y, i = fields(batch)
                     found.steps.append(([phase, epoch, number], sorted(i.tolist())))
 
-                    def backward(x: Tensor = x, y: Tensor = y, i: Tensor = i) -> Tensor:
-                        if case.every == 1 and case.clears:
+                    def backward(x: Tensor = x, y: Tensor = y, i: Tensor = i, turn: int = turn) -> Tensor:
+                        if case.every == 1 and case.clears and turn % case.clears == 0:
                             for optimizer in made:
                                 optimizer.zero_grad()
                         if case.wrong == "inner_backward":
@@ -700,7 +698,7 @@ def trained(case: Case, s: Any, attempt: int, reports: Reports) -> Result:
                             raise RuntimeError(PLANNED)
 
                     def backward(x: Tensor = x, y: Tensor = y, i: Tensor = i) -> Tensor:
-                        if case.every == 1 and case.clears:
+                        if case.every == 1 and case.clears and s.batch % case.clears == 0:
                             for optimizer in made:
                                 optimizer.zero_grad()
                         if case.wrong == "inner_backward":

@@ -3,8 +3,6 @@
 python loops.py FOLDER     as a rank: runs every loop in sessions of several kinds, rank 0 writes their weights
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ With STEP the last rank kills itself after that step. Without, the script also c
 plain loop, the restored adapter with the checkpoint, the logits of the adapter that peft loads, and what ranks send.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -3,8 +3,6 @@
 Rank 0 saves the weights of each loop. With one rank, also those of a loop without paceline.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any
@@ -165,7 +163,6 @@ def resumed_with(act: Any, folder: Path) -> str:
 
 
 def closures() -> str:
-    """Steps with closures."""
     with paceline.session(device="cpu") as s:
         model, losses = net(), list[Any]()
         model, optimizers = s.prepare(model, optimizers_of(model))

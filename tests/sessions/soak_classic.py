@@ -10,8 +10,6 @@
 The exit code is 1 if a script is not equal to 1e-12, has two digests, or a ledger with findings.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -119,7 +117,6 @@ def steps(events: Path) -> int:
 
 
 def examine(name: str, seed: int) -> dict[str, object]:
-    """All that is to be known of one script."""
     with tempfile.TemporaryDirectory() as folder:
         cwd = Path(folder)
         found: dict[str, object] = {"apart": apart(name, cwd)}

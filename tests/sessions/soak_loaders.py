@@ -11,8 +11,6 @@ The number of a run determines its data, the seed and the number the rest. Runs 
 out. The exit code is 1 if a run is not right.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json
@@ -170,7 +168,6 @@ def epochs(run: Path) -> tuple[str, list[dict[str, Any]]]:
 
 
 def result(record: dict[str, Any]) -> dict[str, Any]:
-    """The numbers of a record."""
     runs = [*record["runs"].values()]
     kills = {name: sum(one["kills"] for one in runs if one["kind"] in kinds) for name, kinds in KINDS.items()}
     ranks = Counter(size for one in runs for size in one["ranks"])
@@ -220,7 +217,6 @@ def main() -> int:
 
 
 def commit() -> str:
-    """The commit of this repository."""
     words = ["git", "-C", str(SCRIPT.parent), "describe", "--always", "--dirty", "--exclude=*"]
     return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
 

@@ -18,8 +18,6 @@ are counted by themselves. Each part writes what it has done beside --out, by co
 case fails, or more than 15 % of the right loops are rejected.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random
@@ -96,7 +94,7 @@ AXES: dict[str, Weighted] = {
     "average": {"none": 8, "registered": 1.5, "unregistered": 0.15},
     "stop_how": {"before": 2, "after": 1, "between": 1, "term": 1},
     "every": {1: 12, 2: 1},
-    "clears": {True: 30, False: 1},
+    "clears": {1: 30, 0: 1},
     "leaves": {0: 15, 3: 1},
     "closure": {False: 20, True: 1},
     "mode": {"train": 80, "eval": 1},
@@ -173,7 +171,7 @@ def draw(seed: int, number: int) -> Case:
         if wrong:
             kind = chance.choice(WRONG)
             plainest = {"optimizer": "momentum", "path": "plain", "frozen": False, "buffers": "none", "stop": 0}
-            plainest |= {"every": 1, "clears": True, "leaves": 0, "closure": False, "mode": "train", "touch": "none"}
+            plainest |= {"every": 1, "clears": 1, "leaves": 0, "closure": False, "mode": "train", "touch": "none"}
             told |= {**plainest, "average": "none", "head": "fixed", "collate": "default", "loss": "mean"}
             told |= {"ranks": chance.choice([2, 3]), "clip": "none", "wrong": kind, "virtual_ranks": 0}
             if kind == "distributed":
@@ -291,7 +289,6 @@ def _rejected(case: Case, folder: Path, attempt: int) -> tuple[str, str]:
 
 
 def _differences(case: Case, folder: Path) -> Any:
-    """What is not as in the plain loop, in words."""
     ours = _merged(folder)
     orders: dict[tuple[int, ...], list[list[int]]] = {}
     for where, indices in ours.steps:

@@ -7,8 +7,6 @@ case must fulfil; the tests of the suite use it for three cases. The exit code i
 it to continue.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """A session's buffers and complex tensors are those of the plain loop, also when it is resumed on other ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

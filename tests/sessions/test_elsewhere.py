@@ -1,7 +1,5 @@
 """A share of a tensor that is cut over ranks does not pass for the whole. More of it is in test_wrong.py."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 

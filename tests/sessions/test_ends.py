@@ -1,7 +1,5 @@
 """How a session ends where a file of its own cannot be written: what was trained is not lost."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A loop in a session computes what it computes on one device without paceline, at every world size."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

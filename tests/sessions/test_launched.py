@@ -1,7 +1,5 @@
 """A session with a folder of its own under `paceline launch`: from both folders a user finds what failed first."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 
@@ -16,9 +14,9 @@ from paceline.errors import ExitCode
 from paceline.report.outcome import root_failures
 from paceline.report.page import repeat_command
 from paceline.report.run import read_run
-from paceline.runs.attempt import AttemptEnd, write_ended
+from paceline.runs.attempt import AttemptEnd, write_attempt_end
 from paceline.runs.folder import LAUNCH_FILE, create_attempt_dir, log_attempt_dir
-from paceline.runs.reading import decode_toml
+from paceline.runs.reading import read_toml
 from paceline.runs.summary import Summary, write_summary
 
 pytestmark = pytest.mark.sample(2)
@@ -86,7 +84,7 @@ def test_the_report_on_the_first_failure_stands_last_and_its_victim_takes_one_li
 
 @pytest.mark.ranks
 def test_its_settings_are_those_of_the_loop_only(failed: tuple[Path, str]) -> None:
-    found = decode_toml(failed[0] / "own" / "config.toml")
+    found = read_toml(failed[0] / "own" / "config.toml")
     assert found.pop("data") == {"virtual_ranks": 2, "global_batch": 2, "accumulation": 1, "last_batch": "keep"}
     assert found.pop("run") == {"seed": 0, "epochs": 2}
     assert found.pop("checkpoint") == {"keep_checkpoints": 2, "check_replicas_every": 100}
@@ -136,7 +134,7 @@ def test_the_code_is_that_of_the_launch_if_both_have_failed(
     tmp_path: Path, summary: int, launch: int, told: int
 ) -> None:
     (tmp_path / "launched" / "attempt-1").mkdir(parents=True)
-    write_ended(tmp_path / "launched" / "attempt-1", AttemptEnd(launch, "rank 1 was killed" if launch else ""))
+    write_attempt_end(tmp_path / "launched" / "attempt-1", AttemptEnd(launch, "rank 1 was killed" if launch else ""))
     (tmp_path / "own").mkdir()
     create_attempt_dir(tmp_path / "own", tmp_path / "launched" / "attempt-1")
     write_summary(tmp_path / "own", Summary("mine.py", summary, failure="connection closed"))

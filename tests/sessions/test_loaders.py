@@ -1,7 +1,5 @@
 """Loops over loader processes, length groups and packed sequences: the plain loop's samples, after kills too."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Adapters of peft: trained, killed and resumed as in one process, saved alone, and bound to their base weights."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Several optimizers of one model, one of which needs whole matrices: the result of one process, also resumed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

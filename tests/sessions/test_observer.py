@@ -1,7 +1,5 @@
 """An observer of a session is told each event, in order, and changes only what it may."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

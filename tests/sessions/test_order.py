@@ -1,4 +1,4 @@
-"""The order of samples and the random streams of a session are those of the plain loop with the same DataLoader."""
+"""The order of samples, the random streams and the settings of a session are those of the plain loop's DataLoader."""
 
 import json
 from collections.abc import Callable
@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests import warm
 from tests.run_script import run_script
 from torch.utils.data import DataLoader, TensorDataset
 
+from paceline.data.loader import LoadingOptions
+from paceline.sessions.loader import adopt_worker_settings
 from paceline.sessions.order import SampleOrder
 
 SCRIPT = Path(__file__).with_name("draws.py")
@@ -60,3 +63,39 @@ def test_a_resume_continues_the_streams_of_the_last_checkpoint(tmp_path: Path) -
         done = run_script(1, SCRIPT, kind, cwd=tmp_path)
         assert done.returncode == (3 if number == 1 else 0), done.stdout + done.stderr
     assert json.loads((tmp_path / "resumed.json").read_text()) == json.loads((tmp_path / "whole.json").read_text())
+
+
+# ---- settings of loader processes -----------------------------------------------------------------------------------
+
+SLOW_LOADER = """
+import time
+import torch
+from torch.utils.data import DataLoader, Dataset
+import paceline
+
+class Slow(Dataset):
+    def __len__(self):
+        return 2
+    def __getitem__(self, index):
+        time.sleep(3)
+        return index
+
+with paceline.session() as s, torch.no_grad():
+    for batch in s.loader(DataLoader(Slow(), batch_size=1, num_workers=1, timeout=1)):
+        print("came")
+"""
+
+
+def test_the_settings_of_its_processes_are_taken_over() -> None:
+    data = TensorDataset(torch.ones(2))
+    existing = DataLoader(data, num_workers=1, timeout=1, prefetch_factor=3, multiprocessing_context="spawn")
+    found = adopt_worker_settings(existing, LoadingOptions(torch.device("cpu"))).workers
+    assert (found["timeout"], found["prefetch_factor"]) == (1, 3)
+    assert found["multiprocessing_context"].get_start_method() == "spawn"
+
+
+@pytest.mark.slow
+def test_its_timeout_ends_a_wait(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SLOW_LOADER)
+    done = warm.run(("mine.py",), cwd=tmp_path)
+    assert (done.returncode, "timed out after 1 " in done.stderr) == (1, True), done.stdout + done.stderr

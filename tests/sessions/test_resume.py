@@ -1,7 +1,5 @@
 """A session's loop that is killed, stopped or fails goes on, on another number of ranks, to the same bits."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path
@@ -66,6 +64,22 @@ def test_settings_that_the_script_has_changed_are_named_with_both_values(tmp_pat
     (note,) = [line for line in done.stdout.splitlines() if line.startswith("NOTE: optimizer ")]  # not the second one
     assert note.startswith("NOTE: optimizer 1 keeps"), note
     assert note.endswith(": lr 0.01 -> 0.02, weight_decay 0.01 -> 0.5"), note
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "code"),
+    [
+        ("SGD(p, lr=0.1, momentum=0.9)", "Adagrad(p, lr=0.1)", "optimizer-class-differs"),
+        ("lambda o: ReduceLROnPlateau(o, patience=0)", "lambda o: Changed(o, patience=0)", "scheduler-class-differs"),
+    ],
+)
+def test_another_second_optimizer_or_scheduler_is_refused(old: str, new: str, code: str, tmp_path: Path) -> None:
+    run, other = tmp_path / "run", tmp_path / "killed.py"
+    assert start(1, run, 3, "raise").returncode == 1
+    text = KILLED.read_text().replace("import paceline\n", "import paceline\nclass Changed(ReduceLROnPlateau): pass\n")
+    other.write_text(text.replace(old, new))
+    done = start(1, run, script=other)
+    assert done.returncode == 2 and codes(done.stderr) == [code]
 
 
 @pytest.fixture(scope="module")

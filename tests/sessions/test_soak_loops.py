@@ -1,7 +1,5 @@
 """A seeded sample of `make soak-loops`: each loop equals the plain one, or is rejected in time."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,9 +48,11 @@ def test_own_code_in_the_graph_of_some_losses_is_rejected_before_any_update(case
     "case",
     [
         Case(optimizer="added_group", clip="torch", loops=2, phases=(2,)),
-        Case(optimizer="momentum", clears=False, ranks=2, virtual_ranks=2),
+        Case(optimizer="momentum", clears=0, ranks=2, virtual_ranks=2),
+        Case(optimizer="momentum", clears=0, ranks=2, virtual_ranks=2, strategy="fsdp"),
+        Case(optimizer="momentum", clears=3, ranks=2, virtual_ranks=2),
     ],
-    ids=["not trained yet", "never cleared"],
+    ids=["not trained yet", "never cleared", "never cleared under fsdp", "cleared at times"],
 )
 def test_gradients_that_the_loop_does_not_clear_are_resumed(case: Case, stop: int, tmp_path: Path) -> None:
     outcome = examine(replace(case, stop=stop), tmp_path)

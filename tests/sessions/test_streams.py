@@ -1,7 +1,5 @@
 """A loop over a stream: the same bits on every number of ranks, killed or not; what cannot be that is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Whatever users write into a loop is right, or refused in words: never silently wrong."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -77,6 +75,9 @@ TOLD = {
     "cut_and_used_outside_of_its_block": ("sharded-weights-used", "session(fsdp_wrap='Block')"),
     "not_cleared_where_gradients_are_cut": ("gradients-not-cleared", ""),
     "not_cleared_where_the_model_is_cut": ("", "without zero_grad()"),
+    "zeroed_where_gradients_are_cut": ("", "nothing"),
+    "zeroed_by_the_model_where_gradients_are_cut": ("sharded-parameter-used", "optimizer.zero_grad()"),
+    "zeroed_where_the_model_is_cut": ("", "nothing"),
     "resume_without_a_folder": ("session-resume-without-folder", ""),
     "a_folder_that_is_used": ("run-dir-not-empty", "folder used"),
     "begun": ("", "enough"),

@@ -3,8 +3,6 @@
 python wrong.py FILE       writes the code and the text of each error, as JSON
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys
@@ -513,6 +511,21 @@ def not_cleared_where_the_model_is_cut(s: Any) -> None:
     not_cleared(s)
 
 
+@case(strategy="zero", seed=0)
+def zeroed_where_gradients_are_cut(s: Any) -> None:
+    not_cleared(s, lambda model, optimizer: optimizer.zero_grad(set_to_none=False))
+
+
+@case(strategy="zero")
+def zeroed_by_the_model_where_gradients_are_cut(s: Any) -> None:
+    not_cleared(s, lambda model, optimizer: model.zero_grad(set_to_none=False))
+
+
+@case(strategy="fsdp")
+def zeroed_where_the_model_is_cut(s: Any) -> None:
+    not_cleared(s, lambda model, optimizer: model.zero_grad(set_to_none=False))
+
+
 @case(resume=True)
 def resume_without_a_folder(s: Any) -> None:
     pass
@@ -566,7 +579,7 @@ def a_buffer_made_in_the_first_forward(s: Any) -> None:
 
 
 @case()
-def not_cleared(s: Any) -> None:
+def not_cleared(s: Any, clear: Callable[[Any, Any], None] = lambda model, optimizer: None) -> None:
     """No error: said once."""
     words: list[str] = []
     s._run.print = words.append
@@ -574,7 +587,8 @@ def not_cleared(s: Any) -> None:
     for x, y in train:
         s.backward(F.cross_entropy(model(x), y))
         optimizer.step()
-    raise UsageError("; ".join(word for word in words if "NOTE" in word))
+        clear(model, optimizer)
+    raise UsageError("; ".join(word for word in words if "NOTE" in word) or "nothing")
 
 
 @case()

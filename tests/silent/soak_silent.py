@@ -11,8 +11,6 @@ said of them.
 Writes FILE.json after each run and FILE.md from it; runs that are in the file already are left out.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re
@@ -52,8 +50,6 @@ MAY_BE_SAID = {("own_folds", "left")}  # of which clean script: once, and it goe
 
 
 class Row(NamedTuple):
-    """What was said of a run."""
-
     script: str
     fault: str
     well: bool  # the right rank, and the documented exit code
@@ -106,7 +102,6 @@ def planted(script: str, fault: str, steps: int, *, ranks: int = RANKS, fork: bo
 
 
 def under_torchrun(fault: str, steps: int) -> Row:
-    """The plain script as it was."""
     with tempfile.TemporaryDirectory() as folder:
         code, said = started([*TORCHRUN, str(HERE / "ddp.py"), fault, str(steps)], Path(folder))
     loud = code != 0 or "Error" in said
@@ -125,7 +120,6 @@ def clean(script: str) -> Row:
 
 
 def to_do(scripts: list[str]) -> Iterator[tuple[str, str]]:
-    """Which runs there are to be."""
     for script in scripts:
         if script == "clean":
             yield from (
@@ -138,7 +132,6 @@ def to_do(scripts: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def markdown(rows: list[Row]) -> str:
-    """A summary, and two tables."""
     of, all_runs = {(one.script, one.fault): one for one in rows}, {*to_do([*SCRIPTS, "torchrun"])}
 
     def cell(script: str, fault: str) -> str:

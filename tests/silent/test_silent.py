@@ -1,6 +1,4 @@
-"""What goes wrong silently in a plain DDP script is said, with rank and step, and ends it. Real agents and ranks."""
-
-from __future__ import annotations
+"""What goes wrong silently in a script is said, with rank, step and line, and ends it. Real agents and ranks."""
 
 import re
 import sys
@@ -9,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.launch.launch_harness import Launch, survivors
+from tests.silent.soak_silent import planted
 
 from paceline.errors import ExitCode
 from paceline.guard.report import read_diagnosis
@@ -144,3 +143,24 @@ def test_off_leaves_nothing_of_it(run: Run) -> None:
     one = run("nan in one batch", steps=20, hang_timeout="off")
     assert one.finish() == ExitCode.DONE
     assert one.stderr == "" and not [*read_notices(one.folder)]
+
+
+# ---- a sample of soak_silent.py: an Accelerate and a Trainer script -------------------------------------------------
+
+STEPS = 60
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.needs("accelerate")
+def test_with_accelerate_the_rank_the_users_line_and_the_batch_of_a_nan_are_named() -> None:
+    row = planted("accelerated", "nan in one batch", STEPS, ranks=2, fork=True)
+    assert row.well and row.line == "yes", row
+    assert ", batch 12 " in row.told
+
+
+@pytest.mark.ranks
+@pytest.mark.needs("transformers")
+def test_with_the_trainer_the_rank_and_the_users_line_of_two_exchanged_sums_are_named() -> None:
+    row = planted("trainer", "two sums swapped", STEPS, ranks=2, fork=True)
+    assert row.code == 4 and row.line == "yes", row

@@ -12,8 +12,6 @@ repeated after a stop that has saved, and if the final weights have the same bit
 Repeats that are in the file already are left out. The exit code is 1 if a repeat is not right.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

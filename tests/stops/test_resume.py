@@ -119,8 +119,6 @@ def test_nodes_with_different_folders_are_an_error(folder: Path, monkeypatch: py
 
 
 class State:
-    """A TrainerState."""
-
     def __init__(self, step: int, *, mark: object = None, epoch: float = 0.5) -> None:
         self.global_step, self.max_steps, self.epoch = step, 100, epoch
         self.stateful_callbacks = {} if mark is None else {frameworks.MARK: mark}

@@ -1,7 +1,5 @@
 """Optimizers that need whole parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

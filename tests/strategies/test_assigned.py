@@ -1,7 +1,5 @@
 """`p.data = ...` and `p.set_(...)` on a model in training: as in one process, or a UsageError."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import SGD
 
-from paceline import ArrayDataset, BatchPlan, Loading, World, load_steps, train_step
+from paceline import ArrayDataset, BatchPlan, LoadingOptions, World, load_steps, train_step
 from paceline.checkpoint.shards import full_state
-from paceline.data.plan import ranks_share
+from paceline.data.plan import virtual_ranks_of
 from paceline.errors import UsageError
 from paceline.strategies import STRATEGIES, Strategy
 
@@ -90,14 +88,14 @@ def plain(change: Callable[[nn.Module], None], when: str) -> dict[str, Tensor]:
 def train(replica: Strategy, change: Callable[[nn.Module], None], when: str) -> dict[str, Tensor]:
     """Three steps. `when`: the model changes after each step, before each update, or after the last step."""
     world = replica.world
-    share = ranks_share(world.size, world.rank, world.size)
+    share = virtual_ranks_of(world.size, world.rank, world.size)
     if when == "update":
         # before the strategy's own hook
         hooks: Any = replica.optimizer._optimizer_step_pre_hooks  # pyright: ignore[reportPrivateUsage]
         replica.optimizer.register_step_pre_hook(lambda *_: change(replica.model))
         hooks.move_to_end(next(reversed(hooks)), last=False)
     plan = BatchPlan(24, 8, world.size, shuffle=False)
-    steps = [*load_steps(ArrayDataset(*data()), plan, share, Loading(CPU), start=0, stop=3)]
+    steps = [*load_steps(ArrayDataset(*data()), plan, share, LoadingOptions(CPU), start=0, stop=3)]
     for number, step in enumerate(steps):
         train_step(replica, step, loss)
         if when == "step" or (when == "last" and number == len(steps) - 1):

@@ -1,7 +1,5 @@
 """The moving average of the weights: right, the same under every strategy and world size, evaluated and saved."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Buffers that count, add up or keep a maximum are merged to what one process without virtual ranks computes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,7 +17,7 @@ from torch.nn.utils import parametrizations
 from paceline.checkpoint.export import state_dict_from_source
 from paceline.checkpoint.state import TensorShard
 from paceline.collectives.batchnorm import SyncBatchNorm
-from paceline.data.plan import MicroBatchPlan, ranks_share
+from paceline.data.plan import MicroBatchPlan, virtual_ranks_of
 from paceline.errors import ReportedByPeer, UsageError
 from paceline.rank.world import World
 from paceline.strategies.buffers import VirtualRankBuffers
@@ -119,7 +117,7 @@ def counted(rank: int, size: int, folder: str, begin: int, end: int) -> dict[str
         buffers.load(opened(sorted(Path(folder, f"{begin}").iterdir())))
         with buffers.merged():
             assert model.layers[0].get_buffer("seen") == begin * BATCH
-    forwards(buffers, model, ranks_share(V, rank, size), range(begin, end))
+    forwards(buffers, model, virtual_ranks_of(V, rank, size), range(begin, end))
     save(buffers.buffer_shards(), Path(folder, f"{end}", f"{rank}"), rank, size)
     with buffers.merged():
         found = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -272,7 +270,7 @@ def test_a_buffer_that_differs_later_is_an_error_at_the_next_merge():
 def told_by_one(rank: int, size: int) -> str:
     model = Writes(torch.tensor(0.0), UNKNOWN["a sum"][1])
     try:
-        forwards(VirtualRankBuffers(model, world_of(rank, size), V), model, ranks_share(V, rank, size), range(1))
+        forwards(VirtualRankBuffers(model, world_of(rank, size), V), model, virtual_ranks_of(V, rank, size), range(1))
     except (UsageError, ReportedByPeer) as error:
         return f"{type(error).__name__} {int(error.exit_code)}"
     return ""
@@ -397,7 +395,7 @@ def summed_beside_norm(rank: int, size: int, folder: str, begin: int, end: int) 
     buffers = VirtualRankBuffers(model, world_of(rank, size), V)
     if begin:
         buffers.load(opened(sorted(Path(folder, f"{begin}").iterdir())))
-    share = ranks_share(V, rank, size)
+    share = virtual_ranks_of(V, rank, size)
     for step in range(begin, end):
         buffers.save_copies()
         batch = torch.cat([DATA[step * BATCH + v : (step + 1) * BATCH : V] for v in share])

@@ -1,7 +1,5 @@
 """What is exported from a saved state is the model's state_dict at the end of a run that ends there, bit for bit."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -12,7 +10,7 @@ from tests.worlds import world as world
 from torch import nn
 from torch.optim import AdamW
 
-from paceline import BatchPlan, Loading, load_steps, train_step
+from paceline import BatchPlan, LoadingOptions, load_steps, train_step
 from paceline.checkpoint.export import state_dict_from_source, state_dict_names_by_saved_name
 from paceline.checkpoint.format import DamagedCheckpoint
 from paceline.data.arrays import ArrayDataset
@@ -31,7 +29,7 @@ def test_it_is_what_the_run_would_write_under_every_strategy(world, name):
     replica.model.train()
     names = state_dict_names_by_saved_name(replica.model)
     plan = BatchPlan(len(DATA), 12, virtual_ranks=V)
-    for step in load_steps(DATA, plan, range(V), Loading(torch.device("cpu")), start=0, stop=4):
+    for step in load_steps(DATA, plan, range(V), LoadingOptions(torch.device("cpu")), start=0, stop=4):
         train_step(replica, step, loss)
     with replica.merged_buffers():
         wanted = {name: tensor.clone() for name, tensor in replica.weights().items()}

@@ -9,7 +9,7 @@ from tests.worlds import world as world
 from torch import nn
 from torch.optim import SGD, AdamW
 
-from paceline import BatchPlan, Loading, load_steps, train_step
+from paceline import BatchPlan, LoadingOptions, load_steps, train_step
 from paceline.checkpoint.state import TensorShard
 from paceline.data.arrays import ArrayDataset
 from paceline.errors import TrainingError
@@ -29,7 +29,7 @@ def loss(outputs, targets):
 def train(replica, start, stop):
     replica.model.train()
     plan = BatchPlan(len(DATA), 6)
-    for step in load_steps(DATA, plan, range(1), Loading(CPU), start=start, stop=stop):
+    for step in load_steps(DATA, plan, range(1), LoadingOptions(CPU), start=start, stop=stop):
         train_step(replica, step, loss)
 
 

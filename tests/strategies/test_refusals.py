@@ -1,7 +1,5 @@
 """What a strategy refuses: sparse gradients, lazy modules, modules that reentrant checkpointing recomputes twice."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, SparseAdam
 from torch.utils.checkpoint import checkpoint
 
-from paceline import ArrayDataset, BatchPlan, Loading, World, load_steps, train_step
-from paceline.data.plan import ranks_share
+from paceline import ArrayDataset, BatchPlan, LoadingOptions, World, load_steps, train_step
+from paceline.data.plan import virtual_ranks_of
 from paceline.errors import UsageError
 from paceline.strategies import STRATEGIES, Strategy
 
@@ -35,8 +33,8 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
 def train(replica: Strategy, inputs: Tensor = IDS, *, accumulation: int = 1) -> dict[str, Tensor]:
     world = replica.world
     data = ArrayDataset(inputs, torch.arange(22.0, dtype=torch.float64) / 9)
-    plan, share = BatchPlan(22, 8, world.size, accumulation), ranks_share(world.size, world.rank, world.size)
-    for step in load_steps(data, plan, share, Loading(CPU), start=0, stop=3):
+    plan, share = BatchPlan(22, 8, world.size, accumulation), virtual_ranks_of(world.size, world.rank, world.size)
+    for step in load_steps(data, plan, share, LoadingOptions(CPU), start=0, stop=3):
         train_step(replica, step, loss)
     return {name: tensor.detach().clone() for name, tensor in replica.weights().items()}
 

@@ -9,7 +9,7 @@ from tests.worlds import world as world
 from torch import nn
 from torch.optim import SGD
 
-from paceline import BatchPlan, Loading, World, evaluate, fit, load_steps, train_step
+from paceline import BatchPlan, LoadingOptions, World, evaluate, fit, load_steps, train_step
 from paceline.config.strategies import MULTI_PROCESS_STRATEGIES, STRATEGY_INFO
 from paceline.data.arrays import ArrayDataset
 from paceline.strategies import STRATEGIES
@@ -25,7 +25,7 @@ def loss(outputs, targets):
 
 def steps(data=DATA, *, batch=6, stop=4, virtual_ranks=1):
     plan = BatchPlan(len(data), batch, virtual_ranks)
-    return list(load_steps(data, plan, range(virtual_ranks), Loading(CPU), start=0, stop=stop))
+    return list(load_steps(data, plan, range(virtual_ranks), LoadingOptions(CPU), start=0, stop=stop))
 
 
 def sgd(parameters):
@@ -100,7 +100,7 @@ def test_evaluation_counts_each_sample_once_and_restores_the_modes(world):
     model = nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.5))
     replica = STRATEGIES["single"](model, sgd, world)
     model[1].eval()
-    scores = evaluate(replica, DATA, loss, {"one": lambda o, t: torch.ones(len(t))}, Loading(CPU), batch_size=5)
+    scores = evaluate(replica, DATA, loss, {"one": lambda o, t: torch.ones(len(t))}, LoadingOptions(CPU), batch_size=5)
     assert scores["one"] == 1.0
     assert scores["loss"] == pytest.approx(float(loss(model[0](DATA.inputs), DATA.targets).detach().mean()))
     assert (model.training, model[0].training, model[1].training) == (True, True, False)

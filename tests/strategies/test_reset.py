@@ -1,7 +1,5 @@
 """An own loop goes on after an error in a backward, on one rank or on all, as if that step had never been."""
 
-from __future__ import annotations
-
 import traceback
 from pathlib import Path
 
@@ -11,11 +9,11 @@ from msgspec.structs import replace
 from tests.run_ranks import run_ranks
 from torch import Tensor, nn
 
-from paceline import BatchPlan, Loading, load_steps
+from paceline import BatchPlan, LoadingOptions, load_steps
 from paceline.collectives import communicator
 from paceline.data.arrays import ArrayDataset
 from paceline.data.loader import MicroBatch
-from paceline.data.plan import ranks_share
+from paceline.data.plan import virtual_ranks_of
 from paceline.rank.world import World
 from paceline.strategies import STRATEGIES, Strategy
 
@@ -75,7 +73,9 @@ def loops(rank: int, size: int) -> list[str]:
     for name in ("manual", "bucketed", "exact", "zero"):
         virtual_ranks = size if name == "bucketed" else VIRTUAL
         plan = BatchPlan(40, 10, virtual_ranks)
-        steps = [*load_steps(data, plan, ranks_share(virtual_ranks, rank, size), Loading(CPU), start=0, stop=4)]
+        steps = [
+            *load_steps(data, plan, virtual_ranks_of(virtual_ranks, rank, size), LoadingOptions(CPU), start=0, stop=4)
+        ]
         wanted = train(name, world, steps, fails=False)
         for who in ([0], [size - 1], [*range(size)]):
             found = train(name, world, steps, fails=rank in who)
@@ -94,7 +94,7 @@ def test_the_next_step_is_right_after_an_error_in_a_backward(size, memory, monke
 def test_an_error_in_a_dummy_batch_keeps_its_traceback() -> None:
     model, data = nn.Linear(6, 2), ArrayDataset(torch.randn(4, 6), torch.randn(4, 2))
     replica = STRATEGIES["single"](model, torch.optim.SGD, World(0, 1, 0, 1, CPU, "gloo"))
-    ((batch,),) = load_steps(data, BatchPlan(4, 4, 1), range(1), Loading(CPU), start=0, stop=1)
+    ((batch,),) = load_steps(data, BatchPlan(4, 4, 1), range(1), LoadingOptions(CPU), start=0, stop=1)
 
     def broken() -> None:
         raise ArithmeticError

@@ -1,7 +1,5 @@
 """What zero and fsdp promise beside the conformance suite: little memory, and the whole wherever it is asked for."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -18,11 +16,11 @@ from tests.worlds import world_of, worlds
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
-from paceline import ArrayDataset, BatchPlan, Loading, World, evaluate, load_steps, train_step
+from paceline import ArrayDataset, BatchPlan, LoadingOptions, World, evaluate, load_steps, train_step
 from paceline.checkpoint.shards import full_state, sha256_of
 from paceline.collectives.communicator import make_communicator
-from paceline.compute.precision import in_bf16
-from paceline.data.plan import ranks_share
+from paceline.compute.precision import autocast_bf16
+from paceline.data.plan import virtual_ranks_of
 from paceline.protocol.control import SHARED_MEMORY
 from paceline.strategies import STRATEGIES, Strategy
 from paceline.strategies.fsdp import FSDP
@@ -63,8 +61,8 @@ def made(name: str, model: nn.Module, world: World, virtual_ranks: int, **option
 def train(replica: Strategy, steps: int, *, max_norm: float | None = None, accumulation: int = 1) -> list[float | None]:
     world, virtual_ranks = replica.world, replica.virtual_ranks
     plan = BatchPlan(22, 10, virtual_ranks, accumulation)
-    share = ranks_share(virtual_ranks, world.rank, world.size)
-    batches = load_steps(data(), plan, share, Loading(CPU), start=0, stop=steps)
+    share = virtual_ranks_of(virtual_ranks, world.rank, world.size)
+    batches = load_steps(data(), plan, share, LoadingOptions(CPU), start=0, stop=steps)
     return [train_step(replica, step, squared, max_norm=max_norm).grad_norm for step in batches]
 
 
@@ -77,9 +75,9 @@ def clipped(rank: int, size: int) -> dict[str, Any]:
     for name in ("exact", "zero"):
         replica = made(name, Blocks(60).float(), world_of(rank, size), 6)
         plan = BatchPlan(22, 10, 6)
-        share = ranks_share(6, rank, size)
+        share = virtual_ranks_of(6, rank, size)
         single = ArrayDataset(data().inputs.float(), data().targets.float())
-        steps = load_steps(single, plan, share, Loading(CPU), start=0, stop=4)
+        steps = load_steps(single, plan, share, LoadingOptions(CPU), start=0, stop=4)
         norms = [train_step(replica, step, squared, max_norm=0.01).grad_norm for step in steps]
         assert all(norm is not None and norm > 0.01 for norm in norms)  # something was clipped
         gradients = full_state(replica.gradients(), replica.world)
@@ -199,7 +197,7 @@ def the_whole_on_request(rank: int, size: int, folder: str) -> None:
     assert sorted(h.name for h in alone.state()) == sorted(full_state(replica.state(), world))
     # 9 samples in batches of 2 are, for 3 virtual ranks, 2 + 2 + 2 batches: rank 0 has to wait for rank 1
     metrics = {"one": lambda o, t: torch.ones(len(t))}
-    scores = [evaluate(one, data(9), squared, metrics, Loading(CPU), batch_size=2) for one in (replica, alone)]
+    scores = [evaluate(one, data(9), squared, metrics, LoadingOptions(CPU), batch_size=2) for one in (replica, alone)]
     assert scores[0] == pytest.approx(scores[1], rel=1e-12) and scores[0]["one"] == 1.0
     x = data().inputs
     with replica.gathered():
@@ -258,7 +256,7 @@ def rounded_on_the_way(rank: int, size: int) -> None:
 
     for name in ("bucketed", "fsdp"):
         model = Mixed()
-        in_bf16(model, CPU)
+        autocast_bf16(model, CPU)
         options = {"wrap": "blocks.*,attention"} if name == "fsdp" else {}
         replica = made(name, model, world_of(rank, size), size, **options)
         for block in (*model.blocks, model.attention):
@@ -278,7 +276,7 @@ def fsdps_bits(rank: int, world_size: int, folder: str) -> dict[int, Any]:
     found: dict[int, Any] = {}
     for size in worlds(rank, (2, 3), folder):
         digests: list[str] = []
-        for prepare in (lambda m: m, partial(in_bf16, device=CPU), lambda m: m.bfloat16()):
+        for prepare in (lambda m: m, partial(autocast_bf16, device=CPU), lambda m: m.bfloat16()):
             prepare(model := Mixed())
             replica = made("fsdp", model, world_of(rank, size), size, wrap="blocks.*,attention")
             train(replica, 3, accumulation=2)
@@ -305,7 +303,7 @@ def bits_in_bf16(rank: int, size: int) -> dict[str, str]:
     digests: dict[str, str] = {}
     for name in ("exact", "zero"):
         model = Mixed()
-        in_bf16(model, CPU)
+        autocast_bf16(model, CPU)
         replica = made(name, model, world_of(rank, size), 6)
         train(replica, 3)
         digests[name] = sha256_of(full_state(replica.state(), replica.world))
@@ -324,12 +322,12 @@ class Odd(Blocks):
 
 
 def what_one_rank_sees_all_know(rank: int, size: int) -> None:
-    plan, share = BatchPlan(22, 10, size), ranks_share(size, rank, size)
+    plan, share = BatchPlan(22, 10, size), virtual_ranks_of(size, rank, size)
     for name in ("exact", "zero", "fsdp"):
         replica = made(name, Odd(), world_of(rank, size), size)
         before = sha256_of(full_state(replica.state(), replica.world))
         for max_norm in (None, 1.0):
-            (step,) = load_steps(data(), plan, share, Loading(CPU), start=0, stop=1)
+            (step,) = load_steps(data(), plan, share, LoadingOptions(CPU), start=0, stop=1)
             found = train_step(replica, step, squared, max_norm=max_norm, may_skip=True).skip_cause
             assert found is not None and len(found.samples) == 10, (name, found)
             assert "gradient of odd" in found.message and "loss is finite" in found.message, (name, found)
@@ -392,7 +390,7 @@ def test_one_process_needs_no_others(world: World, change: Callable[[nn.Module],
     before = {name: tensor.clone() for name, tensor in replica.weights().items()}
     kind = next(iter(before.values())).dtype
     dataset = ArrayDataset(data().inputs.to(kind), data().targets.to(kind))
-    (step,) = load_steps(dataset, BatchPlan(22, 10, 1), range(1), Loading(CPU), start=0, stop=1)
+    (step,) = load_steps(dataset, BatchPlan(22, 10, 1), range(1), LoadingOptions(CPU), start=0, stop=1)
     train_step(replica, step, squared, max_norm=1.0)
     after = replica.weights()
     assert all(after[name].dtype == kind for name in before)

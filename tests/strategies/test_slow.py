@@ -3,8 +3,6 @@
 One host is made several by what each rank says of its own (`shared_memory.host_key`).
 """
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path
@@ -22,9 +20,9 @@ from tests.run_script import run_script
 from tests.strategies.test_state import opened, save, squared
 from torch import Tensor, nn
 
-from paceline import ArrayDataset, BatchPlan, Loading, World, load_steps, train_step
+from paceline import ArrayDataset, BatchPlan, LoadingOptions, World, load_steps, train_step
 from paceline.checkpoint.shards import full_state
-from paceline.data.plan import ranks_share
+from paceline.data.plan import virtual_ranks_of
 from paceline.errors import ExitCode, PacelineError, ReportedByPeer
 from paceline.stepping.nonfinite import PARAMETERS_UNCHANGED_TEXT
 from paceline.strategies import Strategy
@@ -76,8 +74,8 @@ def replica(rank: int, slow: InterNodeOptions, make: Any = adamw) -> Strategy:
 
 def train(trained: Strategy, start: int, stop: int, dataset: ArrayDataset | None = None, **options: Any) -> list[bool]:
     """Which steps were left out."""
-    share = ranks_share(VIRTUAL, trained.world.rank, RANKS)
-    steps = load_steps(dataset or data(), PLAN, share, Loading(CPU), start=start, stop=stop)
+    share = virtual_ranks_of(VIRTUAL, trained.world.rank, RANKS)
+    steps = load_steps(dataset or data(), PLAN, share, LoadingOptions(CPU), start=start, stop=stop)
     return [train_step(trained, step, squared, **options).skip_cause is not None for step in steps]
 
 
@@ -308,7 +306,9 @@ def alone(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     losses = {"weights": doubled if rank < 2 else squared, "infinite": endless if rank == 3 else squared}
     for fault in ("gradient", "loss", "weights", "infinite"):
         dataset, trained = data(bad=BAD if fault == "loss" else None), replica(rank, PLAIN)
-        (step,) = load_steps(dataset, PLAN, ranks_share(VIRTUAL, rank, RANKS), Loading(CPU), start=0, stop=1)
+        (step,) = load_steps(
+            dataset, PLAN, virtual_ranks_of(VIRTUAL, rank, RANKS), LoadingOptions(CPU), start=0, stop=1
+        )
         before, error = own_weights(trained), ""
         if fault == "gradient":
             spoiled(trained.model, rank == 3)
@@ -324,7 +324,7 @@ def alone(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     ]
     # weights of a power of two change nothing; but then each step waits for their sum
     told, waited = replica(rank, PLAIN), replica(rank, PLAIN)
-    steps = load_steps(data(), PLAN, ranks_share(VIRTUAL, rank, RANKS), Loading(CPU), start=0, stop=STEPS)
+    steps = load_steps(data(), PLAN, virtual_ranks_of(VIRTUAL, rank, RANKS), LoadingOptions(CPU), start=0, stop=STEPS)
     losses = [
         [train_step(one, step, loss).loss for one, loss in ((told, squared), (waited, doubled))] for step in steps
     ]
@@ -349,7 +349,9 @@ def told_of(rank: int, samples: int, loss: Any, bad: int | None) -> str:
     dataset, trained = torch.utils.data.Subset(whole, range(samples)), replica(rank, PLAIN)
     error = ""
     try:
-        for step in load_steps(dataset, plan, ranks_share(VIRTUAL, rank, RANKS), Loading(CPU), start=0, stop=3):
+        for step in load_steps(
+            dataset, plan, virtual_ranks_of(VIRTUAL, rank, RANKS), LoadingOptions(CPU), start=0, stop=3
+        ):
             train_step(trained, step, loss)
     except PacelineError as raised:
         error = f"{type(raised).__name__}: {raised.message_with_code}"

@@ -1,7 +1,5 @@
 """A training's state belongs to no strategy and no world size: any of them goes on where any other stopped."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from itertools import product
 from pathlib import Path
@@ -16,7 +14,7 @@ from tests.worlds import world_of, worlds
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from paceline import ArrayDataset, BatchPlan, Loading, World, load_steps, train_step
+from paceline import ArrayDataset, BatchPlan, LoadingOptions, World, load_steps, train_step
 from paceline.checkpoint.shards import (
     ShardFileSource,
     full_state,
@@ -26,7 +24,7 @@ from paceline.checkpoint.shards import (
     write_shard_file,
 )
 from paceline.checkpoint.state import TensorShard
-from paceline.data.plan import ranks_share
+from paceline.data.plan import virtual_ranks_of
 from paceline.strategies import STRATEGIES, Strategy
 from paceline.strategies.optimizer_state import load_optimizer, optimizer_shards
 
@@ -83,8 +81,8 @@ def prepared(name: str, optimizer: str, world: World, seed: int) -> Strategy:
 
 def train(replica: Strategy, start: int, stop: int) -> None:
     world = replica.world
-    share = ranks_share(VIRTUAL, world.rank, world.size)
-    for step in load_steps(data(), BatchPlan(22, 10, VIRTUAL), share, Loading(CPU), start=start, stop=stop):
+    share = virtual_ranks_of(VIRTUAL, world.rank, world.size)
+    for step in load_steps(data(), BatchPlan(22, 10, VIRTUAL), share, LoadingOptions(CPU), start=start, stop=stop):
         train_step(replica, step, squared)
 
 

@@ -1,7 +1,5 @@
 """What `zero` and `fsdp` do for optimizers that need whole parameters, and which optimizers need them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -21,11 +19,11 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from paceline import BatchPlan, Loading, World, load_steps, train_step
+from paceline import BatchPlan, LoadingOptions, World, load_steps, train_step
 from paceline.checkpoint.shards import ShardedParameter, full_state, sha256_of
 from paceline.collectives.owners import update_cost
 from paceline.config.mesh import Mesh
-from paceline.data.plan import ranks_share
+from paceline.data.plan import virtual_ranks_of
 from paceline.rank.world import create_mesh_groups
 from paceline.strategies import STRATEGIES, Strategy
 from paceline.strategies.optimizer_scope import scope_of
@@ -210,8 +208,8 @@ class Unused(Blocks):
 
 def train(replica: Strategy, virtual_ranks: int) -> None:
     world = replica.world.data
-    share = ranks_share(virtual_ranks, world.rank, world.size)
-    for step in load_steps(data(), BatchPlan(22, 10, virtual_ranks), share, Loading(CPU), start=0, stop=STEPS):
+    share = virtual_ranks_of(virtual_ranks, world.rank, world.size)
+    for step in load_steps(data(), BatchPlan(22, 10, virtual_ranks), share, LoadingOptions(CPU), start=0, stop=STEPS):
         train_step(replica, step, squared, max_norm=1.0)
 
 

@@ -1,7 +1,5 @@
 """Models inside other modules, as peft wraps them, under fsdp: equal to bucketed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,8 +14,8 @@ from tests.worlds import world as world
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
-from paceline import ArrayDataset, BatchPlan, Loading, World, load_steps, train_step
-from paceline.data.plan import ranks_share
+from paceline import ArrayDataset, BatchPlan, LoadingOptions, World, load_steps, train_step
+from paceline.data.plan import virtual_ranks_of
 from paceline.strategies import STRATEGIES
 
 CPU = torch.device("cpu")
@@ -151,8 +149,8 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def trained(name: str, model: nn.Module, world: World) -> dict[str, Tensor]:
     replica = STRATEGIES[name](model, partial(AdamW, lr=0.01), world)
-    share = ranks_share(world.size, world.rank, world.size)
-    for step in load_steps(tokens(), BatchPlan(22, 8, world.size), share, Loading(CPU), start=0, stop=4):
+    share = virtual_ranks_of(world.size, world.rank, world.size)
+    for step in load_steps(tokens(), BatchPlan(22, 8, world.size), share, LoadingOptions(CPU), start=0, stop=4):
         train_step(replica, step, loss)
     return {key: tensor.detach().clone() for key, tensor in replica.weights().items()}
 

@@ -1,7 +1,5 @@
 """A dict batch is given to a model by name where its forward takes names of the dict's keys, and as it is elsewhere."""
 
-from __future__ import annotations
-
 from collections import UserDict
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,8 @@ from tests.run_script import run_script
 from torch import Tensor, nn
 
 from paceline.compute.forward import wrap_forward
-from paceline.compute.precision import bf16_unsupported_reason, in_bf16
-from paceline.data.loader import Loading, fetch_pairs
+from paceline.compute.precision import autocast_bf16, bf16_unsupported_reason
+from paceline.data.loader import LoadingOptions, fetch_pairs
 from paceline.tasks.task import call_model
 
 BATCH = {"x": torch.ones(2), "mask": torch.zeros(2), "label": torch.ones(2)}
@@ -50,7 +48,7 @@ def changed() -> nn.Module:
 
 def in_16_bits() -> nn.Module:
     model = Named()
-    in_bf16(model, torch.device("cpu"))
+    autocast_bf16(model, torch.device("cpu"))
     return model
 
 
@@ -83,10 +81,10 @@ def test_a_tensor_and_a_pair_are_given_as_they_are() -> None:
 
 def test_a_dict_is_inputs_and_targets_and_a_triple_is_refused() -> None:
     samples: Any = [{"x": torch.full((3,), float(i)), "label": i} for i in range(4)]
-    ((inputs, targets),) = fetch_pairs(samples, [(0, torch.tensor([1, 3]))], 0, Loading(torch.device("cpu")))
+    ((inputs, targets),) = fetch_pairs(samples, [(0, torch.tensor([1, 3]))], 0, LoadingOptions(torch.device("cpu")))
     assert inputs is targets and inputs["label"].tolist() == [1, 3] and inputs["x"].shape == (2, 3)
     with raises("not-pairs", kind="list of length 3"):
-        next(fetch_pairs([(1, 2, 3)] * 2, [(0, torch.tensor([0]))], 0, Loading(torch.device("cpu"))))  # pyright: ignore
+        next(fetch_pairs([(1, 2, 3)] * 2, [(0, torch.tensor([0]))], 0, LoadingOptions(torch.device("cpu"))))  # pyright: ignore
 
 
 TASK = """

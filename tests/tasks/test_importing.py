@@ -1,7 +1,5 @@
 """What is wrong with a user's file is told by the user's own lines, and as early as it can be known."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

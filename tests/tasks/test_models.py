@@ -1,7 +1,5 @@
 """The models' sizes, names and shapes, against what is published of them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

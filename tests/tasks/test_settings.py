@@ -1,7 +1,5 @@
 """`--task-arg name=value`: a task's own settings are typed, listed, recorded and compared."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

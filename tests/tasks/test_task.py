@@ -1,7 +1,5 @@
 """A wrong field of a Task, and a wrong name for one, is told in one line that says what to write."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The textbook computes the very bits of the product, and what is simple in it is right."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 
@@ -35,7 +33,7 @@ from paceline.collectives.reducer import make_shard_reducer
 from paceline.collectives.replicate import broadcast_module
 from paceline.collectives.shards import Shards
 from paceline.collectives.tree import LeafPartition, subtrees
-from paceline.data.plan import BatchPlan, ranks_share
+from paceline.data.plan import BatchPlan, virtual_ranks_of
 
 SIZES = (2, 3)
 
@@ -159,7 +157,7 @@ def batchnorm(rank: int, size: int) -> None:
 
 def by_leaf(rank: int, size: int) -> None:
     """The sum over 5 virtual ranks."""
-    shares = [ranks_share(5, each, size) for each in range(size)]
+    shares = [virtual_ranks_of(5, each, size) for each in range(size)]
     products, owned = net(0), [(share.start, share.stop) for share in shares]
     reducer = over_torch(products, LeafPartition(owned, rank))
     leaves: dict[tuple[int, int], torch.Tensor] = {}

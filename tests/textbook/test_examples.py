@@ -1,7 +1,5 @@
 """Each file of the textbook runs as it says it does, and prints its own numbers."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Laws of the textbook sampler, for any number of samples and ranks; torch's own is the yardstick."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """A small training with audits, as the ranks of `run_ranks`."""
 
-from __future__ import annotations
-
 import random
 import time
 from typing import Any
@@ -14,7 +12,7 @@ from torch import Tensor, nn
 
 from paceline.checkpoint.shards import sha256_of
 from paceline.data.arrays import ArrayDataset
-from paceline.data.loader import Loading, load_again, load_steps, split_pair
+from paceline.data.loader import LoadingOptions, load_again, load_steps, split_inputs_and_targets
 from paceline.data.plan import BatchPlan
 from paceline.errors import PacelineError
 from paceline.rank.world import World
@@ -67,7 +65,7 @@ class Training:
         x = torch.randn(samples, WIDTH, generator=torch.Generator().manual_seed(1))
         self.data = ArrayDataset(x, x.sum(1))
         self.plan = BatchPlan(samples, batch, virtual_ranks, accumulation)
-        self.loading, self.saved = Loading(self.world.device), 0
+        self.loading, self.saved = LoadingOptions(self.world.device), 0
         self.audits, self.every = None, every or 1
         if every is not None:
             self.audits = Audits(every, self.world, virtual_ranks, "stop", self._save)
@@ -76,7 +74,7 @@ class Training:
 
     def _load_again(self, *place: Any) -> Any:
         batch = load_again(self.data, self.loading, *place)
-        return None if batch is None else split_pair(batch)
+        return None if batch is None else split_inputs_and_targets(batch)
 
     def _save(self) -> None:
         self.saved += 1

@@ -4,8 +4,6 @@ Real trainings of three epochs on two processes. Each row: what was done to it, 
 the newest checkpoint that is whole, the steps that a resume has to take again, and what the run said last.
 """
 
-from __future__ import annotations
-
 import argparse
 import signal
 import subprocess
@@ -112,7 +110,6 @@ CASES: dict[str, tuple[str, Act, str]] = {
 
 
 def row(name: str, folder: Path) -> tuple[str, ...]:
-    """Run one case."""
     task, act, flags = CASES[name]
     run, full = folder / "run", flags == "disk"
     (folder / "mine.py").write_text(TASK)
@@ -141,7 +138,6 @@ def row(name: str, folder: Path) -> tuple[str, ...]:
 
 
 def main() -> int:
-    """Run all cases."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", default="")

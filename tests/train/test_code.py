@@ -1,7 +1,5 @@
 """Two machines that hold different versions of a user's code do not train together."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

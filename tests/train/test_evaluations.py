@@ -1,7 +1,5 @@
 """When a training is evaluated, what is kept of it, who may end it, and who else is told."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import threading

@@ -1,7 +1,5 @@
 """How long a step spends in each phase: by a clock that is set by hand, and in a real step's record."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

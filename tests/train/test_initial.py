@@ -1,7 +1,5 @@
 """`--init-from`: weights by name from a file or a run, on every strategy; a resumed run does not load them again."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

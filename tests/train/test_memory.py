@@ -1,7 +1,5 @@
 """`--micro-batch auto`: what fits is found under a real limit, changes no bit, is written down and kept on a resume."""
 
-from __future__ import annotations
-
 import json
 import re
 import tomllib
@@ -22,7 +20,7 @@ from torch import nn
 from paceline import ArrayDataset
 from paceline.compute.memory import SavedForBackward
 from paceline.config.settings import ComputeConfig, DataConfig, LaunchConfig, TrainConfig, check_values
-from paceline.data.loader import Loading, index_of_largest
+from paceline.data.loader import LoadingOptions, index_of_largest
 from paceline.rank.world import World
 from paceline.strategies import STRATEGIES
 from paceline.train import memory
@@ -318,13 +316,13 @@ class Ragged(torch.utils.data.Dataset):
 
 def test_the_largest_sample_is_found_by_lengths_or_by_bytes():
     ragged = Ragged()
-    assert index_of_largest(ragged, 0, Loading(CPU)) == 496  # one of every 8
+    assert index_of_largest(ragged, 0, LoadingOptions(CPU)) == 496  # one of every 8
     for lengths in ([3, 9, 4], lambda: [9]):  # of something else
         ragged.lengths = lengths
-        assert index_of_largest(ragged, 0, Loading(CPU)) == 496
+        assert index_of_largest(ragged, 0, LoadingOptions(CPU)) == 496
     ragged.lengths = [3, 9, 4] + [0] * 997
-    assert index_of_largest(ragged, 0, Loading(CPU)) == 1
-    assert index_of_largest(ArrayDataset(torch.zeros(5, 2), torch.zeros(5)), 0, Loading(CPU)) == 0
+    assert index_of_largest(ragged, 0, LoadingOptions(CPU)) == 1
+    assert index_of_largest(ArrayDataset(torch.zeros(5, 2), torch.zeros(5)), 0, LoadingOptions(CPU)) == 0
 
 
 def test_backward_can_recompute_all_layers_but_one():

@@ -1,7 +1,5 @@
 """Metrics that are no means over samples: the same as those of one process, and of scikit-learn on the whole."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from pathlib import Path
@@ -15,7 +13,7 @@ from tests.worlds import world_of
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from paceline import Loading, Metric, evaluate
+from paceline import LoadingOptions, Metric, evaluate
 from paceline.collectives.control import all_gather_tensors
 from paceline.data.arrays import ArrayDataset
 from paceline.errors import UsageError
@@ -90,7 +88,7 @@ def evaluated(
     metrics = metrics() if callable(metrics) else metrics
     make = partial(SGD, lr=0.1)
     replica = STRATEGIES[strategy](Net(), make, world_of(rank, size), virtual_ranks=virtual_ranks)
-    return evaluate(replica, data(samples), loss, metrics, Loading(CPU), batch_size=8)
+    return evaluate(replica, data(samples), loss, metrics, LoadingOptions(CPU), batch_size=8)
 
 
 def own(rank: int, size: int, virtual_ranks: int, strategy: str = "exact", samples: int = SAMPLES) -> dict[str, float]:

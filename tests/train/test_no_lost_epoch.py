@@ -1,7 +1,5 @@
 """Whatever goes wrong after an epoch, it is on disk; what would go wrong then is tried before the first step."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

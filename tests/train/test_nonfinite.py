@@ -15,12 +15,12 @@ from tests.worlds import world as world
 from tests.worlds import worlds
 from torch import Tensor, nn
 
-from paceline import BatchPlan, Loading, World, load_steps, train_step
+from paceline import BatchPlan, LoadingOptions, World, load_steps, train_step
 from paceline.checkpoint.shards import sha256_of
 from paceline.collectives import control as finite
 from paceline.collectives.control import are_finite, resolve, scale_gradients
 from paceline.data.arrays import ArrayDataset
-from paceline.data.plan import ranks_share
+from paceline.data.plan import virtual_ranks_of
 from paceline.errors import PacelineError, TrainingError
 from paceline.stepping.nonfinite import NonFiniteCause, SkippedSteps, has_too_many_skipped
 from paceline.strategies import STRATEGIES, Strategy
@@ -78,8 +78,8 @@ def made(name: str, world: World, virtual_ranks: int) -> Strategy:
 
 def batches(world: World, virtual_ranks: int, *, batch: int = 24) -> list[Any]:
     plan = BatchPlan(24, batch, virtual_ranks)
-    share = ranks_share(virtual_ranks, world.rank, world.size)
-    return [*load_steps(dataset(), plan, share, Loading(CPU), start=0, stop=plan.steps_per_epoch)]
+    share = virtual_ranks_of(virtual_ranks, world.rank, world.size)
+    return [*load_steps(dataset(), plan, share, LoadingOptions(CPU), start=0, stop=plan.steps_per_epoch)]
 
 
 def bits(replica: Strategy) -> str:
@@ -157,7 +157,7 @@ def test_many_bad_samples_do_not_take_for_ever(world, monkeypatch):
     monkeypatch.setattr("paceline.stepping.nonfinite.MAX_SEARCH_PASSES", 5)
     all_bad = ArrayDataset(torch.zeros(24, 4), torch.zeros(24))
     plan = BatchPlan(24, 24, 1)
-    (step,) = load_steps(all_bad, plan, range(1), Loading(CPU), start=0, stop=1)
+    (step,) = load_steps(all_bad, plan, range(1), LoadingOptions(CPU), start=0, stop=1)
     result = train_step(replica, step, rooted, may_skip=True, enter=passes.append)
     assert result.skip_cause is not None
     assert sorted(result.skip_cause.samples) == [*range(24)]

@@ -1,7 +1,5 @@
 """A task's own optimizer and schedule, and `--optimizer module:name`: torch's own results, resumed to the same bits."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import shutil

@@ -11,7 +11,7 @@ from torch import nn
 
 from paceline import ArrayDataset, Task
 from paceline.checkpoint.shards import sha256_of
-from paceline.data.loader import Loading
+from paceline.data.loader import LoadingOptions
 from paceline.runs.progress import WARMUP_STEPS, Throughput
 from paceline.train.optimizer import Schedule, scaled_lr
 from paceline.train.prepare import check_loss
@@ -167,7 +167,7 @@ def test_what_is_tried_before_step_1_leaves_no_trace_in_buffers() -> None:
     task = Task(
         lambda: MadeLate(late=True), lambda _: data, lambda o, t: nn.functional.cross_entropy(o, t, reduction="none")
     )
-    loading = Loading(torch.device("cpu"), 0, None)
+    loading = LoadingOptions(torch.device("cpu"), 0, None)
     with raises("buffer-made-in-forward", name="mean"):
         check_loss(task, MadeLate(late=True), data, loading)
     model = MadeLate(late=False)

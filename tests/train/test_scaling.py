@@ -11,11 +11,11 @@ from tests.worlds import world as world
 from tests.worlds import worlds
 from torch import Tensor, nn
 
-from paceline import BatchPlan, Loading, World, load_steps
+from paceline import BatchPlan, LoadingOptions, World, load_steps
 from paceline.checkpoint.shards import sha256_of
-from paceline.compute.precision import in_fp16
+from paceline.compute.precision import autocast_fp16
 from paceline.data.arrays import ArrayDataset
-from paceline.data.plan import ranks_share
+from paceline.data.plan import virtual_ranks_of
 from paceline.stepping import trained_model
 from paceline.stepping.nonfinite import NonFiniteCause, SkippedSteps
 from paceline.stepping.trained_model import INITIAL_LOSS_SCALE, SMALLEST, LossScale
@@ -43,15 +43,15 @@ def made(name: str, world: World, *, fp16: bool = True) -> Strategy:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 1))
     if fp16:
-        in_fp16(model, CPU)
+        autocast_fp16(model, CPU)
     return STRATEGIES[name](model, lambda p: torch.optim.AdamW(p, lr=0.05), world, virtual_ranks=V)
 
 
 def trained(replica: Strategy, scale: LossScale | None, world: World) -> list[str]:
     """Two epochs of 3 uneven global batches, each in 2 micro-batches of a virtual rank; why steps were left out."""
-    plan, share = BatchPlan(24, 10, V, accumulation=2), ranks_share(V, world.rank, world.size)
+    plan, share = BatchPlan(24, 10, V, accumulation=2), virtual_ranks_of(V, world.rank, world.size)
     take = TaskSteps(replica, squared, scale=scale, max_norm=1.0).take_step
-    results = [take(step) for step in load_steps(data(), plan, share, Loading(CPU), start=0, stop=6)]
+    results = [take(step) for step in load_steps(data(), plan, share, LoadingOptions(CPU), start=0, stop=6)]
     return ["" if one.skip_cause is None else one.skip_cause.message for one in results]
 
 
@@ -71,7 +71,7 @@ def test_small_gradients_are_zeros_without_it(world: World) -> None:
     for scale in (None, LossScale()):
         replica = made("single", world)
         plan, gradients = BatchPlan(24, 24, V), list[Tensor]()
-        (step,) = load_steps(data(), plan, range(V), Loading(CPU), start=0, stop=1)
+        (step,) = load_steps(data(), plan, range(V), LoadingOptions(CPU), start=0, stop=1)
         replica.optimizer.register_step_pre_hook(
             lambda *_, r=replica, g=gradients: g.extend(h.tensor.clone() for h in r.gradients() if h.name in HALF)
         )

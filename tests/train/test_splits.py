@@ -1,7 +1,5 @@
 """A validation split is evaluated on the way, and the test split then once, at the end; docs/evaluation.md is true."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -10,7 +10,7 @@ from tests.worlds import world as world
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from paceline import BatchPlan, Loading, Strategy, World, load_steps, train_step
+from paceline import BatchPlan, LoadingOptions, Strategy, World, load_steps, train_step
 from paceline.data.arrays import ArrayDataset
 from paceline.data.loader import MicroBatch
 from paceline.protocol.evidence import Phase
@@ -28,7 +28,7 @@ def made(world: World) -> Strategy:
 
 
 def steps() -> list[list[MicroBatch]]:
-    return [*load_steps(DATA, BatchPlan(12, 4, 2), range(2), Loading(CPU), start=0, stop=3)]
+    return [*load_steps(DATA, BatchPlan(12, 4, 2), range(2), LoadingOptions(CPU), start=0, stop=3)]
 
 
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -95,6 +95,6 @@ def test_batches_are_let_go_with_their_step(world: World) -> None:
 
 
 def test_a_batch_for_more_virtual_ranks_is_refused(world: World) -> None:
-    step = next(load_steps(DATA, BatchPlan(12, 12, 3), range(3), Loading(CPU), start=0, stop=1))
+    step = next(load_steps(DATA, BatchPlan(12, 12, 3), range(3), LoadingOptions(CPU), start=0, stop=1))
     with raises("wrong-virtual-ranks", virtual_rank=2, rows=2):
         train_step(made(world), step, loss)

@@ -1,7 +1,5 @@
 """`paceline train` on a stream: torch's own result, the same bits on every number of ranks, stopped or not."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from paceline.cli import ledger
 from paceline.config.settings import BatchSizes, TrainConfig
-from paceline.data.loader import Loading
+from paceline.data.loader import LoadingOptions
 from paceline.rank.world import World
 from paceline.seeding import derive_seed, seeded_random_stream
 from paceline.train.prepare import make_stream
@@ -153,7 +151,7 @@ CONFIG = TrainConfig(task="streamed_task.py:task")
 def test_what_no_stream_can_have_is_refused_by_name(change: dict[str, Any], code: str, fields: dict[str, Any]) -> None:
     change = dict(change)
     task, data = executed()[change.pop("task", "task")], change.pop("data_are", None)
-    world, loading = World(0, 1, 0, 1, torch.device("cpu"), "gloo"), Loading(torch.device("cpu"))
+    world, loading = World(0, 1, 0, 1, torch.device("cpu"), "gloo"), LoadingOptions(torch.device("cpu"))
     data = task.make_dataset("train") if data is None else data
     with raises(code, **fields):
         make_stream(replace(CONFIG, **change), task, data, BatchSizes(8, 2, 1), loading, world)

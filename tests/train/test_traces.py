@@ -1,7 +1,5 @@
 """Which steps are written down in detail, and what is in them."""
 
-from __future__ import annotations
-
 import time
 from itertools import pairwise
 from typing import Any

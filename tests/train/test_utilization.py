@@ -1,7 +1,5 @@
 """Each run counts its FLOPs and tokens, tasks and sessions alike, and its weights stay those of a run that does not."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -8,13 +8,13 @@ from tests.errors import codes
 from tests.run_ranks import run_ranks
 from torch import nn
 
-from paceline import BatchPlan, Loading, load_steps, train_step
+from paceline import BatchPlan, LoadingOptions, load_steps, train_step
 from paceline.checkpoint.state import TensorShard
 from paceline.collectives.batchnorm import convert_sync_batchnorm
 from paceline.collectives.control import new_group
 from paceline.config.mesh import Mesh
 from paceline.data.arrays import ArrayDataset
-from paceline.data.plan import ranks_share
+from paceline.data.plan import virtual_ranks_of
 from paceline.errors import PacelineError
 from paceline.rank.world import World
 from paceline.runs.events import Step, read_events
@@ -46,8 +46,8 @@ def trained(world: World, *, synchronised: bool) -> list[TensorShard]:
         model = convert_sync_batchnorm(model, new_group())
     replica = STRATEGIES["bucketed"](model, lambda p: torch.optim.AdamW(p), world)
     data = ArrayDataset(torch.randn(12, 3, generator=torch.Generator().manual_seed(1)), torch.zeros(12))
-    share = ranks_share(world.size, world.rank, world.size)
-    loading, plan = Loading(world.device), BatchPlan(12, 12, world.size)
+    share = virtual_ranks_of(world.size, world.rank, world.size)
+    loading, plan = LoadingOptions(world.device), BatchPlan(12, 12, world.size)
     for batch in load_steps(data, plan, share, loading, start=0, stop=1, merged=synchronised):
         train_step(replica, batch, lambda o, t: (o[:, 0] - t).square())
     return replica.state()

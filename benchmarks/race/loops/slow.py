@@ -21,9 +21,9 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.optim import PostLocalSGDOptimizer  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline import ArrayDataset, BatchPlan, Loading, World, load_steps, train_step
+from paceline import ArrayDataset, BatchPlan, LoadingOptions, World, load_steps, train_step
 from paceline.data.loader import fetch_pairs
-from paceline.data.plan import ranks_share
+from paceline.data.plan import virtual_ranks_of
 from paceline.strategies.bucketed import bucketed
 from race.works import WORKS, Work, losses, mean_loss
 
@@ -109,15 +109,15 @@ def loss_of(model: nn.Module, held_out: tuple[Tensor, Tensor]) -> Tensor:
 def held_out_of(data: ArrayDataset) -> tuple[Tensor, Tensor]:
     """The last samples, which nobody trains on."""
     indices = torch.arange(len(data) - HELD_OUT, len(data))
-    ((inputs, targets),) = fetch_pairs(data, [(0, indices)], 0, Loading(torch.device("cpu")))
+    ((inputs, targets),) = fetch_pairs(data, [(0, indices)], 0, LoadingOptions(torch.device("cpu")))
     return inputs, targets
 
 
 def steps_of(work: Work, data: ArrayDataset, world: World, stop: int) -> Iterator[Any]:
     """The micro-batches of this rank, one a step."""
     plan = BatchPlan(len(data) - HELD_OUT, work.batch * world.size, world.size)
-    share = ranks_share(world.size, world.rank, world.size)
-    return iter(load_steps(data, plan, share, Loading(torch.device("cpu")), start=0, stop=stop))
+    share = virtual_ranks_of(world.size, world.rank, world.size)
+    return iter(load_steps(data, plan, share, LoadingOptions(torch.device("cpu")), start=0, stop=stop))
 
 
 class Lane:

@@ -28,7 +28,7 @@ import msgspec
 
 from paceline.errors import PacelineError, TrainingError
 from paceline.runs.owners import UnreadableFileError, open_file
-from paceline.runs.reading import read
+from paceline.runs.reading import read_bytes
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
@@ -280,7 +280,7 @@ def read_manifest(folder: Path, *, trust: bool) -> Manifest:
     with _raise_as_damaged("its folder"), open_file(folder, folder=True, must_be_ours=not trust):
         pass
     with _raise_as_damaged(MANIFEST_NAME):
-        manifest = decode_manifest(read(folder / MANIFEST_NAME, limit_bytes=MANIFEST_LIMIT_BYTES, ours=not trust))
+        manifest = decode_manifest(read_bytes(folder / MANIFEST_NAME, limit_bytes=MANIFEST_LIMIT_BYTES, ours=not trust))
         if folder.name != folder_name(manifest.step):
             raise DamagedCheckpoint(f"is of step {manifest.step}, its folder is {folder.name}")
     return manifest

@@ -36,7 +36,7 @@ from paceline.checkpoint.format import (
 )
 from paceline.errors import TrainingError
 from paceline.runs import writing
-from paceline.runs.reading import entry_names
+from paceline.runs.reading import list_names
 
 MAX_LISTINGS = 100  # a new listing is needed when a writer has published and deleted meanwhile
 LOCK_SECONDS = 30.0  # the fence is locked for a few renames; if it takes longer, the other process is frozen
@@ -143,7 +143,7 @@ class Checkpoints:
 
     def entries(self) -> list[CheckpointFolder]:
         """The folders with a checkpoint's name, the newest first. Empty without a folder of checkpoints."""
-        steps = {name: step_of(name) for name in entry_names(self.root)}
+        steps = {name: step_of(name) for name in list_names(self.root)}
         return sorted(
             (CheckpointFolder(step, self.root / name) for name, step in steps.items() if step is not None), reverse=True
         )

@@ -19,10 +19,10 @@ from paceline.cli import command_line
 from paceline.cli.options import check_out_file, check_positive
 from paceline.errors import ExitCode, PacelineError, UsageError, first_few, plural, unknown_name_error
 from paceline.runs import writing
-from paceline.runs.console import clock, table_console
+from paceline.runs.console import format_time, table_console
 from paceline.runs.folder import ADAPTER, BEST_WEIGHTS, CHECKPOINTS, CONFIG, WEIGHTS
 from paceline.runs.owners import check_owned_by_us, warn_if_shared
-from paceline.runs.reading import entry_names, is_file, is_folder, real_path
+from paceline.runs.reading import is_file, is_folder, list_names, real_path
 from paceline.runs.summary import read_summary
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def _check(checkpoints: Checkpoints, path: Path, *, hashed: bool) -> Manifest | 
 
 def _modification_time(path: Path) -> str:
     try:
-        return clock(path.lstat().st_mtime)
+        return format_time(path.lstat().st_mtime)
     except OSError:  # deleted meanwhile
         return ""
 
@@ -210,7 +210,7 @@ def _check_out(config: ExportConfig, out: Path, file_format: str) -> None:
         check_out_file("--out", out)
     elif is_file(out) or not is_folder(out.parent):
         raise UsageError(code="out-not-a-folder", value=config.out)
-    if not config.overwrite and (is_file(out) or entry_names(out)):
+    if not config.overwrite and (is_file(out) or list_names(out)):
         raise UsageError(code="out-exists", out=config.out)
 
 
@@ -256,7 +256,7 @@ def _saved_weights(config: ExportConfig, run_dir: Path, name: str, sha256: str |
     from paceline.checkpoint.shards import sha256_of
     from paceline.train.weights import load as load_weights
 
-    saved = [name for name in entry_names(run_dir) if name.startswith("model") and name.endswith(".safetensors")]
+    saved = [name for name in list_names(run_dir) if name.startswith("model") and name.endswith(".safetensors")]
     if name not in saved:
         raise unknown_name_error("weights of the run", name, saved or ["(it has saved none)"])
     weights = load_weights(run_dir / name, require_trusted_owner=not config.trust)
@@ -326,7 +326,7 @@ def _save_pretrained(model: Any, out: Path, weights: Weights) -> dict[str, Tenso
     with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
         model.save_pretrained(folder)
         writing.make_folder(out, exist_ok=True)
-        for name in entry_names(Path(folder)):
+        for name in list_names(Path(folder)):
             writing.rename(Path(folder, name), out / name)
     if prefix:
         print(f"the model is the attribute {prefix[:-1]} of the trained module")

@@ -21,7 +21,7 @@ from paceline.launch.by_hand import format_commands, plan_by_hand
 from paceline.launch.plan import (
     Plan,
     SubmitRecord,
-    describe,
+    format_plan,
     next_submit_dir,
     parse_hosts,
     plan_local,
@@ -113,8 +113,7 @@ def check_balance(job: JobSpec) -> None:
     if job.balance == AUTO and job.hang_timeout.off:
         raise UsageError(code="balance-without-guard", value=job.balance)
     if speeds := parse_balance(job.balance or None):
-        slots = [host.slots or job.nproc for host in job.hosts]
-        speeds_of_ranks(speeds, [*slots, *[job.nproc] * (job.nodes - len(slots))])
+        speeds_of_ranks(speeds, _ranks_of_nodes(job))
 
 
 def _nodes(nodes: str | None, hosts: tuple[Host, ...]) -> tuple[int, int]:
@@ -134,7 +133,17 @@ def _nodes(nodes: str | None, hosts: tuple[Host, ...]) -> tuple[int, int]:
 
 def world_size(job: JobSpec) -> int:
     """The number of processes on all nodes, including those that may join later."""
-    return sum(host.slots or job.nproc for host in job.hosts) + (job.nodes - len(job.hosts)) * job.nproc
+    return sum(_ranks_of_nodes(job))
+
+
+def smallest_world_size(job: JobSpec) -> int:
+    """The number of processes on the fewest nodes with which the run continues."""
+    return sum(sorted(_ranks_of_nodes(job))[: job.min_nodes])
+
+
+def _ranks_of_nodes(job: JobSpec) -> list[int]:
+    slots = [host.slots or job.nproc for host in job.hosts]
+    return [*slots, *[job.nproc] * (job.nodes - len(slots))]
 
 
 def dry_run_job(job: JobSpec, asked: Path | None, name: str) -> JobSpec:
@@ -144,7 +153,7 @@ def dry_run_job(job: JobSpec, asked: Path | None, name: str) -> JobSpec:
 
 def show_plan(cluster: ClusterConfig, job: JobSpec) -> int:
     plan = LAUNCHERS[cluster.on](job)
-    print(format_commands(plan) if cluster.on == "print" else describe(plan), end="")
+    print(format_commands(plan) if cluster.on == "print" else format_plan(plan), end="")
     return ExitCode.DONE
 
 
@@ -211,7 +220,7 @@ def _start_slurm(cluster: ClusterConfig, job: JobSpec) -> int:
         return ExitCode.DONE
     show_text = partial(print, end="", flush=True)
     output = submit_dir / f"slurm-{job_id}.out"
-    return queue.follow(job_id, output, print_to_stderr, show_text, cancel_on_interrupt=cluster.cancel_on_interrupt)
+    return queue.follow_job(job_id, output, print_to_stderr, show_text, cancel_on_interrupt=cluster.cancel_on_interrupt)
 
 
 def _record(cluster: ClusterConfig, job: JobSpec, slurm_job: str = "") -> None:

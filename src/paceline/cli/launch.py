@@ -85,7 +85,7 @@ NPROC_OPTION_NAMES = ("--nproc", "--nproc-per-node", "--nproc_per_node")
 
 
 def main(arguments: Sequence[str]) -> int:
-    typed = read_arguments(arguments, os.environ, known_options())
+    typed = read_arguments(arguments, os.environ, launch_options())
     by_torchrun = typed.script_words and typed.need_torchrun
     ours = typed.paceline_options if by_torchrun else typed.paceline_arguments
     options: ScriptLaunchConfig = command_line("launch").parse(ours)
@@ -150,7 +150,7 @@ def contains_session_run(job: JobSpec, run_dir: Path | None, *, trust: bool) -> 
     return load(config, must_own=not trust).task in names  # the task of a session is the name of its file
 
 
-def known_options() -> dict[str, bool]:
+def launch_options() -> dict[str, bool]:
     """The options of `paceline launch`, and whether each takes a value."""
     takes_value = {name: not option.is_flag for option in command_line("launch").options() for name in option.names}
     return takes_value | dict.fromkeys(HELP_OPTIONS, False)
@@ -256,7 +256,7 @@ def report_findings(job: JobSpec, code: int) -> int:
     attempt_dir = Path(job.attempt_dir)
     for rank in range(job.nproc):
         try:
-            ranks.append(reading.decode(attempt_dir / facts_file(rank), ScriptFacts, limit_bytes=MAX_FACTS_BYTES))
+            ranks.append(reading.read_json(attempt_dir / facts_file(rank), ScriptFacts, limit_bytes=MAX_FACTS_BYTES))
         except OSError as error:
             print_to_stderr(f"rank {rank} has recorded nothing: {error}")
     if len(ranks) < job.nproc or not any(facts.steps or facts.loaders for facts in ranks):

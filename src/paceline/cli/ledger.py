@@ -22,7 +22,7 @@ from paceline.runs.owners import warn_if_shared
 from paceline.runs.reading import is_folder, real_path
 
 if TYPE_CHECKING:
-    from paceline.lab.ranks.ledger import Audit
+    from paceline.lab.ranks.ledger import LedgerReport
 
 MAX_SHOWN = 20  # findings
 
@@ -51,18 +51,20 @@ def main(arguments: Sequence[str]) -> int:
     train_config = load(settings, must_own=False)
     check_values(train_config)
 
-    from paceline.lab.ranks.ledger import audit
+    from paceline.lab.ranks.ledger import check_samples
     from paceline.train.prepare import make_plan  # imports torch
 
     # All settings are in config.toml: no default depends on the world size
-    result = audit(run_dir, partial(make_plan, train_config, resolve_batch_sizes(train_config.data, world_size=1)))
+    result = check_samples(
+        run_dir, partial(make_plan, train_config, resolve_batch_sizes(train_config.data, world_size=1))
+    )
     if config.json:
         write_json(config.json, result)
     _print(result)
     return ExitCode.FAILED if result.findings else ExitCode.DONE
 
 
-def _diagnosis(result: Audit) -> str:
+def _diagnosis(result: LedgerReport) -> str:
     if result.findings:
         return f"NOT proven: {plural(len(result.findings), 'finding')}"
     complete = [epoch for epoch in result.epochs if epoch.steps == result.steps_per_epoch]
@@ -96,7 +98,7 @@ def _diagnosis(result: Audit) -> str:
     return text
 
 
-def _print(result: Audit) -> None:
+def _print(result: LedgerReport) -> None:
     console = table_console()
     table = Table("attempt", "generation", "ranks", "hosts", "began after step", "logged steps", "count", "discarded")
     for start in result.incarnations:

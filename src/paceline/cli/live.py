@@ -28,10 +28,10 @@ from paceline.protocol.job import GRACE_PERIOD_SECONDS, NodePlan
 from paceline.report.live import LiveReader, RunSnapshot
 from paceline.report.watch_lines import summary_line
 from paceline.runs import writing
-from paceline.runs.console import clock, remove_controls
+from paceline.runs.console import format_time, remove_controls
 from paceline.runs.folder import CHECKPOINTS, JOIN_FILE, LOCK
 from paceline.runs.owners import UnreadableFileError
-from paceline.runs.reading import decode, entry_names, read
+from paceline.runs.reading import list_names, read_bytes, read_json
 from paceline.runs.summary import LIVE_STATES, RunState
 
 END_POLL_SECONDS = 0.5
@@ -82,23 +82,23 @@ def cancel(arguments: Sequence[str]) -> int:
     return _wait_for_end(run_dir, access)
 
 
-def ask_to_stop(run_dir: Path, access: run_state.Access, *, now: bool = False) -> None:
+def ask_to_stop(run_dir: Path, access: run_state.RunAccess, *, now: bool = False) -> None:
     """Ask Slurm or the agent to end the run after it has saved, or `now` without saving. Do not wait for the end."""
     folder, submission = last_submission(run_state.agent_run_folder(run_dir))
     slurm_job = submission.slurm_job if submission is not None else ""
     if slurm_job and (job := queue.query_job_state(slurm_job)) is not None and job.lives:
-        if not queue.writes_to(slurm_job, folder):
+        if not queue.job_writes_to(slurm_job, folder):
             raise UsageError(code="slurm-job-of-another-run", slurm_job=slurm_job, folder=folder)
         queue.cancel(slurm_job, now=now)
     else:
         _stop_agent(run_dir, submission, access, now=now)
 
 
-def _stop_agent(run_dir: Path, submission: SubmitRecord | None, access: run_state.Access, *, now: bool) -> None:
+def _stop_agent(run_dir: Path, submission: SubmitRecord | None, access: run_state.RunAccess, *, now: bool) -> None:
     roster = run_state.coordinator_roster(run_dir)
     if roster is None or not run_state.is_agent_alive(run_dir, roster, submission, access.ssh):
         try:
-            holder = read(run_dir / LOCK, limit_bytes=1000).decode(errors="replace").strip()
+            holder = read_bytes(run_dir / LOCK, limit_bytes=1000).decode(errors="replace").strip()
         except OSError:
             holder = "no process"
         agent = f"its agent is on {roster.host}, pid {roster.agent_pid}" if roster else ""
@@ -111,7 +111,7 @@ def _stop_agent(run_dir: Path, submission: SubmitRecord | None, access: run_stat
         raise TrainingError(code="agent-unreachable", host=roster.host)
 
 
-def _wait_for_end(run_dir: Path, access: run_state.Access) -> int:
+def _wait_for_end(run_dir: Path, access: run_state.RunAccess) -> int:
     print("stop requested; waiting for the run to end ...", file=sys.stderr, flush=True)
     deadline = time.monotonic() + END_TIMEOUT_SECONDS
     while (end := run_state.read_run_status(run_dir, access)).state in LIVE_STATES or run_state.is_locked(run_dir):
@@ -139,7 +139,7 @@ def join(arguments: Sequence[str]) -> int:
     run = shlex.quote(str(run_dir))
     file = next((attempt / JOIN_FILE for attempt in reversed(run_state.attempts(run_dir))), run_dir / JOIN_FILE)
     try:
-        decode(file, NodePlan, limit_bytes=MAX_INVITATION_BYTES, ours=True)
+        read_json(file, NodePlan, limit_bytes=MAX_INVITATION_BYTES, ours=True)
     except FileNotFoundError:
         state = run_state.read_run_status(run_dir, access).state
         if state in LIVE_STATES:
@@ -182,7 +182,7 @@ def hang(arguments: Sequence[str]) -> int:
     return ExitCode.DONE
 
 
-def _hang_report(run_dir: Path, access: run_state.Access) -> HangReport:
+def _hang_report(run_dir: Path, access: run_state.RunAccess) -> HangReport:
     """A new diagnosis of the run's agent, if it runs, may be queried and answers. Otherwise the newest recorded one."""
     state = run_state.read_run_status(run_dir, access).state
     starts = run_state.attempts(run_dir)
@@ -207,14 +207,14 @@ def _hang_report(run_dir: Path, access: run_state.Access) -> HangReport:
         return HangReport(str(run_dir), state, False, line, "", None)
     diagnosis = read_diagnosis(folder)
     earlier = f"; {no_answer}: this report is from an earlier stall" if no_answer else ""
-    line = f"{folder.parent.name}, {clock(diagnosis.unix_time) or 'at an unknown time'}{earlier}"
+    line = f"{folder.parent.name}, {format_time(diagnosis.unix_time) or 'at an unknown time'}{earlier}"
     return HangReport(str(run_dir), state, False, line, str(folder), diagnosis)
 
 
 def _newest_diagnosis(run_dir: Path) -> Path | None:
     """The folder of the newest diagnosis of all attempts. Folders without a complete diagnosis are skipped."""
     for attempt in reversed(run_state.attempts(run_dir)):
-        matches = (re.fullmatch(r"(?:diagnosis|verdict)-([0-9]{1,9})", name) for name in entry_names(attempt))
+        matches = (re.fullmatch(r"(?:diagnosis|verdict)-([0-9]{1,9})", name) for name in list_names(attempt))
         for _, name in sorted(((int(m[1]), m[0]) for m in matches if m), reverse=True):
             if os.path.lexists(diagnosis_file(attempt / name)):
                 return attempt / name
@@ -312,7 +312,7 @@ def watch(arguments: Sequence[str]) -> int:
 
 
 class _Run:
-    def __init__(self, run_dir: Path, access: run_state.Access) -> None:
+    def __init__(self, run_dir: Path, access: run_state.RunAccess) -> None:
         self.run_dir, self.access, self.may_act = run_dir, access, access != run_state.NO_ACCESS
         self._reader = LiveReader(run_dir, may_ask=self.may_act)
         self.standing = self._standing()

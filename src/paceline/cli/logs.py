@@ -19,10 +19,10 @@ from paceline.cli.options import print_json
 from paceline.cli.run_state import NewestRunFlags, find_run, read_run_status, resolve_run_access
 from paceline.errors import ExitCode, UsageError, plural
 from paceline.guard.sentences import format_ranks
-from paceline.launch.output import Tail
+from paceline.launch.output import LogTail
 from paceline.launch.plan import last_submission
 from paceline.report.logs import MAX_SHOWN_BYTES, LineFilter, MergedLine, RankLine, RankLogs, merge_lines, rank_logs
-from paceline.runs.console import clock, join_ranges, remove_controls
+from paceline.runs.console import format_time, join_ranges, remove_controls
 from paceline.runs.folder import attempt_dirs
 from paceline.runs.owners import warn_if_shared
 from paceline.runs.reading import is_file, is_folder, real_path
@@ -175,13 +175,13 @@ class _LogViewer:
 
     def _print(self, lines: Iterable[MergedLine], *, prefixed: bool) -> None:
         for line in lines:
-            timestamp = f"{clock(line.unix_time) or '-':19} " if self._config.times else ""
+            timestamp = f"{format_time(line.unix_time) or '-':19} " if self._config.times else ""
             prefix = f"[{join_ranges(map(str, line.ranks), ',')}] " if prefixed else ""
             sys.stdout.write(f"{timestamp}{prefix}{line.text}\n")
         sys.stdout.flush()
 
     def follow(self) -> None:
-        tails = {rank: Tail(path, self._logs.ends[rank]) for rank, path in self._logs.logs.items()}
+        tails = {rank: LogTail(path, self._logs.ends[rank]) for rank, path in self._logs.logs.items()}
         pattern, waiting, last_check = self._filter.pattern, list[RankLine](), 0.0
 
         def show(*, to_the_end: bool = False) -> None:
@@ -203,7 +203,7 @@ class _LogViewer:
             if {path.parent for path in newest.values()} - {tail.path.parent for tail in tails.values()}:  # new attempt
                 show(to_the_end=True)
                 tails.clear()
-            tails |= {rank: Tail(path) for rank, path in newest.items() if rank not in tails}
+            tails |= {rank: LogTail(path) for rank, path in newest.items() if rank not in tails}
             show(to_the_end=ended)
             if ended:
                 return

@@ -29,10 +29,10 @@ from paceline.config.strategies import (
 from paceline.errors import ExitCode, UsageError, plural, unknown_name_error
 from paceline.host.cgroup import threads_per_rank, usable_cores
 from paceline.lab import scale as scaling
-from paceline.lab.compare import REFERENCE_PREFIX, Row, compared_rows, print_compared, recommend_strategy
+from paceline.lab.compare import REFERENCE_PREFIX, StrategyRow, compared_rows, print_compared, recommend_strategy
 from paceline.lab.measurement import INSPECTED_STEPS, NO_EXCHANGE, Candidate, FailedMeasurement
 from paceline.lab.rounds import CandidateGroups, MeasuredRounds, candidate_dir, measure_rounds
-from paceline.lab.scale import Network, Runs, ScalePoint, TrainingProperties
+from paceline.lab.scale import NetworkSpeed, Runs, ScalePoint, TrainingProperties
 from paceline.report.step_parts import RecordedSteps
 from paceline.runs.reading import real_path
 from paceline.runs.utilization import format_speed
@@ -126,7 +126,7 @@ def core_sharing_text(ranks: int, threads: int, cores: int) -> str:
     return f"{ranks} ranks x {plural(threads, 'thread')} = {ranks * threads} threads on {plural(cores, 'core')}"
 
 
-def publish(results: msgspec.Struct, how: MeasurementConfig, print_tables: Callable[[], None]) -> None:
+def output_results(results: msgspec.Struct, how: MeasurementConfig, print_tables: Callable[[], None]) -> None:
     if how.out:
         options.write_json(how.out, results)
     if how.json:
@@ -158,7 +158,7 @@ class Comparison(msgspec.Struct, frozen=True):
     """The results, as printed by --json and written to --out."""
 
     task: str
-    rows: list[Row]
+    rows: list[StrategyRow]
     failures: list[FailedMeasurement]
     advice: str
     notes: list[str]
@@ -193,7 +193,9 @@ def compare(arguments: Sequence[str]) -> int:
     # Only torch can report the memory of GPUs
     memory = None if gpus else psutil.virtual_memory().total // nproc
     compared = _comparison(config, rounds, refused, batches[0], memory, cores, threads)
-    publish(compared, how, partial(print_compared, compared.rows, compared.failures, compared.advice, compared.notes))
+    output_results(
+        compared, how, partial(print_compared, compared.rows, compared.failures, compared.advice, compared.notes)
+    )
     ran = [row for row in compared.rows if row.world_size == nproc and (row.strategy in strategies or row.mesh)]
     return ExitCode.DONE if ran or not (strategies or meshes) else ExitCode.FAILED
 
@@ -268,7 +270,7 @@ def _comparison(
     return Comparison(config.task, rows, [*refused, *rounds.failures], advice, notes)
 
 
-def comparison_notes(rows: Sequence[Row], cores: int, threads: int) -> list[str]:
+def comparison_notes(rows: Sequence[StrategyRow], cores: int, threads: int) -> list[str]:
     notes: list[str] = []
     ranks = max((row.world_size for row in rows), default=1)
     if launches := [row.launch_seconds for row in rows if row.world_size == ranks]:
@@ -326,8 +328,7 @@ def _check_scale(config: ScaleConfig) -> None:
         raise UsageError(code="too-few-steps", least=MIN_STEPS, value=how.steps)
     if copies[-1] == 1:
         unit, example = ("one copy of the model", 2 * copy.size) if copy.size > 1 else ("one rank", "1,2")
-        hint = f"{unit} with: name a larger number, like {example}"
-        raise UsageError(code="nothing-to-compare", value=config.ranks, more=hint)
+        raise UsageError(code="nothing-to-compare", value=config.ranks, unit=unit, example=example)
     if STRATEGY_INFO[config.strategy].single_process:
         raise unknown_name_error("strategy for several processes", config.strategy, MULTI_PROCESS_STRATEGIES)
     if config.mode != "weak" and math.lcm(*copies) > MAX_BATCH_MULTIPLE * copies[-1]:
@@ -336,7 +337,7 @@ def _check_scale(config: ScaleConfig) -> None:
         )
 
 
-def _scale_runs(config: ScaleConfig, folders: str, network: Network | None) -> int:
+def _scale_runs(config: ScaleConfig, folders: str, network: NetworkSpeed | None) -> int:
     paths = [Path(folder.strip()) for folder in folders.split(",")]
     runs = scaling.read_runs(paths, skip=config.how.warmup)
     weak, strong = scaling.comparable_batches(runs)
@@ -351,7 +352,7 @@ def _scale_runs(config: ScaleConfig, folders: str, network: Network | None) -> i
     return _publish_scaling(config, network, title, runs, {}, machine, batches, [])
 
 
-def _scale_task(config: ScaleConfig, network: Network | None) -> int:
+def _scale_task(config: ScaleConfig, network: NetworkSpeed | None) -> int:
     copy = _model_copy_mesh(config)
     copies = _copy_counts(config, copy)
     settings, how = train_config(str(config.task), config.how, num_workers=config.num_workers), config.how
@@ -394,7 +395,7 @@ def _scale_task(config: ScaleConfig, network: Network | None) -> int:
 
 
 def _publish_scaling(
-    config: ScaleConfig, network: Network | None, title: str, runs: Runs, alone: Runs, machine: TrainingProperties,
+    config: ScaleConfig, network: NetworkSpeed | None, title: str, runs: Runs, alone: Runs, machine: TrainingProperties,
     batches: tuple[int | None, int | None], notes: list[str],
 ) -> int:  # fmt: skip
     """Publish efficiency, losses and estimates.
@@ -409,7 +410,7 @@ def _publish_scaling(
     if network is None:
         notes = [*notes, "to estimate a step on more machines, specify their network: --network 100Gbit,5us"]
     scaled = scaling.ScalingReport(title, lost, estimates, notes)
-    publish(scaled, config.how, partial(scaling.print_scaled, scaled))
+    output_results(scaled, config.how, partial(scaling.print_scaled, scaled))
     return ExitCode.DONE
 
 

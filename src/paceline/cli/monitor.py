@@ -23,7 +23,7 @@ from paceline.errors import ExitCode, UsageError
 from paceline.host.machine_log import MachineSampler
 from paceline.protocol.control import RUN_ID
 from paceline.report.watch_lines import format_gpu_use
-from paceline.runs.console import format_size, one_line, table_console
+from paceline.runs.console import format_size, shorten, table_console
 from paceline.runs.machine import MachineUse
 
 EVERY_SECONDS = 1.0
@@ -147,7 +147,7 @@ def _query_host(host: str, ssh: Sequence[str], python: str) -> NodeUsage:
         (machine,) = msgspec.json.decode(done.stdout, type=tuple[NodeUsage, ...])
     except (msgspec.MsgspecError, ValueError):
         failure = done.stderr.decode(errors="replace").strip() or "paceline monitor printed no JSON there"
-        return NodeUsage(host, failure=one_line(failure, 300))
+        return NodeUsage(host, failure=shorten(failure, 300))
     return msgspec.structs.replace(machine, name=host)
 
 
@@ -156,9 +156,9 @@ def _page(machines: Sequence[NodeUsage]) -> Group:
 
 
 def _machine_parts(machine: NodeUsage) -> Sequence[Text | Table]:
-    head = Text(one_line(machine.name, 40), "bold")
+    head = Text(shorten(machine.name, 40), "bold")
     if (use := machine.use) is None:
-        return [head.append(f"  {one_line(machine.failure, 300)}", "red")]
+        return [head.append(f"  {shorten(machine.failure, 300)}", "red")]
     head.append(
         f"  {use.cores_busy:.1f} of {use.cores} cores  {format_size(use.memory_bytes)} of "
         f"{format_size(use.memory_total_bytes)}  out {format_size(use.sent_bytes)}/s  in "
@@ -168,12 +168,12 @@ def _machine_parts(machine: NodeUsage) -> Sequence[Text | Table]:
     gpus: list[Text] = []
     for gpu in use.gpus:
         busy = "" if gpu.busy is None else f"{gpu.busy:.0%}"
-        gpus.append(Text.assemble(f"  GPU {gpu.index} {one_line(gpu.name, 30)}  {busy}  ", format_gpu_use(gpu)))
+        gpus.append(Text.assemble(f"  GPU {gpu.index} {shorten(gpu.name, 30)}  {busy}  ", format_gpu_use(gpu)))
     columns = ("pid", "user", "cores", "memory", "GPU", "run", "program")
     table = Table(*columns, box=None, padding=(0, 1), header_style="dim")
     for process in machine.processes:
         gpu = format_size(process.gpu_bytes) if process.gpu_bytes else ""
         use_cells = (f"{process.cores:.1f}", format_size(process.memory_bytes), gpu)
         cells = (str(process.pid), process.user, *use_cells, process.run, process.program)
-        table.add_row(*(Text(one_line(cell, 60)) for cell in cells))
+        table.add_row(*(Text(shorten(cell, 60)) for cell in cells))
     return [head, *gpus, *([table] if machine.processes else []), Text()]

@@ -20,16 +20,16 @@ from paceline.cli import command_line
 from paceline.cli.options import check_out_file, check_positive, write_json
 from paceline.cli.run_state import find_run
 from paceline.config import settings as configuration
-from paceline.config.definition import settings
+from paceline.config.definition import definition_settings
 from paceline.config.strategies import EXACT_STRATEGIES
 from paceline.errors import ExitCode, PacelineError, UsageError, first_few
 from paceline.lab import replay as reports
-from paceline.lab.replay import Difference, Recording, RecordRequest, Request, Source
+from paceline.lab.replay import Difference, RecordRequest, ReplayRequest, ReplaySource, StepRecording
 from paceline.rank.environment import rank_counts
 from paceline.runs.events import Step
 from paceline.runs.folder import CONFIG
 from paceline.runs.owners import check_owned_by_us
-from paceline.runs.reading import decode_if_readable, is_file
+from paceline.runs.reading import is_file, read_json_if_readable
 from paceline.runs.summary import read_summary
 from paceline.tasks.registry import check_optimizer, check_task, is_session_script
 
@@ -77,19 +77,21 @@ def main(arguments: Sequence[str]) -> int:
     rank, size, *_ = rank_counts(os.environ)
     if size > 1:
         raise UsageError(code="launch-within-launcher", rank=rank, world_size=size)
-    request = Request(config.step, _indices(config.without), config.find_nonfinite, config.pdb, config.check)
+    request = ReplayRequest(config.step, _indices(config.without), config.find_nonfinite, config.pdb, config.check)
     if request.check and request.without:
         raise UsageError(code="replay-check-without")
-    run = open_run(config.run, config.step, device=config.device, eager=config.find_nonfinite, trust=config.trust)
+    run = open_replay_source(
+        config.run, config.step, device=config.device, eager=config.find_nonfinite, trust=config.trust
+    )
     check_code(run, config.script, arguments[separator + 1 :])
 
     from paceline.rank.imports import TRAINING_MODULES, import_without_gc
 
     import_without_gc(TRAINING_MODULES)  # the first import of torch
-    from paceline.lab.ranks.replay import Watch, replay_script, replay_task
+    from paceline.lab.ranks.replay import ReplayObserver, replay_script, replay_task
 
     try:
-        watch = Watch(request, run)
+        watch = ReplayObserver(request, run)
         if config.script is None:
             result = replay_task(watch)
         else:
@@ -109,7 +111,7 @@ def _indices(texts: Sequence[str]) -> frozenset[int]:
     return frozenset(map(int, parts))
 
 
-def open_run(run: str, step: int, *, device: Device | None, eager: bool, trust: bool) -> Source:
+def open_replay_source(run: str, step: int, *, device: Device | None, eager: bool, trust: bool) -> ReplaySource:
     """Find a run, with its settings for one process and its log of a step. `eager`: without compiled code."""
     from paceline.cli.run_state import find_run
 
@@ -118,7 +120,7 @@ def open_run(run: str, step: int, *, device: Device | None, eager: bool, trust: 
         check_owned_by_us(run_dir)
     summary = read_summary(run_dir)
     logged = reports.read_log(run_dir, step, ended=summary is not None and summary.exit == ExitCode.DONE)
-    environment: dict[str, Any] = decode_if_readable(run_dir / "environment.json", dict[str, Any]) or {}
+    environment: dict[str, Any] = read_json_if_readable(run_dir / "environment.json", dict[str, Any]) or {}
     paths = (run_dir / f"attempt-{logged.attempt}" / CONFIG, run_dir / CONFIG)
     path = next((path for path in paths if is_file(path)), paths[-1])
     trained = configuration.config_to_record(configuration.load(path, must_own=not trust))
@@ -131,10 +133,10 @@ def open_run(run: str, step: int, *, device: Device | None, eager: bool, trust: 
         compute = replace(compute, compile=False, cuda_graphs=False)
     trained = replace(trained, launch=launch, compute=replace(compute, peak_tflops=0.0))
     configuration.check_values(replace(trained, launch=replace(launch, mesh=None)))
-    return Source(run_dir, trained, logged, environment, trust)
+    return ReplaySource(run_dir, trained, logged, environment, trust)
 
 
-def check_code(run: Source, script: Path | None, arguments: Sequence[str]) -> None:
+def check_code(run: ReplaySource, script: Path | None, arguments: Sequence[str]) -> None:
     task = str(run.config.task)
     if not is_session_script(task):
         if script is not None or arguments:
@@ -181,9 +183,9 @@ class DiffConfig:
 
 
 @dataclass(frozen=True)
-class Side:
+class ComparedRun:
     label: str
-    run: Source
+    run: ReplaySource
     request: RecordRequest
     log: Mapping[int, Step]
     python: str = ""  # the other Python; empty: this one
@@ -205,8 +207,8 @@ def diff(arguments: Sequence[str]) -> int:
     import_without_gc(TRAINING_MODULES)  # the first import of torch; the children are forks
     from paceline.lab.ranks.replay import definition_of
 
-    tables = [{**settings(side.run.config), **definition_of(side.run)} for side in sides]
-    result = Difference(reports.differing(*tables), step)
+    tables = [{**definition_settings(side.run.config), **definition_of(side.run)} for side in sides]
+    result = Difference(reports.differing_settings(*tables), step)
     if step is not None:
         _repeat_and_compare(result, sides)
     elif len(weights := {(s.steps, s.weights_sha256) for side in sides if (s := read_summary(side.run.run_dir))}) == 2:
@@ -228,7 +230,7 @@ def _split(arguments: Sequence[str]) -> list[list[str]]:
     return parts
 
 
-def _sides(config: DiffConfig, arguments: Sequence[list[str]]) -> tuple[tuple[Side, Side], int | None]:
+def _sides(config: DiffConfig, arguments: Sequence[list[str]]) -> tuple[tuple[ComparedRun, ComparedRun], int | None]:
     """Both sides, and the first step with a different result, or the last one to repeat with --against-python."""
     python = _python(config.against_python) if config.against_python else ""
     script = config.script
@@ -239,10 +241,10 @@ def _sides(config: DiffConfig, arguments: Sequence[list[str]]) -> tuple[tuple[Si
     if python:
         first = config.step or 1
         step = last = min(first + config.steps - 1, max(logs[0]))
-    sides: list[Side] = []
+    sides: list[ComparedRun] = []
     for number, (run_dir, log) in enumerate(zip(dirs, logs, strict=True)):
         of_b = number == 1 and not python
-        run = open_run(str(run_dir), first, device=config.device, eager=True, trust=config.trust)
+        run = open_replay_source(str(run_dir), first, device=config.device, eager=True, trust=config.trust)
         its_script = config.script_b if of_b and config.script_b else script
         words = tuple(arguments[min(number * (not python), len(arguments) - 1)] if arguments else ())
         check_code(run, its_script, words)
@@ -251,7 +253,7 @@ def _sides(config: DiffConfig, arguments: Sequence[list[str]]) -> tuple[tuple[Si
             raise UsageError(code="diff-not-exact", run_dir=run_dir, strategy=run.config.strategy, allowed=allowed)
         request = RecordRequest(str(run_dir), first, last, str(its_script or ""), words, config.device, config.trust)
         label = f"{run_dir} under {python}" if python and number else str(run_dir)
-        sides.append(Side(label, run, request, log, python if number else ""))
+        sides.append(ComparedRun(label, run, request, log, python if number else ""))
     return (sides[0], sides[1]), step
 
 
@@ -262,14 +264,14 @@ def _python(path: Path) -> str:
     return str(python)
 
 
-def _repeat_and_compare(result: Difference, sides: tuple[Side, Side]) -> None:
+def _repeat_and_compare(result: Difference, sides: tuple[ComparedRun, ComparedRun]) -> None:
     with tempfile.TemporaryDirectory() as name:
         folders = [Path(name, label) for label in "ab"]
         for folder in folders:
             folder.mkdir()
         a, b = (_record(side, folder) for side, folder in zip(sides, folders, strict=True))
         if sides[1].python:
-            result.settings = reports.differing({"hardware": a.hardware}, {"hardware": b.hardware})
+            result.settings = reports.differing_settings({"hardware": a.hardware}, {"hardware": b.hardware})
             result.loss_step = next((n for n, loss in a.losses.items() if b.losses.get(n) != loss), None)
             if result.loss_step is None:
                 return
@@ -288,19 +290,23 @@ def _repeat_and_compare(result: Difference, sides: tuple[Side, Side]) -> None:
         result.cause = reports.probable_cause(result.first, result.settings, result.not_reproduced)
 
 
-def _repeats(side: Side, recording: Recording) -> bool:
+def _repeats(side: ComparedRun, recording: StepRecording) -> bool:
     known = {n: side.log[n] for n in recording.losses if n in side.log and side.log[n].steps == 1}
     return all(recording.losses[n] == step.loss for n, step in known.items() if not step.skipped)
 
 
-def _check_models(a: Recording, b: Recording) -> None:
+def _check_models(a: StepRecording, b: StepRecording) -> None:
     names = [{r.name for r in x.records if r.kind == "state before" and r.name.startswith("model/")} for x in (a, b)]
     if odd := sorted(names[0] ^ names[1]):
         raise UsageError(code="diff-other-models", names=first_few([n.removeprefix("model/") for n in odd], 5))
 
 
 def _measure_difference(
-    result: Difference, sides: Sequence[Side], folders: Sequence[Path], positions: Sequence[int], a: Recording
+    result: Difference,
+    sides: Sequence[ComparedRun],
+    folders: Sequence[Path],
+    positions: Sequence[int],
+    a: StepRecording,
 ) -> None:
     """Repeat the steps again, to fetch the tensor that differs."""
     from paceline.lab.ranks.diff import measure
@@ -314,30 +320,30 @@ def _measure_difference(
     measure(result, [folder / TENSOR for folder in folders], next(batches, ()))
 
 
-def _record(side: Side, folder: Path, *, fetch: int | None = None) -> Recording:
+def _record(side: ComparedRun, folder: Path, *, fetch: int | None = None) -> StepRecording:
     """Repeat the steps of a side in a child process."""
     request = msgspec.structs.replace(side.request, fetch=fetch)
     (folder / RECORDING).unlink(missing_ok=True)
     if side.python:
         # our paceline, so that only the environment differs
         env = {**os.environ, "PYTHONPATH": str(Path(paceline.__file__).parents[1])}
-        code = "from paceline.cli.replay import record_here; record_here()"
+        code = "from paceline.cli.replay import record_in_this_process; record_in_this_process()"
         words = [side.python, "-c", code, str(folder)]
         subprocess.run(words, input=msgspec.json.encode(request), env=env, stdout=sys.stderr, check=False)
     else:
-        child = get_context("fork").Process(target=record_here, args=(folder, request))
+        child = get_context("fork").Process(target=record_in_this_process, args=(folder, request))
         child.start()
         child.join()
     try:
-        recording = msgspec.json.decode((folder / RECORDING).read_bytes(), type=Recording)
+        recording = msgspec.json.decode((folder / RECORDING).read_bytes(), type=StepRecording)
     except FileNotFoundError:
-        recording = Recording(error="its process has ended with the error above")
+        recording = StepRecording(error="its process has ended with the error above")
     if recording.error:
         raise UsageError(code="diff-not-repeated", run=side.label, reason=recording.error)
     return recording
 
 
-def record_here(folder: Path | None = None, request: RecordRequest | None = None) -> None:
+def record_in_this_process(folder: Path | None = None, request: RecordRequest | None = None) -> None:
     if folder is None or request is None:
         folder, request = Path(sys.argv[1]), msgspec.json.decode(sys.stdin.buffer.read(), type=RecordRequest)
     sys.stdout.flush()
@@ -345,8 +351,8 @@ def record_here(folder: Path | None = None, request: RecordRequest | None = None
     from paceline.lab.ranks.diff import record
 
     try:
-        run = open_run(request.run, request.first, device=request.device, eager=True, trust=request.trust)
+        run = open_replay_source(request.run, request.first, device=request.device, eager=True, trust=request.trust)
         recording = record(run, request, folder)
     except PacelineError as error:
-        recording = Recording(error=str(error))
+        recording = StepRecording(error=str(error))
     (folder / RECORDING).write_bytes(msgspec.json.encode(recording))

@@ -16,7 +16,7 @@ from paceline.cli.options import out_path
 from paceline.cli.run_state import find_run, newest_run, read_run_status
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.report.figures import make_drawings
-from paceline.report.page import report_page
+from paceline.report.page import render_html
 from paceline.report.run import PHASES, RankLog, RunData, pick_evenly, read_run
 from paceline.runs import writing
 from paceline.runs.console import remove_controls
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
     _check_out(out)
     runs = [_read(folder) for folder in folders]
     command = shlex.join(("paceline", "report", *(folder.name for folder in folders)))
-    text = report_page(runs, command, make_drawings(runs[0]) if config.explain else ())
+    text = render_html(runs, command, make_drawings(runs[0]) if config.explain else ())
     try:
         writing.replace_file(out, text.encode("utf-8", "replace"))
     except OSError as error:

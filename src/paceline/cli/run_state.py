@@ -25,13 +25,13 @@ from paceline.host.procfs import PROC, read_process
 from paceline.host.sweep import Roster, roster_path
 from paceline.launch.plan import SubmitRecord, last_submission, submit_number
 from paceline.protocol.evidence import SUCCESS_EXIT_CODES
-from paceline.report.live import rates
-from paceline.runs.attempt import read_ended, read_nodes, read_notices
+from paceline.report.live import recent_rates
+from paceline.runs.attempt import read_attempt_end, read_nodes, read_notices
 from paceline.runs.console import print_to_stderr
 from paceline.runs.events import Evaluated, FlopsCounted, Started, Step, last_events, read_events
 from paceline.runs.folder import CHECKPOINTS, CONFIG, LOCK, attempt_dirs, attempt_number, failure_files
 from paceline.runs.owners import check_owned_by_us, open_file, warn_if_shared
-from paceline.runs.reading import decode, entry_names, folders, is_folder, real_path
+from paceline.runs.reading import is_folder, list_folders, list_names, read_json, real_path
 from paceline.runs.summary import LIVE_STATES, RunState, State, Summary, read_summary
 from paceline.runs.utilization import goodput, speed_values
 
@@ -49,7 +49,7 @@ MOST_SCORES, MOST_CHARS = 20, 2000  # limits of the output: texts in a run folde
 
 @dataclass(frozen=True)
 class RunFlags:
-    """Access to the run."""
+    """RunAccess to the run."""
 
     run: str
     """run folder, or the beginning of its name under runs/"""
@@ -61,28 +61,28 @@ class RunFlags:
 
 @dataclass(frozen=True)
 class NewestRunFlags(RunFlags):
-    """Access to the run."""
+    """RunAccess to the run."""
 
     run: str = ""
     """run folder, or the beginning of its name under runs/ (default: the newest there)"""
 
 
 @dataclass(frozen=True)
-class Access:
+class RunAccess:
     """The sources of information about a run besides its folder. For a run of another user there are none."""
 
     ssh: tuple[str, ...] = ()
     may_query_slurm: bool = False
 
 
-NO_ACCESS = Access()
+NO_ACCESS = RunAccess()
 
 
 def find_run(asked: str) -> Path:
     """The folder of a run, from a path or a unique prefix of a name under runs/."""
     path = Path(asked)
     if not is_folder(path):
-        runs = folders(real_path(RUNS))  # follow no link: another user could point it at a different run of ours
+        runs = list_folders(real_path(RUNS))  # follow no link: another user could point it at a different run of ours
         matches = [name for name in runs if name == asked] or [name for name in runs if name.startswith(asked)]
         if not asked or not matches:
             allowed = runs[-20:] or ["(no folder runs/ here: specify the folder of the run)"]
@@ -98,7 +98,7 @@ def find_run(asked: str) -> Path:
 
 def newest_run() -> Path:
     """The folder of the newest run in runs/, by modification time. Prints the folder."""
-    runs = [path for name in folders(real_path(RUNS)) if holds_run(path := real_path(RUNS / name))]
+    runs = [path for name in list_folders(real_path(RUNS)) if holds_run(path := real_path(RUNS / name))]
     if not runs:
         raise UsageError(code="no-run-here")
     newest = max(runs, key=lambda path: path.stat().st_mtime_ns)
@@ -108,11 +108,11 @@ def newest_run() -> Path:
 
 def holds_run(folder: Path) -> bool:
     """Whether a folder is a run folder: it contains settings, an attempt or a submit folder."""
-    files = entry_names(folder)
+    files = list_names(folder)
     return CONFIG in files or any(attempt_number(Path(name)) or submit_number(Path(name)) for name in files)
 
 
-def resolve_run_access(config: RunFlags, *, act: bool = False) -> tuple[Path, Access]:
+def resolve_run_access(config: RunFlags, *, act: bool = False) -> tuple[Path, RunAccess]:
     """The folder of a run, and the allowed access to it.
 
     If other users could have written the folder, paceline prints that and allows no access, or with `act` raises an
@@ -124,7 +124,7 @@ def resolve_run_access(config: RunFlags, *, act: bool = False) -> tuple[Path, Ac
             check_owned_by_us(folder)
         elif warn_if_shared(folder):
             return run_dir, NO_ACCESS
-    return run_dir, Access(split_command("--ssh", config.ssh), may_query_slurm=True)
+    return run_dir, RunAccess(split_command("--ssh", config.ssh), may_query_slurm=True)
 
 
 def attempts(run_dir: Path) -> list[Path]:
@@ -151,7 +151,7 @@ def is_locked(run_dir: Path) -> bool:
 def coordinator_roster(run_dir: Path) -> Roster | None:
     for attempt in attempts(run_dir)[-1:]:
         with suppress(OSError):
-            return decode(roster_path(attempt), Roster)
+            return read_json(roster_path(attempt), Roster)
     return None
 
 
@@ -242,7 +242,7 @@ class _Progress(NamedTuple):
     counted: FlopsCounted | None = None
 
 
-def run_state(run_dir: Path, access: Access = NO_ACCESS) -> RunState:
+def run_state(run_dir: Path, access: RunAccess = NO_ACCESS) -> RunState:
     from paceline.checkpoint.manager import Checkpoints
 
     current = read_run_status(run_dir, access)
@@ -278,7 +278,9 @@ def _speed(run_dir: Path, progress: _Progress, *, running: bool, summary: Summar
         return speeds | {"goodput": summary.goodput or goodput(run_dir)}
     steps, counted = progress.steps, progress.counted or FlopsCounted(0.0, 0)
     tokens = sum(step.tokens for step in steps) / max(1, sum(step.consumed for step in steps))
-    speeds = speed_values(rates(steps)[0], tokens, counted.flops_per_sample, counted.peak_tflops, counted.devices)
+    speeds = speed_values(
+        recent_rates(steps)[0], tokens, counted.flops_per_sample, counted.peak_tflops, counted.devices
+    )
     speeds.pop("flops_per_second", None)
     return speeds | {"goodput": goodput(run_dir, time.time())}
 
@@ -300,7 +302,7 @@ def _progress_fields(summary: Summary, settings: TrainConfig, progress: _Progres
     }
 
 
-def _slurm_job(submission: SubmitRecord | None, access: Access) -> tuple[queue.JobState | None, str]:
+def _slurm_job(submission: SubmitRecord | None, access: RunAccess) -> tuple[queue.JobState | None, str]:
     """The state of the run's Slurm job, and the reason if the job could not be queried."""
     if submission is None or not submission.slurm_job:
         return None, ""
@@ -314,7 +316,7 @@ def _slurm_job(submission: SubmitRecord | None, access: Access) -> tuple[queue.J
         return None, str(error)
 
 
-def read_run_status(run_dir: Path, access: Access = NO_ACCESS) -> RunStatus:
+def read_run_status(run_dir: Path, access: RunAccess = NO_ACCESS) -> RunStatus:
     """The state of a run without its progress. This is cheaper than `run_state`, for commands that poll."""
     _, submission = last_submission(agent_run_folder(run_dir))
     job, not_queried = _slurm_job(submission, access)
@@ -323,7 +325,7 @@ def read_run_status(run_dir: Path, access: Access = NO_ACCESS) -> RunStatus:
 
 
 def _determine_state(
-    run_dir: Path, submission: SubmitRecord | None, job: queue.JobState | None, not_queried: str, access: Access
+    run_dir: Path, submission: SubmitRecord | None, job: queue.JobState | None, not_queried: str, access: RunAccess
 ) -> tuple[State, str]:
     if job is not None and job.lives:
         return ("queued" if job.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD") else "running"), str(job)
@@ -335,7 +337,7 @@ def _determine_state(
         return "running", ""
     newest = next(reversed(attempts(run_dir)), None)
     summary = read_summary(run_dir)
-    ended = read_ended(newest) if newest else None
+    ended = read_attempt_end(newest) if newest else None
     if summary is not None:
         # For a session under `paceline launch`, rank 0 wrote the summary, but another rank may have failed first
         last = ended if ended is not None and not {summary.exit, ended.exit} & {*SUCCESS_EXIT_CODES} else summary
@@ -363,7 +365,7 @@ def _state_of(code: int, details: str) -> tuple[State, str]:
     return "failed", f"exit code {code}" + (f": {details}" if details else "")
 
 
-def _why_not_queried(submission: SubmitRecord | None, access: Access) -> str:
+def _why_not_queried(submission: SubmitRecord | None, access: RunAccess) -> str:
     if not access.ssh:
         return "was not queried"
     reason = "cannot be reached from here"

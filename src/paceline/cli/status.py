@@ -13,12 +13,12 @@ from paceline.cli.options import print_json
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.report.outcome import find_bottleneck
 from paceline.report.run import read_run
-from paceline.runs.console import clock, remove_controls
+from paceline.runs.console import format_time, remove_controls
 from paceline.runs.events import event_files
 from paceline.runs.folder import ADAPTER, AVERAGE_WEIGHTS, BEST_WEIGHTS, WEIGHTS
 from paceline.runs.owners import warn_if_shared
-from paceline.runs.reading import folders, is_folder, real_path
-from paceline.runs.summary import LIVE_STATES, RunState, scores_line
+from paceline.runs.reading import is_folder, list_folders, real_path
+from paceline.runs.summary import LIVE_STATES, RunState, format_metrics
 from paceline.runs.utilization import format_speed
 
 MAX_EVENT_BYTES = 64 << 20  # largest size of event files that are read for a status: this takes a second or two
@@ -69,7 +69,7 @@ def _lines(state: RunState) -> Iterator[tuple[str, str]]:
         yield "nodes", state.nodes
     yield "starts", str(state.attempts)
     if state.metrics:
-        yield "scores", scores_line(state.metrics)
+        yield "scores", format_metrics(state.metrics)
     yield from (("found", finding) for finding in state.found)
     yield "saved", _saved(state)
     if state.state not in LIVE_STATES and (spent := _main_time_loss(Path(state.run_dir))):
@@ -130,7 +130,7 @@ def runs_in(folder: Path) -> list[RunState]:
         raise UsageError(code="no-folder-of-runs", folder=folder)
     if run_state.holds_run(folder):
         raise UsageError(code="run-not-folder-of-runs", folder=folder)
-    states = [state for name in folders(folder) if (state := _state(folder / name)) is not None]
+    states = [state for name in list_folders(folder) if (state := _state(folder / name)) is not None]
     return sorted(states, key=lambda state: (-state.unix_time, state.run_dir))
 
 
@@ -150,9 +150,9 @@ def _print(states: Sequence[RunState]) -> None:
     from rich.text import Text
 
     from paceline.report.watch_lines import STATE_STYLES
-    from paceline.runs.console import one_line, table_console
+    from paceline.runs.console import shorten, table_console
 
-    rows = [[one_line(cell, MAX_CELL_CHARACTERS) for cell in _cells(state)] for state in states]
+    rows = [[shorten(cell, MAX_CELL_CHARACTERS) for cell in _cells(state)] for state in states]
     widths = [max(map(cell_len, column)) for column in zip(TITLES, *rows, strict=True)]
 
     def line(cells: Sequence[str]) -> str:
@@ -162,15 +162,15 @@ def _print(states: Sequence[RunState]) -> None:
     for state, row in zip(states, rows, strict=True):
         table.append(f"\n{line(row)}", f"not bold {STATE_STYLES.get(state.state, '')}")
         if state.words and state.state not in ("done", "saved"):
-            table.append(f"\n  {one_line(state.words, run_state.MOST_CHARS)}", "not bold dim")
+            table.append(f"\n  {shorten(state.words, run_state.MOST_CHARS)}", "not bold dim")
     table_console().print(table, no_wrap=True, overflow="ellipsis")
 
 
 def _cells(state: RunState) -> tuple[str, ...]:
     total = f" of {state.total_steps:,}" if state.total_steps and state.total_steps != state.step else ""
-    when = clock(state.unix_time, "%Y-%m-%d %H:%M")
+    when = format_time(state.unix_time, "%Y-%m-%d %H:%M")
     return (
         state.name, state.state, Path(state.task).name, state.strategy, str(state.world_size or ""),
         "" if state.step is None else f"{state.step:,}{total}", f"{state.epochs:.3g}" if state.epochs else "",
-        scores_line(state.metrics), when,
+        format_metrics(state.metrics), when,
     )  # fmt: skip

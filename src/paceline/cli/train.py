@@ -22,7 +22,7 @@ from paceline.cli.options import build_settings, check_gpus, nproc_auto, resolve
 from paceline.config import settings as configuration
 from paceline.config import strategies
 from paceline.config.choices import torch_unsupported_reason, untested_torch_notice
-from paceline.config.definition import allowed_changes, check_same, settings
+from paceline.config.definition import allowed_changes, check_same_definition, definition_settings
 from paceline.config.mesh import mesh_of
 from paceline.config.settings import ClusterConfig, TrainConfig, check_values, default_strategy, resolve_batch_sizes
 from paceline.errors import ExitCode, UsageError, format_option
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
     nproc = nproc_auto(config.launch.device) if config.launch.nproc == "auto" else nproc
     if nproc is None and config.cluster != ClusterConfig():
         raise UsageError(code="option-needs-nproc")
-    check_training(config, nproc or 1)
+    check_training(config, nproc or 1, config.launch.min_nproc or nproc or 1)
     jobs.check_balance(job if nproc is None else replace_fields(job, nproc=nproc))
     check_gpus(f"--nproc {nproc or 1}", nproc or 1, gpus, config.launch.backend)
     config, job = replace(config, launch=replace(config.launch, nproc=nproc)), replace_fields(job, nproc=nproc or 1)
@@ -131,8 +131,11 @@ def _resumed_config(values: Mapping[str, Any]) -> Path | None:
     return path if os.path.lexists(path) else None
 
 
-def check_training(config: TrainConfig, nproc: int) -> None:
-    """Check the settings against each other, this machine and an earlier run, before any process starts."""
+def check_training(config: TrainConfig, nproc: int, min_nproc: int) -> None:
+    """Check the settings against each other, this machine and an earlier run, before any process starts.
+
+    `nproc` is the number of all processes. The run may continue with as few as `min_nproc`.
+    """
     mesh = mesh_of(config.launch.mesh, nproc)
     shape = resolve_batch_sizes(config.data, mesh.replicas)
     check_task(config.task, configuration.task_options(config))
@@ -153,7 +156,7 @@ def check_training(config: TrainConfig, nproc: int) -> None:
     if config.strategy and config.cluster.on == "local" and (why := torch_unsupported_reason(config.strategy)):
         raise UsageError(code="torch-too-old", why=why)
     if config.cluster.balance is not None:
-        _check_balance(config, nproc)
+        _check_balance(config, nproc, min_nproc)
     guard, strategy = config.guard, default_strategy(config, nproc)
     strategies.check_can_audit(guard.audit_every, guard.on_audit, strategy, nproc, has_agent=True)
     if mesh.replicas > shape.virtual_ranks:
@@ -161,13 +164,14 @@ def check_training(config: TrainConfig, nproc: int) -> None:
         raise UsageError(code="processes-without-work", who=processes, virtual_ranks=shape.virtual_ranks)
 
 
-def _check_balance(config: TrainConfig, nproc: int) -> None:
+def _check_balance(config: TrainConfig, nproc: int, min_nproc: int) -> None:
     balance, launch = config.cluster.balance, config.launch
     if mesh_of(launch.mesh, nproc).replicas < nproc:
         raise UsageError(code="balance-with-mesh", value=balance)
     if launch.min_nproc is not None and parse_balance(balance):
         raise UsageError(code="balance-of-changing-ranks", value=balance, setting="--min-nproc")
-    strategies.check_can_balance(balance, default_strategy(config, nproc), config.data.virtual_ranks or nproc, nproc)
+    virtual_ranks = config.data.virtual_ranks or nproc
+    strategies.check_can_balance(balance, default_strategy(config, nproc), virtual_ranks, min_nproc)
     alone = {
         "--local-steps": config.network.local_steps is not None,
         "--compress": config.network.compress is not None,
@@ -208,9 +212,9 @@ def _check_checkpoints(config: TrainConfig, nproc: int) -> None:
     for _, path in checkpoints.entries():  # use the newest one with a readable manifest; the workers check its bytes
         with suppress(DamagedCheckpoint):
             saved = checkpoints.check(path, files=()).definition
-            definition = settings(configuration.with_defaults(config, nproc))
+            definition = definition_settings(configuration.resolve_defaults(config, nproc))
             definition |= all_settings(str(config.task), configuration.task_options(config))
-            check_same(saved, definition, allowed, str(path))
+            check_same_definition(saved, definition, allowed, str(path))
             return
 
 
@@ -247,7 +251,7 @@ def _train_elsewhere(config: TrainConfig, job: JobSpec) -> int:
     if config.launch.min_nproc is not None and on != "local":
         raise UsageError(code="min-nproc-elsewhere")
     config = replace(config, launch=replace(config.launch, nproc=job.nproc))
-    check_training(config, size)
+    check_training(config, size, jobs.smallest_world_size(job))
     jobs.check_balance(job)
     if job.min_nodes < job.nodes and config.checkpoint.checkpoint_every is None:
         raise UsageError(code="nodes-without-checkpoints", value=config.cluster.nodes)
@@ -269,7 +273,7 @@ def _record(config: TrainConfig, run_dir: Path) -> None:
 
 def _launch(job: JobSpec, config: TrainConfig) -> tuple[Path, int]:
     with _locked(config) as (run_dir, lock):
-        config = configuration.with_defaults(replace(config, run=replace(config.run, run_dir=run_dir)), job.nproc)
+        config = configuration.resolve_defaults(replace(config, run=replace(config.run, run_dir=run_dir)), job.nproc)
         attempt, attempt_dir = run_folder.create_attempt_dir(run_dir)
         run_folder.write_settings(attempt_dir, configuration.dump(config))
         _record(config, run_dir)
@@ -302,7 +306,7 @@ def _hand_over(config: TrainConfig, job: JobSpec, size: int) -> int:
             checkpoint=again if on in ("slurm", "print") else config.checkpoint,
             cluster=ClusterConfig(nodes=shape),
         )
-        config = configuration.with_defaults(config, size)
+        config = configuration.resolve_defaults(config, size)
         job = jobs.with_submit_dir(replace_fields(job, run_dir=str(run_dir)), configuration.dump(config))
         _record(config, run_dir)
     code = jobs.start(cluster, training_job(config, job))

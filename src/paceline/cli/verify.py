@@ -20,7 +20,7 @@ from paceline.host.cgroup import threads_per_rank, usable_cores
 from paceline.lab import verify
 from paceline.launch.supervise import run_workers
 from paceline.protocol.job import AUTO, HangTimeout
-from paceline.runs.attempt import read_ended
+from paceline.runs.attempt import read_attempt_end
 from paceline.tasks.registry import check_no_training_at_import, check_task, is_session_loop
 
 WORKER = "paceline.lab.ranks.verify"
@@ -176,4 +176,4 @@ def _launch(spec: verify.VerifySpec | verify.LoopSpec, nproc: int, folder: Path)
     hang_timeout = HangTimeout(seconds=STALL_SECONDS) if isinstance(spec, verify.LoopSpec) else AUTO
     threads = threads_per_rank(usable_cores(), nproc)
     code = run_workers(WORKER, files, attempt, nproc, threads, hang_timeout=hang_timeout)
-    return code, ended.words if (ended := read_ended(attempt)) else ""
+    return code, ended.words if (ended := read_attempt_end(attempt)) else ""

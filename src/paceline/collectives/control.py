@@ -125,6 +125,41 @@ class NumbersToDevice:
         return self._buffers[0].to(self._device, non_blocking=True, copy=True)
 
 
+class NumbersToHost:
+    """Copies numbers of a device to the host behind the work of a step, to be read during the next step.
+
+    Two page-locked buffers take turns: the numbers of a step are read before those of the next but one are copied.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._buffers = device, list[tuple[Tensor, torch.Event | None]]()
+
+    def start(self, numbers: Tensor) -> Callable[[], list[float]]:
+        """Copy (n,) float64. The result waits until the copy has arrived, and returns it.
+
+        It raises StallError if the guard has unblocked this rank. The numbers are then undefined.
+        """
+        if not self._buffers or len(self._buffers[0][0]) != len(numbers):
+            self._buffers = [self._allocate(len(numbers)) for _ in range(2)]
+        self._buffers.reverse()
+        buffer, arrived = self._buffers[0]
+        buffer.copy_(numbers, non_blocking=True)
+        if arrived is not None:
+            arrived.record()
+
+        def wait() -> list[float]:
+            if arrived is not None:
+                arrived.synchronize()
+            HangGuard.of_process().check_unblocked()
+            return buffer.tolist()
+
+        return wait
+
+    def _allocate(self, size: int) -> tuple[Tensor, torch.Event | None]:
+        buffer = torch.empty(size, dtype=torch.float64, pin_memory=self._device.type == "cuda")
+        return buffer, None if self._device.type == "cpu" else torch.Event(self._device)
+
+
 MAX_FUSED_ELEMENTS_ON_DEVICE = 1 << 24
 MAX_FUSED_ELEMENTS = 1 << 16
 """The most elements for one fused kernel. It writes each element: for more, one kernel per tensor is faster."""
@@ -383,7 +418,7 @@ def check_equal(what: str, mine: Any, world: World, *, error: type[PacelineError
     else:
         minority = [rank for rank, value in enumerate(values) if value != common]
         differences = "; ".join(f"rank {rank} has {values[rank]}" for rank in minority) + f", all others {common}"
-    raise report_on_one_rank(error(code="ranks-differ", what=what, told=differences), world)
+    raise report_on_one_rank(error(code="ranks-differ", what=what, values=differences), world)
 
 
 def report_on_one_rank(error: PacelineError, world: World, *, by: int = 0) -> PacelineError:

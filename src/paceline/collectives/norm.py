@@ -21,7 +21,7 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor, nn
 
-from paceline.collectives.control import Deferred, is_async, sum_over_ranks
+from paceline.collectives.control import Deferred, device_constant, is_async, sum_over_ranks
 from paceline.collectives.tree import TreeNode, tree_sum
 
 BLOCK_ELEMENTS = 64  # elements
@@ -166,6 +166,14 @@ def scale_to_norm(gradients: Sequence[Tensor], norm: float, max_norm: float) -> 
     if factor < 1.0 and math.isfinite(norm) and gradients:
         torch._foreach_mul_([*gradients], factor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
     return norm
+
+
+@torch.no_grad()
+def scale_to_norm_on_device(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
+    """The same for a `norm`, (1,) float64, that the host has not read. If it is not finite, the result is not valid."""
+    largest = device_constant(norm.device, max_norm, torch.float64)
+    factor = torch.div(largest, norm + 1e-6).clamp(max=1.0)  # rounded as on the host; a product with 1 is exact
+    torch._foreach_mul_([*gradients], factor.float().view(()))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 
 def merge_block_ranges(runs: Sequence[TreeNode]) -> list[TreeNode]:

@@ -200,9 +200,7 @@ def make_host_reducer(module: nn.Module, hosts: NodeTopology, across: InterNodeS
 
 def make_shard_reducer(shards: Shards, partition: LeafPartition) -> Reducer:
     """A reducer that sums like `make_leaf_reducer`, and sets the gradient of each piece of this rank."""
-    return Reducer(
-        partition, ShardBucketReduction(shards, partition), at_start=shards.drop_gradients, module=shards.module
-    )
+    return Reducer(partition, ShardBucketReduction(shards, partition), at_start=shards.begin_step, module=shards.module)
 
 
 def _reducer(module: nn.Module, partition: LeafPartition, *, in_order: bool, group: Group = None) -> Reducer:

@@ -82,6 +82,7 @@ class Shards:
         self._pointers = [p.data_ptr() for p in self._parameters]
         self.used: set[nn.Parameter] | None = None
         """The parameters that any rank has used in this step; None if no optimizer needs whole parameters."""
+        self._zeroed: set[nn.Parameter] = set()  # before a step: their gradients are zeros, which it may leave
         self.pieces: dict[nn.Parameter, LocalShard] = {}
         for bucket in self.buckets:
             shard = bucket.weights.view(world_size, -1)[rank]
@@ -146,12 +147,24 @@ class Shards:
                 check_assigned(names.get(parameter, "a parameter"), parameter, data)
                 parameter.data = data.copy_(parameter.data.clone())
 
-    def drop_gradients(self, kept: Collection[nn.Parameter] = ()) -> None:
+    def begin_step(self) -> None:
+        self.drop_gradients(self._zeroed)
+        self._zeroed = set()
+
+    def drop_gradients(self, kept: Collection[nn.Parameter]) -> None:
         for parameter, piece in self.pieces.items():
             if parameter not in kept:
                 piece.parameter.grad = None
         if self.used is not None:
             self.used.intersection_update(kept)
+        self._zeroed.intersection_update(kept)
+
+    def zero_gradients(self, kept: Collection[nn.Parameter]) -> None:
+        for parameter, piece in self.pieces.items():
+            if parameter not in kept and piece.parameter.grad is not None:
+                piece.parameter.grad.zero_()
+                self._zeroed.add(parameter)
+        self._zeroed.update((self.used or set()).difference(kept))
 
     def gather(self, buckets: Sequence[int], *_: object) -> None:
         if self.world_size == 1:
@@ -277,7 +290,7 @@ def _packed(bucket: ShardedBucket, grads: Grads | None, world_size: int) -> Tens
                 sources.append(gradient[run.start : run.stop])
     if targets:
         torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-    packed[:, bucket.shard_size : bucket.shard_size + len(flat)] = 1
+    packed[:, bucket.shard_size : bucket.shard_size + len(flat)].fill_(1)
     for index, gradient in enumerate(flat):
         if gradient is None:
             packed[:, bucket.shard_size + index] = 0

@@ -36,7 +36,7 @@ Call = Callable[..., Any]
 def compile_model(model: nn.Module, device: torch.device) -> None:
     """Compile `model` in place with torch, at its first call. Names and state do not change.
 
-    Call it last, after `in_bf16`, and before a strategy is applied. A call that torch cannot compile raises
+    Call it last, after `autocast_bf16`, and before a strategy is applied. A call that torch cannot compile raises
     TrainingError, with the end of torch's message.
 
     Raises:
@@ -82,8 +82,8 @@ def missing_compiler_reason(device: torch.device) -> str:
     )
 
 
-def graph_model(model: nn.Module, device: torch.device) -> None:
-    """Record and replay `model` in training. Call it after `in_bf16`, before a strategy is applied.
+def use_cuda_graphs(model: nn.Module, device: torch.device) -> None:
+    """Record and replay `model` in training. Call it after `autocast_bf16`, before a strategy is applied.
 
     A call of the model raises TrainingError for too many shapes, for a recording whose results differ from those of the
     model, and for a model that cannot be recorded.

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.compute.precision import await_device
+from paceline.compute.precision import synchronize_device
 from paceline.compute.resources import cpu_model
 from paceline.rank.world import World, device_name
-from paceline.runs.reading import decode
+from paceline.runs.reading import read_json
 from paceline.runs.utilization import speed_values
 from paceline.runs.writing import make_folder, replace_file
 
@@ -161,7 +161,7 @@ def peak_tflops(device: torch.device, dtype: torch.dtype, *, measure: bool, reac
     folder = os.environ.get("XDG_CACHE_HOME") or Path(os.environ.get("HOME") or "/nonexistent") / ".cache"
     path, key, peaks = Path(folder).resolve() / "paceline" / "peaks.json", f"{name}, {dtype}", dict[str, float]()
     with suppress(OSError):
-        peaks = decode(path, dict[str, float])
+        peaks = read_json(path, dict[str, float])
     if measure and peaks.get(key, 0.0) <= reached and not BUSY_MACHINE_VARIABLES & os.environ.keys():
         peaks[key] = max(peaks.get(key, 0.0), measure_tflops(device, dtype))
         with suppress(OSError):
@@ -178,10 +178,10 @@ def measure_tflops(device: torch.device, dtype: torch.dtype) -> float:
         while time.perf_counter() - began < PEAK_SECONDS:
             if len(a) != rows:
                 a = torch.rand(rows, rows, device=device, generator=generator).to(dtype)
-            await_device(device)
+            synchronize_device(device)
             start = time.perf_counter()
             torch.mm(a, a)
-            await_device(device)
+            synchronize_device(device)
             seconds = time.perf_counter() - start
             best = max(best, 2 * rows**3 / seconds / 1e12)
             rows *= 2 if seconds < SHORT_SECONDS and rows < max_rows else 1

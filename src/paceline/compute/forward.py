@@ -92,7 +92,7 @@ def may_record_graph() -> bool:
     return not _is_recording_disabled.get()
 
 
-def recompute(model: nn.Module, rule: str) -> list[str]:
+def checkpoint_activations(model: nn.Module, rule: str) -> list[str]:
     """Checkpoint activations: the selected modules keep only their inputs, and backward computes the rest again.
 
     Call it before a strategy is applied. It changes the model in place. Names, state and the bits of all results do not

@@ -60,22 +60,23 @@ def bf16_unsupported_reason(device: torch.device) -> str:
     return "this processor has no bf16 instructions (avx512_bf16, amx_bf16; ARM: bf16) that torch may use"
 
 
-def in_bf16(model: nn.Module, device: torch.device) -> None:
+def autocast_bf16(model: nn.Module, device: torch.device) -> None:
     """Run `model`'s forward under bf16 autocast, with four-dimensional inputs in channels-last format.
 
-    The outputs are float32, and so are loss and metrics. Call it after `recompute`, before a strategy is applied.
+    The outputs are float32, and so are loss and metrics. Call it after `checkpoint_activations`,
+    before a strategy is applied.
     """
     _in_half(model, device, torch.bfloat16)
     override_members(model, computes_in_bf16=True)
 
 
-def in_fp16(model: nn.Module, device: torch.device) -> None:
-    """As `in_bf16`, for fp16. Its range is small, so losses must be scaled (see `stepping.trained_model`)."""
+def autocast_fp16(model: nn.Module, device: torch.device) -> None:
+    """As `autocast_bf16`, for fp16. Its range is small, so losses must be scaled (see `stepping.trained_model`)."""
     _in_half(model, device, torch.float16)
 
 
 def _in_half(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    wrap_forward(model, half_precision_forward(model, device, dtype))
+    wrap_forward(model, autocast_forward(model, device, dtype))
     if device.type != "cpu" and _convolves(model):  # cuDNN would convert each weight at each use
         model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
@@ -85,7 +86,7 @@ def _convolves(model: nn.Module) -> bool:
 
 
 def autocast_rounded_weights(model: nn.Module) -> set[nn.Parameter]:
-    """The float32 weights that autocast rounds before each use after `in_bf16`, so ranks can send them rounded.
+    """The float32 weights that autocast rounds before each use after `autocast_bf16`, so ranks can send them rounded.
 
     These are the weights of torch's linear layers, convolutions and attention. A class with a different forward may use
     its weights unrounded. Empty for a model that does not compute in bf16.
@@ -98,8 +99,8 @@ def autocast_rounded_weights(model: nn.Module) -> set[nn.Parameter]:
     return {parameter for parameter, rounds in rounded.items() if rounds}
 
 
-def half_precision_forward(model: nn.Module, device: torch.device, dtype: torch.dtype) -> ForwardWrapper:
-    """The wrapper of `in_bf16` and `in_fp16`: (a forward of the model, args, kwargs) -> its outputs."""
+def autocast_forward(model: nn.Module, device: torch.device, dtype: torch.dtype) -> ForwardWrapper:
+    """The wrapper of `autocast_bf16` and `autocast_fp16`: (a forward of the model, args, kwargs) -> its outputs."""
     convolves = _convolves(model)
 
     def around(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -134,15 +135,15 @@ def time_alternatives(steps: Mapping[str, Callable[[], object]], device: torch.d
     began = time.perf_counter()
     while True:
         for name, step in steps.items():
-            await_device(device)
+            synchronize_device(device)
             start = time.perf_counter()
             step()
-            await_device(device)
+            synchronize_device(device)
             shortest[name] = min(shortest[name], time.perf_counter() - start)
         if time.perf_counter() - began > PROBE_SECONDS:
             return shortest
 
 
-def await_device(device: torch.device) -> None:
+def synchronize_device(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

@@ -108,7 +108,7 @@ def _crowded(allocations: Sequence[CpuAllocation]) -> tuple[int, int] | None:
     return None
 
 
-def keep_memory(*, free_bytes: int | None, state_bytes: int, env: Mapping[str, str] = os.environ) -> str:
+def tune_malloc(*, free_bytes: int | None, state_bytes: int, env: Mapping[str, str] = os.environ) -> str:
     """Tune glibc's malloc for training on the CPU, permanently for this process.
 
     glibc returns large blocks to the kernel, which zeroes them again: page faults take 11 to 37 % of a CPU step

@@ -52,7 +52,7 @@ UNCHANGED_SETTINGS = (  # those that a definition contains as they are
 )  # fmt: skip
 
 
-def settings(config: TrainConfig) -> dict[str, Any]:
+def definition_settings(config: TrainConfig) -> dict[str, Any]:
     sections = asdict(config)  # not vars(): msgspec sets no attribute for a missing key
     values = {
         name: value for section in sections.values() if isinstance(section, dict) for name, value in section.items()
@@ -90,7 +90,9 @@ def allowed_changes(text: str) -> list[str]:
     return names
 
 
-def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Collection[str], where: str) -> list[str]:
+def check_same_definition(
+    saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Collection[str], where: str
+) -> list[str]:
     """Compare the definition `saved` in the checkpoint `where` with the part of it that is known `now`.
 
     Only names in `allowed` may differ. Returns a text for each of these differences. The error lists all other

@@ -31,7 +31,7 @@ from paceline.config.strategies import (
 )
 from paceline.errors import UsageError, unknown_name_error
 from paceline.runs.owners import NotOwnedError
-from paceline.runs.reading import decode_toml
+from paceline.runs.reading import read_toml
 
 DEFAULT_BATCH_SIZE = 64
 OPTIMIZERS = ("adamw", "sgd")
@@ -375,7 +375,7 @@ def resolve_batch_sizes(data: DataConfig, world_size: int) -> BatchSizes:
     return BatchSizes(virtual_ranks, accumulation, data.global_batch)
 
 
-def with_defaults(config: TrainConfig, world_size: int) -> TrainConfig:
+def resolve_defaults(config: TrainConfig, world_size: int) -> TrainConfig:
     """Resolve the defaults that depend on the world size, so that the record can reproduce the run."""
     shape = dataclasses.asdict(resolve_batch_sizes(config.data, mesh_of(config.launch.mesh, world_size).replicas))
     # absolute: a run may be resumed from a different folder
@@ -422,7 +422,7 @@ def load(path: Path, *, must_own: bool) -> TrainConfig:
     With `must_own` it is an error if another user could have written the file, as it names code to be run.
     """
     try:
-        table = decode_toml(path, ours=must_own)
+        table = read_toml(path, ours=must_own)
     except NotOwnedError as error:
         raise UsageError(code="config-of-others", path=path, strerror=error.strerror) from None
     except FileNotFoundError as error:

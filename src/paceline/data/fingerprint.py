@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from paceline.data.arrays import Rows, dataset_arrays
-from paceline.data.loader import Loading, fetch_batches
+from paceline.data.loader import LoadingOptions, fetch_batches
 from paceline.seeding import preserve_generator_states
 
 MAX_CHECKSUM_BYTES = 1 << 30  # tensors up to this size are compared completely, which takes 1 s
@@ -22,7 +22,7 @@ ADDRESS_PATTERN = re.compile(r" at 0x[0-9a-f]+")  # in the default repr of an ob
 UNSTABLE_DATASET_TEXT = "changes from draw to draw"
 
 
-def data_fingerprint(dataset: Dataset[Any], loading: Loading) -> dict[str, Any]:
+def data_fingerprint(dataset: Dataset[Any], loading: LoadingOptions) -> dict[str, Any]:
     """Compute numbers that are equal for equal datasets, by name.
 
     Random augmentation with the global random streams of torch, Python or numpy is seeded by the sample, so it is
@@ -43,7 +43,7 @@ def probe_indices(length: int) -> list[int]:
     return sorted({i * (length - 1) // (NUM_PROBE_SAMPLES - 1) for i in range(NUM_PROBE_SAMPLES)})
 
 
-def hash_of_probes(dataset: Dataset[Any], loading: Loading) -> str:
+def hash_of_probes(dataset: Dataset[Any], loading: LoadingOptions) -> str:
     length = len(dataset)  # pyright: ignore[reportArgumentType]
     # the task's collate function could fail with a single sample, or drop it
     collate = loading.collate and list

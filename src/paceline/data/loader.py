@@ -74,7 +74,7 @@ class MicroBatch(Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Loading:
+class LoadingOptions:
     """How batches are fetched: to this device, by this number of worker processes (0: in the training process)."""
 
     device: torch.device
@@ -111,7 +111,7 @@ class Loading:
 
 
 def load_steps(
-    dataset: Dataset[Any], plan: BatchPlan, share: range, loading: Loading, *, start: int, stop: int,
+    dataset: Dataset[Any], plan: BatchPlan, share: range, loading: LoadingOptions, *, start: int, stop: int,
     merged: bool = False,
 ) -> Generator[list[MicroBatch]]:  # fmt: skip
     """Yield, for each step start..stop-1 of the run, the micro-batches of the rank with the virtual ranks `share`."""
@@ -121,11 +121,11 @@ def load_steps(
     )
     with closing(load_planned_batches(dataset, steps, plan.seed, loading)) as loaded:
         for step in loaded:
-            yield [split_pair(batch) for batch in step]
+            yield [split_inputs_and_targets(batch) for batch in step]
 
 
 def load_planned_batches(
-    dataset: Dataset[Any], steps: Iterable[list[MicroBatchPlan]], seed: int, loading: Loading
+    dataset: Dataset[Any], steps: Iterable[list[MicroBatchPlan]], seed: int, loading: LoadingOptions
 ) -> Generator[list[MicroBatch]]:
     """Yield, for each step, the batches of its work. The inputs have the form that the dataset returns.
 
@@ -164,7 +164,7 @@ def load_planned_batches(
             advance()
 
 
-def index_of_largest(dataset: Dataset[Any], seed: int, loading: Loading) -> int:
+def index_of_largest(dataset: Dataset[Any], seed: int, loading: LoadingOptions) -> int:
     """The index of the sample that probably needs most memory.
 
     It has the maximum of `dataset.lengths`, if this has one number per sample. Otherwise it has most bytes among
@@ -184,7 +184,7 @@ def index_of_largest(dataset: Dataset[Any], seed: int, loading: Loading) -> int:
 
 
 def load_dummy_batch(
-    dataset: Dataset[Any], index: int, size: int, plan: BatchPlan, share: range, loading: Loading
+    dataset: Dataset[Any], index: int, size: int, plan: BatchPlan, share: range, loading: LoadingOptions
 ) -> MicroBatch:
     """A micro-batch of `size` times the sample `index`, which does not count."""
     indices, loading = torch.full((size,), index), replace(loading, num_workers=0, workers={}, evaluates=True)
@@ -194,7 +194,7 @@ def load_dummy_batch(
 
 
 def load_again(
-    dataset: Dataset[Any], loading: Loading, plan: BatchPlan, epoch: int, step: int, virtual_rank: int
+    dataset: Dataset[Any], loading: LoadingOptions, plan: BatchPlan, epoch: int, step: int, virtual_rank: int
 ) -> MicroBatch | None:
     """The first micro-batch of any virtual rank in a step, for an audit. It does not count. None without samples."""
     samples = plan.global_indices(epoch, step)
@@ -207,7 +207,7 @@ def load_again(
         return next(loaded)[0]
 
 
-def _gatherer_in_place(dataset: Dataset[Any], loading: Loading) -> GatherFunction | None:
+def _gatherer_in_place(dataset: Dataset[Any], loading: LoadingOptions) -> GatherFunction | None:
     """Gathers whole batches, if the data are on the device of the batches: then nothing is prefetched or moved."""
     source = dataset.dataset if type(dataset) is Subset else dataset
     rows = dataset_arrays(source) if loading.collate is None else None
@@ -217,7 +217,7 @@ def _gatherer_in_place(dataset: Dataset[Any], loading: Loading) -> GatherFunctio
 
 
 def fetch_pairs(
-    dataset: Dataset[Any], requests: Iterable[BatchRequest], seed: int, loading: Loading
+    dataset: Dataset[Any], requests: Iterable[BatchRequest], seed: int, loading: LoadingOptions
 ) -> Generator[tuple[Any, Any]]:
     """Yield (inputs, targets) on the device for each request, in order.
 
@@ -226,11 +226,11 @@ def fetch_pairs(
     """
     with closing(fetch_batches(dataset, requests, seed, loading)) as batches:
         for batch in batches:
-            yield as_pair(batch)
+            yield inputs_and_targets(batch)
 
 
 def fetch_batches(
-    dataset: Dataset[Any], requests: Iterable[BatchRequest], seed: int, loading: Loading,
+    dataset: Dataset[Any], requests: Iterable[BatchRequest], seed: int, loading: LoadingOptions,
     num_next: Callable[[], int] = int,
 ) -> Generator[Any]:  # fmt: skip
     """Yield the batch for each request on the device, in order and in the form that the dataset returns.
@@ -259,7 +259,9 @@ class _Requests:
         return iter(self.keys)
 
 
-def _by_loader(dataset: Dataset[Any], requests: Iterable[BatchRequest], seed: int, loading: Loading) -> Generator[Any]:
+def _by_loader(
+    dataset: Dataset[Any], requests: Iterable[BatchRequest], seed: int, loading: LoadingOptions
+) -> Generator[Any]:
     requests = iter(requests)
     first = next(requests, None)
     epoch = 0 if first is None else first[0]
@@ -283,7 +285,7 @@ def _by_loader(dataset: Dataset[Any], requests: Iterable[BatchRequest], seed: in
         yield from batches
 
 
-def as_pair(batch: Any) -> tuple[Any, Any]:
+def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
     """Convert a batch to (inputs, targets); raise UsageError if it is neither a pair nor a dict."""
     if isinstance(batch, Mapping):  # the model and the loss each select the entries that they need
         return batch, batch
@@ -293,9 +295,9 @@ def as_pair(batch: Any) -> tuple[Any, Any]:
     return batch[0], batch[1]
 
 
-def split_pair(batch: MicroBatch) -> MicroBatch:
+def split_inputs_and_targets(batch: MicroBatch) -> MicroBatch:
     """The batch with its inputs and targets, which the dataset returns as a pair."""
-    inputs, targets = as_pair(batch.inputs)
+    inputs, targets = inputs_and_targets(batch.inputs)
     return structs.replace(batch, inputs=inputs, targets=targets)
 
 

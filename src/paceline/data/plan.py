@@ -168,7 +168,7 @@ def plan_rank_micro_batches(
     return work or [MicroBatchPlan(epoch, step, share[0], 0, batch_indices[:1], is_counted=False, global_samples=size)]
 
 
-def ranks_share(virtual_ranks: int, rank: int, world_size: int) -> range:
+def virtual_ranks_of(virtual_ranks: int, rank: int, world_size: int) -> range:
     """The virtual ranks that `rank` computes, if all ranks are equally fast. See `assign_virtual_ranks`.
 
     Example: 8 virtual ranks on 3 ranks are 0-1, 2-4, 5-7.

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from paceline.data.fingerprint import hash_of
-from paceline.data.loader import Loading, move_to_device
+from paceline.data.loader import LoadingOptions, move_to_device
 from paceline.data.plan import BatchPlan
 from paceline.data.workers import iterate_loader, start_loader
 from paceline.errors import UsageError
@@ -57,11 +57,11 @@ def is_stream(data: object) -> bool:
     return isinstance(data, IterableDataset) or not hasattr(data, "__getitem__")
 
 
-def first_of(data: Any, count: int) -> Any:
+def first_samples(data: Any, count: int) -> Any:
     return [*islice(data, count)] if is_stream(data) else data
 
 
-def part_of(stream: Any, number: int, parts: int) -> Any:
+def shard_stream(stream: Any, number: int, parts: int) -> Any:
     """Return part `number` of `parts` of a stream."""
     type_name, shards = type(stream).__name__, getattr(stream, "num_shards", None)
     if not callable(getattr(stream, "shard", None)) or not isinstance(shards, int):
@@ -261,7 +261,7 @@ class ChunkReader(IterableDataset[StreamChunk]):
         return StreamBatch(virtual_rank, part, numbers, counted, batch)
 
 
-def read_chunks(reader: ChunkReader, loading: Loading) -> Generator[StreamChunk]:
+def read_chunks(reader: ChunkReader, loading: LoadingOptions) -> Generator[StreamChunk]:
     """Yield the chunks of a reader on the device. Loader processes, if there are any, read ahead.
 
     A process that has ended has no more turns, until all have ended.
@@ -296,7 +296,7 @@ def read_chunks(reader: ChunkReader, loading: Loading) -> Generator[StreamChunk]
                 yield chunk._replace(micro_batches=moved, positions=dict(positions))
 
 
-def _load_chunks(reader: ChunkReader, loading: Loading) -> Generator[StreamChunk]:
+def _load_chunks(reader: ChunkReader, loading: LoadingOptions) -> Generator[StreamChunk]:
     if not loading.num_workers:
         yield from iterate_loader(iter(reader), None)
         return

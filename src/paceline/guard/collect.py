@@ -113,7 +113,7 @@ class EvidenceCollection:
         return True
 
     def evidence(self, workers: Sequence[WorkerSample]) -> list[Evidence]:
-        return [bounded_evidence(self._evidence(worker, self._queries.get(worker.rank))) for worker in workers]
+        return [limit_evidence_size(self._evidence(worker, self._queries.get(worker.rank))) for worker in workers]
 
     def _evidence(self, worker: WorkerSample, query: _Query | None) -> Evidence:
         page_fd, process = self._boxes[worker.rank], read_process(worker.pid) if worker.code is None else None
@@ -159,7 +159,7 @@ def _loader(loader: LoaderWorker, worker_pid: int) -> LoaderWorker:
     return replace(loader, state=process.state if is_ours and process else "")
 
 
-def bounded_evidence(evidence: Evidence) -> Evidence:
+def limit_evidence_size(evidence: Evidence) -> Evidence:
     """`evidence` with each part limited in size, and at most MAX_EVIDENCE_BYTES as JSON."""
     stacks = [Stack(s.thread[:MAX_TEXT], tuple(map(_frame, s.frames[:MAX_FRAMES]))) for s in evidence.stacks]
     failure = evidence.failure
@@ -235,6 +235,7 @@ class IdleClock:
             uneven=bool(counters.uneven),
             alone=counters.alone,
             virtual_ranks=counters.virtual_ranks,
+            own_virtual_ranks=counters.own_virtual_ranks,
             stop_signal=counters.stop_signal,
             stop_asked=bool(counters.stop_asked),
             steps_ended=counters.steps_ended,

@@ -142,7 +142,7 @@ class StallDetector:
         return HangWindowStage.DATA if rank.phase is Phase.DATA else HangWindowStage.STEP
 
 
-def assume_waiting(samples: Sequence[WorkerSample], world_size: int) -> list[WorkerSample]:
+def mark_as_waiting(samples: Sequence[WorkerSample], world_size: int) -> list[WorkerSample]:
     """Set `waiting` for scripts and for ranks before the rendezvous: their status pages do not show whether they wait.
 
     A script is in phase INIT until a rank has called a collective.

@@ -51,7 +51,7 @@ DEADLOCK_SECONDS = 2.0  # without progress, before ranks count as deadlocked
 IDLE_CPU_SECONDS = 0.5  # per second; a rank that uses more may still arrive
 
 
-def judge(evidence: Sequence[Evidence]) -> Diagnosis:
+def diagnose(evidence: Sequence[Evidence]) -> Diagnosis:
     ranks = waits.waiting_graph(evidence)
     mismatches = waits.find_mismatches(ranks)
     engaged = waits.drop_abandoned_messages(ranks)
@@ -70,7 +70,7 @@ def judge(evidence: Sequence[Evidence]) -> Diagnosis:
     return replace(diagnosis, failed=diagnosis.causes[0] if outvoted else first.rank)  # all raise at the same time
 
 
-def judge_samples(samples: Sequence[WorkerSample]) -> Diagnosis:
+def diagnose_samples(samples: Sequence[WorkerSample]) -> Diagnosis:
     first = first_to_fail(samples)
     if first is None:
         return Diagnosis(StopKind.UNKNOWN)
@@ -108,7 +108,7 @@ def _diagnose_failures(ranks: RankStates, mismatches: Sequence[OpMismatch]) -> D
 
 def _diagnose_waits(ranks: RankStates, engaged: RankStates) -> Diagnosis | None:
     waiting = [n for n, rank in engaged.items() if rank.waits_for]
-    reached = sorted(waits.reachable(waiting, {n: rank.waits_for for n, rank in engaged.items()}))
+    reached = sorted(waits.reachable_ranks(waiting, {n: rank.waits_for for n, rank in engaged.items()}))
     causes = [n for n in reached if _is_free(ranks[n])] or [n for n, rank in ranks.items() if rank.frozen]
     if not causes:
         return None

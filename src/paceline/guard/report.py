@@ -18,13 +18,13 @@ import msgspec
 from msgspec.structs import replace
 
 from paceline.errors import ExitCode, UsageError, first_few
-from paceline.guard.collect import bounded_evidence
+from paceline.guard.collect import limit_evidence_size
 from paceline.guard.deaths import RankEnd, rank_end
 from paceline.guard.sentences import format_caller, format_loader, format_op, format_position, format_ranks, signal_name
 from paceline.protocol.evidence import Diagnosis, Evidence, Op, Phase, Stack, StopKind, WorkerSample
 from paceline.runs import writing
 from paceline.runs.console import remove_controls
-from paceline.runs.reading import read
+from paceline.runs.reading import read_bytes
 
 DIAGNOSIS_FILE = "diagnosis.json"
 # names in old files
@@ -252,7 +252,7 @@ def write_diagnosis(folder: Path, diagnosis: Diagnosis, evidence: Sequence[Evide
         writing.replace_file(folder / f"rank-{sample.rank}.txt", describe_rank(sample).encode())
     # a failure record has a separate file, and monotonic times are meaningless to a reader
     omitted = {"failure": None, "ended_seconds": 0.0, "fingerprints": b"", "orders": b""}
-    kept = tuple(replace(bounded_evidence(sample), **omitted) for sample in chosen)
+    kept = tuple(replace(limit_evidence_size(sample), **omitted) for sample in chosen)
     version, now = DIAGNOSIS_FORMAT_VERSION, time.time()
     content = DiagnosisRecord("paceline-diagnosis", version, diagnosis, waited_seconds, now, kept)
     writing.replace_file(folder / DIAGNOSIS_FILE, msgspec.json.encode(content))
@@ -282,7 +282,7 @@ class _Header(msgspec.Struct):
 def read_diagnosis(folder: Path) -> DiagnosisRecord:
     path = diagnosis_file(folder)
     try:
-        content = read(path, limit_bytes=MAX_DIAGNOSIS_BYTES)
+        content = read_bytes(path, limit_bytes=MAX_DIAGNOSIS_BYTES)
     except OSError as error:
         raise UsageError(code="diagnosis-not-readable", path=path, strerror=error.strerror) from error
     if path.name != DIAGNOSIS_FILE:

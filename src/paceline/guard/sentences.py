@@ -36,7 +36,7 @@ def format_ranks(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {join_ranges(map(str, sorted(ranks)))}"
 
 
-def format_clause(ranks: Iterable[int], singular: str, plural: str) -> str:
+def format_subject_verb(ranks: Iterable[int], singular: str, plural: str) -> str:
     """A subject and its verb: `clause([2], "waits", "wait")` is "rank 2 waits"."""
     ranks = set(ranks)
     return f"{format_ranks(ranks)} {singular if len(ranks) == 1 else plural}"
@@ -142,7 +142,7 @@ def _not_entered(ranks: RankStates, group: Sequence[int], op: Op | None) -> str:
     pending_keys = [op_sequence_key(pending, group[0]) for pending in first.pending]
     is_inside = missed is not None and op_sequence_key(missed, group[0]) in pending_keys
     if first.frozen and is_inside:
-        begins = f"{format_clause(group, 'is', 'are')} in {format_op(missed or op or first.pending[0])}"
+        begins = f"{format_subject_verb(group, 'is', 'are')} in {format_op(missed or op or first.pending[0])}"
     elif missed is not None and missed.is_message:
         half = "send to" if "recv" in missed.kind else "receive from"
         waiter = next(n for n, other in ranks.items() if other.waits_for.get(group[0]) == missed)
@@ -151,7 +151,7 @@ def _not_entered(ranks: RankStates, group: Sequence[int], op: Op | None) -> str:
         title = max((rank.evidence.titles.get(missed.group, "") for rank in ranks.values()), default="")
         begins = f"{format_ranks(group)} did not enter {format_op(missed)}{title and f' ({title})'}"
     else:
-        begins = f"{format_clause(group, 'has', 'have')} not reached the operation of the others"
+        begins = f"{format_subject_verb(group, 'has', 'have')} not reached the operation of the others"
     return f"{begins}; {'they' if len(group) > 1 else 'it'} {_where(first, many=len(group) > 1)}"
 
 
@@ -172,11 +172,11 @@ def _waiting(ranks: RankStates, op: Op | None, *, without: Collection[int]) -> l
         held_op = _current_blocking_op(first)
         if held_op is None:
             at = format_rank_location(first.evidence) or "an unknown line"
-            lines.append(f"{format_clause(group, 'waits', 'wait')} at {at}")
+            lines.append(f"{format_subject_verb(group, 'waits', 'wait')} at {at}")
             continue
         is_same = op is not None and (op_sequence_key(op, -1), op.seq) == (op_sequence_key(held_op, -1), held_op.seq)
         op_text = "it" if is_same else format_op(held_op)
-        lines.append(f"{format_clause(group, 'waits', 'wait')} in {op_text}{format_caller(_usual(ranks, group))}")
+        lines.append(f"{format_subject_verb(group, 'waits', 'wait')} in {op_text}{format_caller(_usual(ranks, group))}")
     return _limited(lines)
 
 
@@ -223,7 +223,7 @@ def describe_early_ends(ranks: RankStates, waiting: Sequence[int], left: Sequenc
     op = most_awaited_op(ranks, left)
     op_text = "for others" if op is None else f"in {format_op(op)}{format_caller(op)}"
     return [
-        f"{format_clause(waiting, 'waits', 'wait')} {op_text}",
+        f"{format_subject_verb(waiting, 'waits', 'wait')} {op_text}",
         f"{format_ranks(left)} ended without it, with code 0",
     ]
 
@@ -242,20 +242,22 @@ def describe_cycle(ranks: RankStates, parties: Sequence[Sequence[int]], ops: Map
         distinct = {id(ranks[n].waits_for): ranks[n].waits_for for n in party}
         others = {o for waits_for in distinct.values() for o in waits_for} & (members - set(party))
         if op is None or not others:
-            lines.append(f"{format_clause(party, 'is', 'are')} {format_position(ranks[party[0]].evidence)}")
+            lines.append(f"{format_subject_verb(party, 'is', 'are')} {format_position(ranks[party[0]].evidence)}")
             continue
         group_text = "" if op.is_message else f" of group {op.group}"
         op_text = f"{format_op(op)}{group_text}{format_caller(op)}"
-        lines.append(f"{format_clause(party, 'waits', 'wait')} for {format_ranks(others)} in {op_text}")
+        lines.append(f"{format_subject_verb(party, 'waits', 'wait')} for {format_ranks(others)} in {op_text}")
     return _limited(lines)
 
 
 def describe_stuck_op(ranks: RankStates, pending: Mapping[int, Op]) -> list[str]:
     op = next(iter(pending.values()))
     completed = [n for n in ranks if n not in pending]
-    lines = [f"{format_clause(pending, 'is', 'are')} in {format_op(op)}{format_caller(op)}; no rank is missing in it"]
+    lines = [
+        f"{format_subject_verb(pending, 'is', 'are')} in {format_op(op)}{format_caller(op)}; no rank is missing in it"
+    ]
     if completed:
-        lines.append(f"{format_clause(completed, 'has', 'have')} completed it")
+        lines.append(f"{format_subject_verb(completed, 'has', 'have')} completed it")
     hosts: dict[str, list[int]] = {}
     for n in pending:
         hosts.setdefault(ranks[n].evidence.host, []).append(n)

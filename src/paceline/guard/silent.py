@@ -17,7 +17,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from paceline.guard.detectors import median_without
-from paceline.guard.sentences import format_clause, format_ranks
+from paceline.guard.sentences import format_ranks, format_subject_verb
 from paceline.guard.waits import group_ranks, minority
 from paceline.protocol.evidence import Diagnosis, Evidence, Op, ScriptFinding, StopKind, WorkerSample
 from paceline.protocol.marks import (
@@ -264,7 +264,7 @@ class SilentFaultDetector:
         stale = stale if len(stale) < self._size else {}
         others = tuple(sample.rank for sample in ranks if sample.rank not in failed)
         if others:
-            lines.append(f"{format_clause(others, 'has', 'have')} called fewer or different collectives")
+            lines.append(f"{format_subject_verb(others, 'has', 'have')} called fewer or different collectives")
         lines += [f"rank {rank} {finding.text} (step {finding.step})" for rank, finding in stale.items()]
         causes = others or tuple(sorted(stale))
         return Diagnosis(StopKind.SWALLOWED, causes, sentences=tuple(lines), step=max(f.step for f in failed.values()))
@@ -311,7 +311,7 @@ class SilentFaultDetector:
         elif not local:
             lines = ["the gradients and losses of each rank were finite, but their sum over ranks is not"]
         lines.append(
-            f"{format_clause(applied, 'has', 'have')} updated parameters with gradients that are NaN or infinite"
+            f"{format_subject_verb(applied, 'has', 'have')} updated parameters with gradients that are NaN or infinite"
         )
         causes = tuple(sorted(local or applied))
         causes = causes if len(causes) < self._size or self._size == 1 else ()
@@ -394,7 +394,7 @@ def _continued(finding: ScriptFinding) -> str:
 def _parties(difference: ReplicaDifference, tensor: str, step: int, before: str) -> list[str]:
     if difference.minority_ranks:
         others = [rank for rank in difference.fingerprints if rank not in difference.minority_ranks]
-        return [f"{format_clause(difference.minority_ranks, 'has', 'have')} a different {tensor} from "
+        return [f"{format_subject_verb(difference.minority_ranks, 'has', 'have')} a different {tensor} from "
                 f"{format_ranks(others)} after step {step}{before}"]  # fmt: skip
     parties = " against ".join(format_ranks(party) for party in difference.rank_groups[:MOST_PARTIES])
     return [f"{tensor} differs after step {step}{before}: {parties}; without a majority, either may be wrong"]

@@ -197,7 +197,7 @@ def is_outside_ops(rank: RankState) -> bool:
     return outside and not any(is_calling(rank.evidence, op) for op in rank.pending)
 
 
-def reachable(start: Iterable[int], edges: Mapping[int, Iterable[int]]) -> set[int]:
+def reachable_ranks(start: Iterable[int], edges: Mapping[int, Iterable[int]]) -> set[int]:
     visited, todo = set(start), list(start)
     followed: set[int] = set()  # many ranks share one set of edges
     while todo:

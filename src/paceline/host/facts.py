@@ -47,7 +47,7 @@ class Address(msgspec.Struct, frozen=True):
     prefix: int
 
 
-class Limit(msgspec.Struct, frozen=True):
+class ResourceLimit(msgspec.Struct, frozen=True):
     soft: int
     hard: int
 
@@ -68,8 +68,8 @@ class Facts(msgspec.Struct, frozen=True):
     memory: int
     shm_size: int
     shm_free: int
-    nofile: Limit
-    memlock: Limit
+    nofile: ResourceLimit
+    memlock: ResourceLimit
     gpus: tuple[Gpu, ...]
     wall_seconds: float
     monotonic_seconds: float
@@ -170,9 +170,9 @@ def _shared_memory() -> tuple[int, int]:
     return status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
 
 
-def _limit(number: int) -> Limit:
+def _limit(number: int) -> ResourceLimit:
     soft, hard = (UNLIMITED if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(number))
-    return Limit(soft, hard)
+    return ResourceLimit(soft, hard)
 
 
 # ---- compatibility of machines ----

@@ -123,7 +123,7 @@ def call_with_nvml(question: Callable[[Any], T], otherwise: T) -> T:
     return otherwise
 
 
-def query_or_default(nvml: Any, question: Callable[[], T], otherwise: T) -> T:
+def query_nvml(nvml: Any, question: Callable[[], T], otherwise: T) -> T:
     with suppress(nvml.NVMLError):
         return question()
     return otherwise
@@ -148,17 +148,17 @@ def _gpus(nvml: Any) -> tuple[Gpu, ...]:
 def _gpu(nvml: Any, driver: str, index: int, handles: list[Any]) -> Gpu:
     handle = handles[index]
     kinds = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-    memory = query_or_default(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle), None)
+    memory = query_nvml(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle), None)
     return Gpu(
         index=index,
-        name=query_or_default(nvml, lambda: str(nvml.nvmlDeviceGetName(handle)), "?"),
+        name=query_nvml(nvml, lambda: str(nvml.nvmlDeviceGetName(handle)), "?"),
         driver=driver,
         memory=int(memory.total) if memory else 0,
         memory_used=int(memory.used) if memory else 0,
-        processes=query_or_default(
+        processes=query_nvml(
             nvml, lambda: tuple(int(p.pid) for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle)), ()
         ),
-        ecc_errors=query_or_default(nvml, lambda: int(nvml.nvmlDeviceGetTotalEccErrors(handle, *kinds)), 0),
+        ecc_errors=query_nvml(nvml, lambda: int(nvml.nvmlDeviceGetTotalEccErrors(handle, *kinds)), 0),
         links=tuple("-" if i == index else _link(nvml, handle, other) for i, other in enumerate(handles)),
     )
 

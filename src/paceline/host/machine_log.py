@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from paceline.host.cgroup import free_memory, memory_limit, quota_used_seconds, usable_cores
-from paceline.host.gpus import call_with_nvml, query_or_default
+from paceline.host.gpus import call_with_nvml, query_nvml
 from paceline.host.procfs import PROC, read_process
 from paceline.protocol.control import STOP_SIGNALS
 from paceline.runs.console import print_to_stderr
@@ -206,18 +206,18 @@ def read_gpus(nvml: Any) -> GpuReading:
 
 
 def _use(nvml: Any, index: int, handle: Any) -> GpuUse:
-    memory = query_or_default(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle), None)
+    memory = query_nvml(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle), None)
     return GpuUse(
         index=index,
-        name=query_or_default(nvml, lambda: str(nvml.nvmlDeviceGetName(handle)), ""),
-        busy=query_or_default(nvml, lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100, None),
+        name=query_nvml(nvml, lambda: str(nvml.nvmlDeviceGetName(handle)), ""),
+        busy=query_nvml(nvml, lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100, None),
         memory_bytes=int(memory.used) if memory is not None else None,
         memory_total_bytes=int(memory.total) if memory is not None else None,
-        watts=query_or_default(nvml, lambda: round(int(nvml.nvmlDeviceGetPowerUsage(handle)) / 1000, 1), None),
-        degrees=query_or_default(nvml, lambda: float(nvml.nvmlDeviceGetTemperature(handle, CORE_SENSOR)), None),
-        mhz=query_or_default(nvml, lambda: float(nvml.nvmlDeviceGetClockInfo(handle, CLOCK_SM)), None),
-        most_mhz=query_or_default(nvml, lambda: float(nvml.nvmlDeviceGetMaxClockInfo(handle, CLOCK_SM)), None),
-        held_back=" and ".join(query_or_default(nvml, lambda: throttle_reasons(nvml, handle), [])),
+        watts=query_nvml(nvml, lambda: round(int(nvml.nvmlDeviceGetPowerUsage(handle)) / 1000, 1), None),
+        degrees=query_nvml(nvml, lambda: float(nvml.nvmlDeviceGetTemperature(handle, CORE_SENSOR)), None),
+        mhz=query_nvml(nvml, lambda: float(nvml.nvmlDeviceGetClockInfo(handle, CLOCK_SM)), None),
+        most_mhz=query_nvml(nvml, lambda: float(nvml.nvmlDeviceGetMaxClockInfo(handle, CLOCK_SM)), None),
+        held_back=" and ".join(query_nvml(nvml, lambda: throttle_reasons(nvml, handle), [])),
     )
 
 
@@ -242,7 +242,7 @@ def find_gpu_problems(pids: Collection[int], nvml: Any) -> dict[int, str]:
             gpu = nvml.nvmlDeviceGetHandleByIndex(index)
             users = {int(process.pid) for process in nvml.nvmlDeviceGetComputeRunningProcesses(gpu)}
             finders = [partial(find, nvml, gpu) for find in (_slowed, _damaged)]
-            reasons = [line for find in finders for line in query_or_default(nvml, find, [])]
+            reasons = [line for find in finders for line in query_nvml(nvml, find, [])]
             for pid in users & {*pids}:
                 shared = [f"shared with process {', '.join(map(str, sorted(users - {pid})))}"] if users - {pid} else []
                 if reasons or shared:

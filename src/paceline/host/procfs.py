@@ -143,7 +143,7 @@ def tcp_owner(own: tuple[str, int], other: tuple[str, int]) -> int | None:
     return next((int(row[7]) for row in tcp_connections("tcp") if (row[1], row[2]) == ends), None)
 
 
-def port_holder(port: int) -> str | None:
+def describe_port_owner(port: int) -> str | None:
     """`pid 4711 (python server.py)` for the process that listens on the port; None if /proc does not show it."""
     import psutil  # only for an error message: the import takes time
 

@@ -65,7 +65,7 @@ command -p env -0 >&"$paceline_answer"
 """
 
 
-def environment_after(
+def load_shell_environment(
     modules: Sequence[str], activate: str, env: Mapping[str, str], base: Mapping[str, str]
 ) -> dict[str, str]:
     """The environment `base` with `env` added, after loading `modules` and sourcing `activate`.

@@ -19,7 +19,7 @@ import msgspec
 
 from paceline.host.procfs import PROC, Process, processes
 from paceline.protocol.control import AGENT_MARK, STOP_SIGNALS
-from paceline.runs.reading import decode, entry_names
+from paceline.runs.reading import list_names, read_json
 
 SWEEP_SECONDS = 2.0
 
@@ -97,14 +97,14 @@ def has_environment_mark(pid: int, variable: str, mark: str) -> bool:
 def sweep_recorded(attempt_dir: Path, agent_pid: int = 0) -> None:
     """Sweep the workers in the rosters of all agents of this host, or of one agent."""
     try:
-        files = entry_names(attempt_dir)
+        files = list_names(attempt_dir)
     except OSError:
         return
     for name in files:
         if not re.fullmatch(r"agent-[0-9]{1,9}\.json", name):
             continue
         try:
-            roster = decode(attempt_dir / name, Roster, ours=True)  # only files of this user
+            roster = read_json(attempt_dir / name, Roster, ours=True)  # only files of this user
         except OSError:
             continue
         if roster.host == os.uname().nodename and agent_pid in (0, roster.agent_pid):

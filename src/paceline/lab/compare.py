@@ -10,7 +10,7 @@ from rich.table import Table
 from paceline.config.mesh import format_strategy
 from paceline.config.strategies import EXACT_STRATEGIES
 from paceline.errors import plural
-from paceline.lab.measurement import NO_EXCHANGE, FailedMeasurement, Measurement, Memory
+from paceline.lab.measurement import NO_EXCHANGE, FailedMeasurement, Measurement, MemoryUse
 from paceline.runs.console import table_console
 
 REFERENCE_PREFIX = "reference"
@@ -27,7 +27,7 @@ NOT_MEASURED = "[bold red]not measured[/]"
 MAX_MEMORY = 0.9  # of the memory: a longer run needs the rest
 
 
-class Spread(msgspec.Struct, frozen=True):
+class Quartiles(msgspec.Struct, frozen=True):
     """The quartiles of the values of all rounds."""
 
     low: float
@@ -35,7 +35,7 @@ class Spread(msgspec.Struct, frozen=True):
     high: float
 
 
-class Row(msgspec.Struct, frozen=True):
+class StrategyRow(msgspec.Struct, frozen=True):
     """One strategy at one batch size."""
 
     name: str
@@ -44,13 +44,13 @@ class Row(msgspec.Struct, frozen=True):
     threads: int
     batch_size: int
     global_batch: int
-    rate: Spread  # samples a second
-    ratio: Spread  # to the baseline of the same round
+    rate: Quartiles  # samples a second
+    ratio: Quartiles  # to the baseline of the same round
     cpu_ms: float  # user and system time per step, all ranks together
     first_step_seconds: float
     launch_seconds: float
     sent_bytes: float | None
-    memory: Memory | None
+    memory: MemoryUse | None
     bits: str
     mesh: str = ""
     sync_share: float = 0.0  # fraction of a step, in [0, 1], in which a rank waits for others
@@ -67,7 +67,7 @@ class Row(msgspec.Struct, frozen=True):
         return self.memory.needed_bytes if self.memory else 0
 
 
-def compared_rows(rounds: Sequence[Sequence[Measurement]], base: str, steps: int) -> list[Row]:
+def compared_rows(rounds: Sequence[Sequence[Measurement]], base: str, steps: int) -> list[StrategyRow]:
     """One row for each measured candidate, in the order of the first round. `base`: the name of the baseline."""
     by_name: dict[str, list[Measurement]] = {}
     ratios: dict[str, list[float]] = {}
@@ -86,15 +86,17 @@ def compared_rows(rounds: Sequence[Sequence[Measurement]], base: str, steps: int
     ]
 
 
-def _row(chunks: Sequence[Measurement], ratios: Sequence[float], reference: Mapping[int, str], steps: int) -> Row:
+def _row(
+    chunks: Sequence[Measurement], ratios: Sequence[float], reference: Mapping[int, str], steps: int
+) -> StrategyRow:
     first = chunks[0]
     same = ("name", "strategy", "world_size", "threads", "batch_size", "global_batch", "mesh", "mfu_words")
     fields: dict[str, Any] = {name: getattr(first, name) for name in same}
     fields |= {name: median(c.use[name] for c in chunks) for name in USE if all(name in c.use for c in chunks)}
-    return Row(
+    return StrategyRow(
         **fields,
-        rate=spread([chunk.rate for chunk in chunks]),
-        ratio=spread(ratios or [0.0]),
+        rate=quartiles([chunk.rate for chunk in chunks]),
+        ratio=quartiles(ratios or [0.0]),
         cpu_ms=1000 * median(chunk.cpu_seconds / steps for chunk in chunks),
         first_step_seconds=median(chunk.first_step_seconds for chunk in chunks),
         launch_seconds=median(chunk.launch_seconds for chunk in chunks),
@@ -117,14 +119,14 @@ def describe_bit_equality(chunk: Measurement, digests: Sequence[str], reference:
     return "this world size, here" if repeated else "rounding differs"
 
 
-def spread(values: Sequence[float]) -> Spread:
+def quartiles(values: Sequence[float]) -> Quartiles:
     if len(values) < 2:
-        return Spread(values[0], values[0], values[0])
+        return Quartiles(values[0], values[0], values[0])
     low, middle, high = quantiles(values, n=4, method="inclusive")
-    return Spread(low, middle, high)
+    return Quartiles(low, middle, high)
 
 
-def recommend_strategy(rows: Sequence[Row], alone: Row | None, room_bytes: int | None) -> str:
+def recommend_strategy(rows: Sequence[StrategyRow], alone: StrategyRow | None, room_bytes: int | None) -> str:
     """Recommend one of the rows, which have the same batch size and several processes, without NO_EXCHANGE.
 
     `alone`: the best row of one process; None if it could not be measured. `room_bytes`: the memory for one rank.
@@ -166,12 +168,12 @@ def recommend_strategy(rows: Sequence[Row], alone: Row | None, room_bytes: int |
     return f"Use {pick.label}: {fits}, has the same bits at every world size, and is {speed}, at {_rate(pick)}{gain}."
 
 
-def _is_sharded(row: Row, rows: Sequence[Row]) -> bool:
+def _is_sharded(row: StrategyRow, rows: Sequence[StrategyRow]) -> bool:
     state = {other.name: other.memory.state_bytes if other.memory else 0 for other in rows}
     return state[row.name] < 0.9 * max(state.values())
 
 
-def _rate(row: Row) -> str:
+def _rate(row: StrategyRow) -> str:
     return f"{row.rate.median:,.0f} samples/s"
 
 
@@ -182,7 +184,7 @@ def _size(size: int | None) -> str:
 
 
 def print_compared(
-    rows: Sequence[Row], failures: Sequence[FailedMeasurement], advice: str, notes: Sequence[str]
+    rows: Sequence[StrategyRow], failures: Sequence[FailedMeasurement], advice: str, notes: Sequence[str]
 ) -> None:
     console = table_console(140)
     title = "speed: median over rounds (quartiles); batch: samples per step, all ranks together"
@@ -195,7 +197,7 @@ def print_compared(
     title = "memory of a rank, MB; peak: all tensors together; process: including libraries"
     memory = make_table(MEMORY_COLUMNS, title)
     for row in rows:
-        sizes = msgspec.structs.astuple(row.memory) if row.memory else [None] * len(Memory.__struct_fields__)
+        sizes = msgspec.structs.astuple(row.memory) if row.memory else [None] * len(MemoryUse.__struct_fields__)
         memory.add_row(*_identity_cells(row), *map(_megabytes, sizes))
     if any(row.memory for row in rows):
         console.print(memory)
@@ -214,7 +216,7 @@ def make_table(columns: Sequence[str], title: str) -> Table:
     return table
 
 
-def _speed_cells(row: Row) -> list[str]:
+def _speed_cells(row: StrategyRow) -> list[str]:
     return [
         *_identity_cells(row),
         f"{row.rate.median:,.0f} ({row.rate.low:,.0f}-{row.rate.high:,.0f})",
@@ -228,7 +230,7 @@ def _speed_cells(row: Row) -> list[str]:
     ]
 
 
-def _identity_cells(row: Row) -> list[str]:
+def _identity_cells(row: StrategyRow) -> list[str]:
     name = f"({NO_EXCHANGE}: the limit)" if row.strategy == NO_EXCHANGE else row.label
     return [name, f"{row.world_size} x {plural(row.threads, 'thread')}", str(row.global_batch)]
 

@@ -28,7 +28,7 @@ class MeasurementRequest(msgspec.Struct, frozen=True):
     memory: bool = False  # also measure memory, in the first steps
 
 
-class Memory(msgspec.Struct, frozen=True):
+class MemoryUse(msgspec.Struct, frozen=True):
     """Maximum bytes over all ranks, by purpose; None if this machine cannot measure it."""
 
     weights: int
@@ -66,7 +66,7 @@ class Measurement(msgspec.Struct, frozen=True):
     low_rank_bytes: int = 0  # that a host sends with --compress powersgd
     sent_bytes: float | None = None  # per step and rank
     sync_share: float = 0.0  # fraction of a step, in [0, 1], in which a rank waits for others; mean of all ranks
-    memory: Memory | None = None
+    memory: MemoryUse | None = None
     device: str = "cpu"
     notes: tuple[str, ...] = ()  # the aspects that were not measured
     gpus: dict[int, str] = {}

@@ -24,7 +24,7 @@ EXPECTED = {"fp32": 1e-5, "tf32": 1e-3, "fp16": 2e-2, "bf16": 1e-1}
 MAX_NAMED = 5
 
 
-class Request(msgspec.Struct, frozen=True):
+class ReplayRequest(msgspec.Struct, frozen=True):
     step: int
     without: frozenset[int] = frozenset()  # dataset indices of samples to leave out
     find_nonfinite: bool = False
@@ -32,7 +32,7 @@ class Request(msgspec.Struct, frozen=True):
     check: bool = False  # also repeat the steps up to the next checkpoint, and compare every tensor
 
 
-class Logged(msgspec.Struct, frozen=True):
+class LoggedStep(msgspec.Struct, frozen=True):
     attempt: int
     world_size: int
     loss: float | None = None  # None: the step failed, or is merged with other steps
@@ -42,12 +42,12 @@ class Logged(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Source:
+class ReplaySource:
     """The run to repeat, with its settings for one process, and its log of the step."""
 
     run_dir: Path
     config: "TrainConfig"
-    logged: Logged
+    logged: LoggedStep
     environment: Mapping[str, Any]  # the content of environment.json; empty for a session
     trust: bool
 
@@ -61,7 +61,7 @@ class SampleLoss(msgspec.Struct, frozen=True):
     micro_batch: int
 
 
-class NonFinite(msgspec.Struct, frozen=True):
+class NonFiniteValue(msgspec.Struct, frozen=True):
     """The first value that is not finite."""
 
     module: str  # the module that has computed it; "loss" for the loss function
@@ -81,7 +81,7 @@ class NonFinite(msgspec.Struct, frozen=True):
         return f"first value that is not finite: the output of {self.module} ({self.kind}), {where}; {cause}"
 
 
-class Replayed(msgspec.Struct):
+class ReplayResult(msgspec.Struct):
     """The result of a replay. JSON has null for a number that is not finite."""
 
     step: int
@@ -94,7 +94,7 @@ class Replayed(msgspec.Struct):
     samples: list[SampleLoss] = []  # the worst first
     unknown_losses: str = ""  # why the losses of samples are not known
     layers: dict[str, float] = {}  # the gradient norm of each layer, before clipping
-    nonfinite: NonFinite | None = None
+    nonfinite: NonFiniteValue | None = None
     failure: str = ""  # why the step changed no parameters
     without: list[int] = []
     contradiction: str = ""  # a difference from the log other than that of the loss
@@ -114,7 +114,7 @@ class Replayed(msgspec.Struct):
         return self.loss == self.logged or abs(self.loss - self.logged) <= self.expected * abs(self.logged)
 
 
-def read_log(run_dir: Path, step: int, *, ended: bool) -> Logged:
+def read_log(run_dir: Path, step: int, *, ended: bool) -> LoggedStep:
     """What the ranks of the run have logged of `step`. `ended`: the run has ended without an error."""
     found: dict[tuple[int, int], dict[int, tuple[Started, Step]]] = {}
     latest, last = None, 0
@@ -132,19 +132,23 @@ def read_log(run_dir: Path, step: int, *, ended: bool) -> Logged:
     if not 1 <= step <= last + (not ended):  # a run can end with an error within the step after the last logged one
         raise UsageError(code="replay-no-such-step", value=step, last=last, most=last + (not ended), run_dir=run_dir)
     if not found:
-        return Logged(latest.attempt, latest.world_size, why_not="the run has not logged it: it failed in this step")
+        return LoggedStep(
+            latest.attempt, latest.world_size, why_not="the run has not logged it: it failed in this step"
+        )
     by_rank = found[max(found)]
     started, logged = by_rank[min(by_rank)]
     if logged.steps > 1:
-        return Logged(started.attempt, started.world_size, why_not="the run has merged it with other steps in its log")
+        return LoggedStep(
+            started.attempt, started.world_size, why_not="the run has merged it with other steps in its log"
+        )
     steps = [event for _, event in by_rank.values()]
     is_known = len(steps) == started.world_size and all(event.fingerprint for event in steps)
     samples = sum(int(event.fingerprint, 16) for event in steps) % 2**64 if is_known else None
     known = (started.attempt, started.world_size, None if logged.skipped else logged.loss, samples)
-    return Logged(*known, "the run has skipped it" if logged.skipped else "", logged.skipped)
+    return LoggedStep(*known, "the run has skipped it" if logged.skipped else "", logged.skipped)
 
 
-def print_replay(result: Replayed, top: int, *, find_nonfinite: bool) -> None:
+def print_replay(result: ReplayResult, top: int, *, find_nonfinite: bool) -> None:
     console = table_console()
     say = partial(print_text, console)
     begin = f"the checkpoint of step {result.start}" if result.start else "the start"
@@ -173,7 +177,7 @@ def print_replay(result: Replayed, top: int, *, find_nonfinite: bool) -> None:
         say(line, "" if result.agrees else "bold")
 
 
-def _verdict(result: Replayed) -> list[str]:
+def _verdict(result: ReplayResult) -> list[str]:
     lines: list[str] = []
     loss = "not known" if result.loss is None else repr(result.loss)
     if result.without:
@@ -235,7 +239,7 @@ EXPLANATIONS = {
 TORCH_FACTS = ("torch", "libraries", "capability", "driver", "float32")
 
 
-class Recorded(msgspec.Struct, frozen=True):
+class TensorRecord(msgspec.Struct, frozen=True):
     """A digest of one tensor of a step, at its place in the order of execution."""
 
     step: int
@@ -267,8 +271,8 @@ class RecordRequest(msgspec.Struct, frozen=True):
     fetch: int | None = None  # the position of a record whose tensor is wanted
 
 
-class Recording(msgspec.Struct):
-    records: list[Recorded] = []
+class StepRecording(msgspec.Struct):
+    records: list[TensorRecord] = []
     losses: dict[int, float | None] = {}  # by step; null in JSON for a loss that is not finite
     hardware: dict[str, Any] = {}
     error: str = ""  # why the steps could not be repeated
@@ -278,7 +282,7 @@ class Difference(msgspec.Struct):
     settings: Settings
     loss_step: int | None = None  # the first step with another loss; None: there is none
     losses: tuple[float | None, float | None] = (None, None)
-    first: Recorded | None = None  # the first tensor that differs
+    first: TensorRecord | None = None  # the first tensor that differs
     only_in: str = ""  # "A" or "B", if the other run has no such tensor
     largest: float | None = None  # the largest absolute difference of its elements
     elements: int = 0  # how many of them differ
@@ -312,7 +316,7 @@ def first_different_step(ours: Mapping[int, Step], theirs: Mapping[int, Step]) -
     return step
 
 
-def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Settings:
+def differing_settings(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Settings:
     """The entries that differ; those of the hardware by the names in it."""
     a, b = ({**table, **(table.get("hardware") or {})} for table in (ours, theirs))
     for table in (a, b):
@@ -321,7 +325,7 @@ def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Settings:
     return {name: (a.get(name), b.get(name)) for name in names if a.get(name) != b.get(name)}
 
 
-def first_difference(ours: Sequence[Recorded], theirs: Sequence[Recorded]) -> tuple[int, int] | None:
+def first_difference(ours: Sequence[TensorRecord], theirs: Sequence[TensorRecord]) -> tuple[int, int] | None:
     """The positions of the first record that differs, in both recordings; -1 if one has no such record."""
     known = {record.key: position for position, record in enumerate(theirs)}
     for position, record in enumerate(ours):
@@ -332,7 +336,7 @@ def first_difference(ours: Sequence[Recorded], theirs: Sequence[Recorded]) -> tu
     return next(((-1, n) for n, record in enumerate(theirs) if record.key not in keys), None)
 
 
-def probable_cause(first: Recorded | None, settings: Settings, not_reproduced: Sequence[str]) -> str:
+def probable_cause(first: TensorRecord | None, settings: Settings, not_reproduced: Sequence[str]) -> str:
     """The setting that explains the first difference, or a key of EXPLANATIONS; empty without a difference."""
     if first is None:
         found = [name for name in (*COMPUTE, *settings) if name in settings]

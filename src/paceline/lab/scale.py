@@ -16,7 +16,7 @@ import msgspec
 from rich.table import Table
 
 from paceline.errors import UsageError, plural
-from paceline.lab.compare import Spread, make_table, spread
+from paceline.lab.compare import Quartiles, make_table, quartiles
 from paceline.report import step_parts
 from paceline.report.run import RunData, read_rank_logs
 from paceline.runs.console import table_console
@@ -62,7 +62,7 @@ class ScalingLoss(msgspec.Struct, frozen=True):
     at: ScalePoint
     samples_per_second: float
     step_seconds: float
-    efficiency: Spread
+    efficiency: Quartiles
     lost_seconds: float  # per step
     shares: list[EfficiencyLossCause]
     slowest: int | None
@@ -71,7 +71,7 @@ class ScalingLoss(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Network:
+class NetworkSpeed:
     bytes_per_second: float
     latency_seconds: float = 0.0
 
@@ -97,7 +97,7 @@ class TrainingProperties:
         return max(1.0, ranks * self.threads / self.cores)
 
 
-class Estimate(msgspec.Struct, frozen=True):
+class ScalingEstimate(msgspec.Struct, frozen=True):
     mode: str
     at: ScalePoint
     where: str
@@ -108,7 +108,7 @@ class Estimate(msgspec.Struct, frozen=True):
 class ScalingReport(msgspec.Struct, frozen=True):
     what: str
     lost: list[ScalingLoss]
-    estimates: list[Estimate]
+    estimates: list[ScalingEstimate]
     notes: list[str]
 
 
@@ -153,7 +153,7 @@ def comparable_batches(runs: Runs) -> tuple[int | None, int | None]:
     weak = [batch for batch in batches_alone if any(at.batch == batch for at in others)]
     strong = [batch for batch in batches_alone if any(at.ranks * at.batch == batch for at in others)]
     if not weak and not strong:
-        raise UsageError(code="runs-do-not-match", told=", ".join(f"{at.ranks} x {at.batch}" for at in sorted(runs)))
+        raise UsageError(code="runs-do-not-match", runs=", ".join(f"{at.ranks} x {at.batch}" for at in sorted(runs)))
     return max(weak, default=None), max(strong, default=None)
 
 
@@ -197,7 +197,7 @@ def compute_scaling_losses(
                 at,
                 samples_per_second=_median_run(runs[at]).mean_global_batch / several.step,
                 step_seconds=several.step,
-                efficiency=spread(ratios),
+                efficiency=quartiles(ratios),
                 lost_seconds=several.step - single.step / work,
                 shares=shares,
                 slowest=several.slowest,
@@ -237,9 +237,9 @@ def _median_run(runs: Sequence[step_parts.RecordedSteps]) -> step_parts.Recorded
 
 
 def estimates_of(points: StepPartsByPoint, machine: TrainingProperties, weak: int | None, strong: int | None,
-                 link: Network) -> list[Estimate]:  # fmt: skip
+                 link: NetworkSpeed) -> list[ScalingEstimate]:  # fmt: skip
     """Estimate steps on more machines like this one over `link`, for `weak` also with settings that reduce traffic."""
-    estimates = list[Estimate]()
+    estimates = list[ScalingEstimate]()
     ranks_each = _ranks_each(points, machine)
 
     def add(count: int, mode: str, batch: int, traffic: NodeTraffic, where: str) -> None:
@@ -248,7 +248,7 @@ def estimates_of(points: StepPartsByPoint, machine: TrainingProperties, weak: in
             seconds = estimated_step(points, machine, count, per_rank, link, traffic)
             seconds_alone = _single_rank_seconds(points, batch) / work
             at = ScalePoint(count * ranks_each, per_rank)
-            estimates.append(Estimate(mode, at, where, seconds, seconds_alone / seconds if seconds else 0.0))
+            estimates.append(ScalingEstimate(mode, at, where, seconds, seconds_alone / seconds if seconds else 0.0))
 
     for count in ESTIMATED_NODE_COUNTS:
         for mode, batch in (("weak", weak), ("strong", strong)):
@@ -261,7 +261,7 @@ def estimates_of(points: StepPartsByPoint, machine: TrainingProperties, weak: in
     return estimates
 
 
-def estimated_step(points: StepPartsByPoint, machine: TrainingProperties, count: int, batch: int, link: Network,
+def estimated_step(points: StepPartsByPoint, machine: TrainingProperties, count: int, batch: int, link: NetworkSpeed,
                    sent: NodeTraffic | None = None) -> float:  # fmt: skip
     """Seconds of a step on `count` machines, with `batch` samples per rank."""
     ranks_each, sent = _ranks_each(points, machine), sent or NodeTraffic(1.0, ring_messages(count))
@@ -354,7 +354,7 @@ def _lost_table(mode: str, rows: Sequence[ScalingLoss]) -> Table:
     return table
 
 
-def _estimate_table(rows: Sequence[Estimate]) -> Table:
+def _estimate_table(rows: Sequence[ScalingEstimate]) -> Table:
     table = make_table(ESTIMATE_COLUMNS, "ESTIMATED, not measured (docs/scaling.md)")
     for row in rows:
         rate = row.at.ranks * row.at.batch / row.step_seconds
@@ -363,7 +363,7 @@ def _estimate_table(rows: Sequence[Estimate]) -> Table:
     return table
 
 
-def parse_network(text: str) -> Network:
+def parse_network(text: str) -> NetworkSpeed:
     """Parse a link such as "100Gbit,5us": a rate, and after a comma the latency of one message (default 0)."""
     rate, comma, latency = (part.strip() for part in text.partition(","))
     speed, delay = _RATE.fullmatch(rate), _TIME.fullmatch(latency)
@@ -376,5 +376,5 @@ def parse_network(text: str) -> Network:
         prefix = speed[2] or ""
         prefix = prefix if len(prefix) == 2 else {"K": "k", "m": "M", "g": "G", "t": "T"}.get(prefix, prefix)
         bytes_per_second = float(speed[1]) * (_SCALE[prefix] * (1.0 if speed[3] == "B" else 1 / 8))
-        return Network(bytes_per_second, float(delay[1]) * _SECONDS[delay[2]] if delay else 0.0)
+        return NetworkSpeed(bytes_per_second, float(delay[1]) * _SECONDS[delay[2]] if delay else 0.0)
     raise UsageError(code="network-not-understood", value=text, reason=reason, examples=EXAMPLES)

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Iterator
 
 from paceline.errors import UsageError
-from paceline.launch.plan import Command, Plan, format_plan_file, node_plan, typed_command
+from paceline.launch.plan import Command, Plan, format_command, format_plan_file, node_plan
 from paceline.protocol.control import BOOTSTRAP, RUN_ID, SECRET_NAME
 from paceline.protocol.job import JobSpec, labels, node0_ports, plain_name
 
@@ -35,7 +35,7 @@ def plan_by_hand(job: JobSpec) -> Plan:
 def format_commands(plan: Plan) -> str:
     lines: list[str] = []
     for command in plan.manual_commands:
-        lines += [f"# {command.name}", typed_command(command), ""]
+        lines += [f"# {command.name}", format_command(command), ""]
     return "\n".join([*lines, *(f"# {note}" for note in plan.notes)]) + "\n"
 
 

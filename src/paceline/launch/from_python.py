@@ -17,9 +17,9 @@ import cloudpickle
 
 from paceline.errors import ExitCode, TrainingError, UsageError
 from paceline.protocol.control import WorkerSpec
-from paceline.runs.attempt import read_ended
+from paceline.runs.attempt import read_attempt_end
 from paceline.runs.progress import REPORT_SECONDS, ProgressLine
-from paceline.runs.reading import read
+from paceline.runs.reading import read_bytes
 
 WORKER_SCRIPT = Path(__file__).parents[1] / "rank" / "function_worker.py"
 CALL, PROGRESS, RESULT, ERROR = "call", "progress", "result-{}", "error-{}"
@@ -94,7 +94,7 @@ def run(
         if code != ExitCode.DONE:
             raise _failure(folder, code, launcher)
         results = sorted(folder.glob(RESULT.format("*")), key=lambda path: int(path.name.rpartition("-")[2]))
-        return [cloudpickle.loads(read(path, limit_bytes=_MAX_RESULT_BYTES, ours=True)) for path in results]
+        return [cloudpickle.loads(read_bytes(path, limit_bytes=_MAX_RESULT_BYTES, ours=True)) for path in results]
 
 
 def _host_options(on: str, hosts: str | Sequence[str], nodes: int | str | None) -> list[str]:
@@ -163,7 +163,7 @@ class _Launcher:
 
 
 def _failure(folder: Path, code: int, launcher: _Launcher) -> BaseException:
-    ended = read_ended(folder / "run" / "attempt-1")
+    ended = read_attempt_end(folder / "run" / "attempt-1")
     report = ended.words if ended else ""
     if launcher.interrupt is not None:
         suffix = "; they have saved their state" if code == ExitCode.SAVED else ""
@@ -171,7 +171,7 @@ def _failure(folder: Path, code: int, launcher: _Launcher) -> BaseException:
     rank_match = re.match(r"rank ([0-9]+) ", report)
     path = folder / ERROR.format(rank_match[1] if rank_match else "")
     if path.is_file():
-        error, traceback = cloudpickle.loads(read(path, limit_bytes=_MAX_RESULT_BYTES, ours=True))
+        error, traceback = cloudpickle.loads(read_bytes(path, limit_bytes=_MAX_RESULT_BYTES, ours=True))
         error.add_note(f"on {report.partition(': ')[0]}\n{traceback}")
         return error
     if code == ExitCode.USAGE and ended is None:  # an error before any process was started

@@ -199,7 +199,7 @@ _COLOURS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 _CONTROLS = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
-class Screen:
+class TerminalWriter:
     """stdout and stderr, written by a thread: a stopped terminal (Ctrl-S) or a pager can block a write forever."""
 
     def __init__(self) -> None:
@@ -244,7 +244,7 @@ class _Line:
 
 
 class HostRelay:
-    def __init__(self, names: Sequence[str], screen: Screen) -> None:
+    def __init__(self, names: Sequence[str], screen: TerminalWriter) -> None:
         self._names, self._screen = names, screen
         self._unfinished: dict[tuple[int, int], bytes] = {}  # (node, descriptor) -> the beginning of a line
         self._waiting: list[_Line] = []
@@ -334,7 +334,7 @@ MAX_SEARCHED_BYTES = 4 << 20  # the last lines are searched in this part of the 
 FILE_BAR_SECONDS = 10.0  # between two states of an unfinished bar
 
 
-class Tail:
+class LogTail:
     """Reads new text from a file that grows, or does not exist yet."""
 
     def __init__(self, path: Path, offset_bytes: int = 0) -> None:

@@ -25,7 +25,7 @@ from paceline.protocol.control import SECRET_NAME
 from paceline.protocol.job import Host, JobSpec, NodePlan, NodeRanks, node0_ports, plain_name
 from paceline.runs import writing
 from paceline.runs.folder import MAX_ATTEMPTS, attempt_number
-from paceline.runs.reading import decode, entry_names, read
+from paceline.runs.reading import list_names, read_bytes, read_json
 
 _JSON_VALUE = re.compile(rf'("[^"\s]*(?:{SECRET_NAME.pattern})[^"\s]*":\s*)"(?:[^"\\]|\\.)+"', re.IGNORECASE)
 _SHELL_VALUE = re.compile(rf"(?m)^(\s*(?:export\s+)?\w*(?:{SECRET_NAME.pattern})\w*=)\S.*$", re.IGNORECASE)
@@ -79,20 +79,20 @@ def format_plan_file(plan: NodePlan) -> str:
     return msgspec.json.format(msgspec.json.encode(plan), indent=2).decode() + "\n"
 
 
-def describe(plan: Plan) -> str:
+def format_plan(plan: Plan) -> str:
     """The plan as text, for `--dry-run`. It contains no secrets, since users may show it to others."""
     lines: list[str] = []
     for command, node in zip(plan.agents, plan.nodes, strict=True):
-        lines += [f"# {command.name}", f"{typed_command(command)} <<'PLAN'", _masked(format_plan_file(node)) + "PLAN"]
+        lines += [f"# {command.name}", f"{format_command(command)} <<'PLAN'", _masked(format_plan_file(node)) + "PLAN"]
     for name, text in plan.files.items():
         lines += [f"# the file {name}", _masked(text).rstrip("\n")]
     for command in (plan.submit_command, *plan.manual_commands):
         if command is not None:
-            lines += [f"# {command.name}", typed_command(command)]
+            lines += [f"# {command.name}", format_command(command)]
     return "\n".join([*lines, *(f"# {note}" for note in plan.notes)]) + "\n"
 
 
-def typed_command(command: Command) -> str:
+def format_command(command: Command) -> str:
     env = [f"{name}={'…' if SECRET_NAME.search(name) else shlex.quote(value)}" for name, value in command.env.items()]
     return " ".join([*env, shlex.join(command.argv)])
 
@@ -145,7 +145,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 def _file_entries(path: Path) -> Iterator[tuple[str, list[str]]]:
     try:
-        lines = read(path.resolve(), limit_bytes=MAX_HOSTFILE_BYTES).decode().splitlines()
+        lines = read_bytes(path.resolve(), limit_bytes=MAX_HOSTFILE_BYTES).decode().splitlines()
     except (OSError, ValueError) as error:
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else "it is not a text file"
         raise UsageError(code="hosts-unreadable", path=path, reason=reason) from error
@@ -213,7 +213,7 @@ def next_submit_dir(run_dir: Path) -> Path:
     try:
         writing.make_folder(run_dir, exist_ok=True)
         while True:
-            number = 1 + max((submit_number(Path(name)) for name in entry_names(run_dir)), default=0)
+            number = 1 + max((submit_number(Path(name)) for name in list_names(run_dir)), default=0)
             if number > MAX_ATTEMPTS:
                 raise UsageError(code="submit-out-of-range", run_dir=run_dir, number=number - 1)
             try:
@@ -244,10 +244,10 @@ def write_submission(submit_dir: Path, submission: SubmitRecord) -> None:
 
 def last_submission(run_dir: Path) -> tuple[Path, SubmitRecord | None]:
     """The newest recorded start, with its folder; the run folder and None if all starts were on this machine."""
-    folders = [run_dir / name for name in entry_names(run_dir) if submit_number(Path(name))]
+    folders = [run_dir / name for name in list_names(run_dir) if submit_number(Path(name))]
     for folder in sorted(folders, key=submit_number, reverse=True)[:MAX_LOOKED_AT]:
         try:
-            return folder, decode(folder / SUBMISSION_FILE, SubmitRecord, limit_bytes=MAX_BYTES)
+            return folder, read_json(folder / SUBMISSION_FILE, SubmitRecord, limit_bytes=MAX_BYTES)
         except OSError:  # this start failed before its record was written
             continue
     return run_dir, None

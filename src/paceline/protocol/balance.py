@@ -5,6 +5,8 @@ A run is defined for virtual ranks, so their assignment to ranks changes the tim
 
 import re
 from collections.abc import Sequence
+from itertools import pairwise
+from statistics import median
 
 from paceline.errors import UsageError
 from paceline.protocol.evidence import Phase, WorkerSample
@@ -12,10 +14,13 @@ from paceline.protocol.evidence import Phase, WorkerSample
 AUTO = "auto"
 MEASURED_PHASES = (Phase.DATA, Phase.FORWARD)  # a rank may wait for others in its backward, but not in these
 COMPUTE_PHASES = (*MEASURED_PHASES, Phase.BACKWARD)  # their time grows with the number of virtual ranks
+STEP_PHASES = (*COMPUTE_PHASES, Phase.SYNC, Phase.OPTIMIZER)  # without evaluations and checkpoints between steps
+SAMPLE_SECONDS = 0.25  # between two samples of a rank with `--balance auto`
 SKIPPED_STEPS = 2  # the first steps of a start compile and fill caches
-WINDOW_STEPS, WINDOW_SECONDS = 4, 1.0  # minimum between two measurements
-WINDOWS = 4  # successive measurements that must give the same result. A temporary slowdown is shorter
+INTERVAL_STEPS = 2  # minimum of one measurement
+WINDOW_STEPS, WINDOW_SECONDS = 14, 3.0  # of all measurements together. A temporary slowdown is shorter
 MIN_GAIN = 0.1  # of the time of a step; a new assignment restarts the ranks
+STEADY_SECONDS = 600.0  # after this time, the number of an earlier restart no longer counts
 
 
 def parse_balance(text: str | None) -> tuple[float, ...]:
@@ -61,79 +66,92 @@ def assign_virtual_ranks(virtual_ranks: int, size: int, speeds: Sequence[float] 
 class SpeedMeter:
     """Measures the speed of each rank in a run with `--balance auto`, and finds a better assignment.
 
-    A rank that computes n virtual ranks in t seconds has the speed n / t. One measurement covers some steps. Only if
-    several in succession agree that another assignment is faster, the ranks are restarted with it. After each
-    restart the number that must agree doubles, so that an unsteady machine cannot restart a run again and again.
+    A rank that computes n virtual ranks in t seconds has the speed n / t. A window of steps consists of intervals of a
+    few steps. The ranks are restarted with the assignment by their speeds in the median interval, if it is also faster
+    by their speeds in the best interval: after a temporary slowdown it is not. After each restart the window is twice
+    as long, so that an unsteady machine cannot restart a run again and again.
     """
 
     def __init__(self) -> None:
         self.speeds: tuple[float, ...] = ()  # they decide the present assignment; empty: equal
-        self._needed = WINDOWS
+        self._window_steps = WINDOW_STEPS
         self._nodes: Sequence[object] = ()
-        self._first: dict[int, int] = {}
-        self._start: dict[int, WorkerSample] = {}
-        self._measured: list[tuple[float, ...]] = []
+        self._begin()
 
     def start(self, nodes: Sequence[object]) -> None:
         if self._nodes != nodes:
-            self.speeds, self._needed, self._nodes = (), WINDOWS, nodes
+            self.speeds, self._window_steps, self._nodes = (), WINDOW_STEPS, nodes
         self._begin()
 
     def _begin(self) -> None:
-        self._first, self._start, self._measured = {}, {}, []
+        self._first: dict[int, int] = {}  # rank -> its first step that was seen
+        self._bounds: list[Sequence[WorkerSample]] = []  # of the intervals in the window: samples of all ranks
 
     def update(self, samples: Sequence[WorkerSample]) -> bool:
         """Whether another assignment is faster; then `speeds` has changed. Call it with samples of all ranks."""
         ranks = sorted(samples, key=lambda sample: sample.rank)
-        virtual_ranks = ranks[0].virtual_ranks
-        if len(ranks) >= virtual_ranks or not self._has_window(ranks):
+        if len(ranks) >= ranks[0].virtual_ranks or not self._is_interval_over(ranks):
             return False
-        starts, self._start = self._start, {sample.rank: sample for sample in ranks}
-        shares = assign_virtual_ranks(virtual_ranks, len(ranks), self.speeds)
-        seconds = [_seconds_per_step(starts[sample.rank], sample, MEASURED_PHASES) for sample in ranks]
-        if min(seconds) <= 0:  # a rank reports no times, for example of a device: its speed is unknown
+        self._bounds.append(ranks)
+        steps = WINDOW_STEPS if sum(ranks[0].phase_seconds) > STEADY_SECONDS else self._window_steps
+        while len(self._bounds) > 2 and _are_apart(self._bounds[1], ranks, steps, WINDOW_SECONDS):
+            del self._bounds[0]
+        if not _are_apart(self._bounds[0], ranks, steps, WINDOW_SECONDS) or not (speeds := self._faster_speeds()):
             return False
-        speeds = tuple(len(share) / spent for share, spent in zip(shares, seconds, strict=True))
-        slowest = max(ranks, key=lambda sample: seconds[sample.rank])  # the others wait for it in each step
-        step_seconds, compute_seconds = (
-            _seconds_per_step(starts[slowest.rank], slowest, phases) for phases in (tuple(Phase), COMPUTE_PHASES)
-        )
-        if _gain(virtual_ranks, speeds, self.speeds) * compute_seconds / step_seconds < MIN_GAIN:
-            self._measured = []
-            return False
-        self._measured.append(speeds)
-        if len(self._measured) < self._needed:
-            return False
-        means = tuple(sum(measured) / len(self._measured) for measured in zip(*self._measured, strict=True))
-        self.speeds, self._needed = means, 2 * self._needed
+        self.speeds, self._window_steps = speeds, 2 * steps
         return True
 
-    def _has_window(self, ranks: Sequence[WorkerSample]) -> bool:
-        if any(sample.rank in self._start and sample.step < self._start[sample.rank].step for sample in ranks):
+    def _is_interval_over(self, ranks: Sequence[WorkerSample]) -> bool:
+        if self._bounds and any(now.step < before.step for before, now in zip(self._bounds[-1], ranks, strict=True)):
             self._begin()  # the run was rolled back, or the script has begun another session
         for sample in ranks:
-            self._first.setdefault(sample.rank, sample.step)
-        if any(sample.step < self._first[sample.rank] + SKIPPED_STEPS for sample in ranks):
+            if sample.step:  # 0 until the first step is done, also after a resume
+                self._first.setdefault(sample.rank, sample.step)
+        if any(sample.step < self._first.get(sample.rank, 0) + SKIPPED_STEPS - 1 for sample in ranks):
             return False
-        if not self._start:
-            self._start = {sample.rank: sample for sample in ranks}
-        return all(
-            sample.step >= self._start[sample.rank].step + WINDOW_STEPS
-            and sum(sample.phase_seconds) >= sum(self._start[sample.rank].phase_seconds) + WINDOW_SECONDS
-            for sample in ranks
+        if not self._bounds:
+            self._bounds = [ranks]
+        return _are_apart(self._bounds[-1], ranks, INTERVAL_STEPS)
+
+    def _faster_speeds(self) -> tuple[float, ...]:
+        """The speeds in the window; empty if the assignment by them is not faster."""
+        start, ranks = self._bounds[0], self._bounds[-1]
+        virtual_ranks = ranks[0].virtual_ranks
+        shares = assign_virtual_ranks(virtual_ranks, len(ranks), self.speeds)
+        of_intervals = zip(*(_work_seconds(*bounds) for bounds in pairwise(self._bounds)), strict=True)
+        usual, best = zip(*((median(seconds), min(seconds)) for seconds in of_intervals), strict=True)
+        if min(best) <= 0:  # a rank reports no times, for example of a device: its speed is unknown
+            return ()
+        speeds = tuple(len(share) / seconds for share, seconds in zip(shares, usual, strict=True))
+        new_shares = assign_virtual_ranks(virtual_ranks, len(ranks), speeds)
+        ratios = [len(new) / len(old) for new, old in zip(new_shares, shares, strict=True)]
+        gain = min(_gain(usual, ratios), _gain(best, ratios))
+        slowest = usual.index(max(usual))  # the others wait for it in each step
+        compute_seconds, step_seconds = (
+            _spent(start[slowest], ranks[slowest], phases) for phases in (COMPUTE_PHASES, STEP_PHASES)
         )
+        return speeds if gain * compute_seconds / step_seconds >= MIN_GAIN else ()
 
 
-def _seconds_per_step(start: WorkerSample, now: WorkerSample, phases: Sequence[Phase]) -> float:
-    spent = sum(now.phase_seconds[phase] - start.phase_seconds[phase] for phase in phases)
-    return spent / (now.step - start.step)
+def _are_apart(start: Sequence[WorkerSample], ranks: Sequence[WorkerSample], steps: int, seconds: float = 0.0) -> bool:
+    return all(
+        now.step >= before.step + steps and _spent(before, now, STEP_PHASES) >= seconds
+        for before, now in zip(start, ranks, strict=True)
+    )
 
 
-def _gain(virtual_ranks: int, measured: Sequence[float], assigned: Sequence[float]) -> float:
-    """The part of the step time that the assignment by `measured` saves, compared with that by `assigned`."""
+def _work_seconds(start: Sequence[WorkerSample], ranks: Sequence[WorkerSample]) -> list[float]:
+    """The measured seconds per step of each rank."""
+    return [
+        _spent(before, now, MEASURED_PHASES) / (now.step - before.step)
+        for before, now in zip(start, ranks, strict=True)
+    ]
 
-    def seconds(speeds: Sequence[float]) -> float:
-        shares = assign_virtual_ranks(virtual_ranks, len(measured), speeds)
-        return max(len(share) / speed for share, speed in zip(shares, measured, strict=True))
 
-    return 1 - seconds(measured) / seconds(assigned)
+def _spent(start: WorkerSample, now: WorkerSample, phases: Sequence[Phase]) -> float:
+    return sum(now.phase_seconds[phase] - start.phase_seconds[phase] for phase in phases)
+
+
+def _gain(work: Sequence[float], ratios: Sequence[float]) -> float:
+    """The part of the step time that is saved if the work of each rank is multiplied by its ratio."""
+    return 1 - max(seconds * ratio for seconds, ratio in zip(work, ratios, strict=True)) / max(work)

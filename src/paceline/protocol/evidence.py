@@ -180,13 +180,14 @@ class WorkerSample(msgspec.Struct, frozen=True, omit_defaults=True):
     error_text: str = msgspec.field(default="", name="words")  # its exception or end of its log, if failed or ending
     step: int = 0  # steps done, including those before a restart
     phase: Phase = Phase.USER
-    phase_seconds: tuple[float, ...] = ()  # time in each phase, up to the last change of phase
+    phase_seconds: tuple[float, ...] = ()  # time in each phase, up to the last step; in the first step, up to now
     still_seconds: float = 0.0  # time without progress
     waiting: bool = False  # whether it waits for other ranks
     met: bool = False  # whether it has called a collective
     script: bool = False  # an unmodified script: hooks in torch count its steps and phases
     uneven: bool = False  # whether ranks may take different numbers of steps
     virtual_ranks: int = 0  # of the run, if it has a folder for checkpoints; 0: not known
+    own_virtual_ranks: int = 0  # of them, the number that this rank computes
     alone: int = 0  # steps that it took alone before it trained with others
     fingerprints: bytes = b""  # fingerprints of values that must be equal on ranks: see marks.py
     orders: bytes = b""  # the order of its collectives

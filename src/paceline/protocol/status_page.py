@@ -15,6 +15,7 @@ There are no locks. A reader is another process or thread, and may read at any m
     offset      what                 by whom
          0      counters             worker: steps done, phase, heartbeat, ... (`COUNTERS_AT`); agent: asked, ...
        256      phase times          worker: nanoseconds spent in each phase so far
+       384      phase times of steps worker: the same at the end of the last step; 0: none has ended
        512      loader slots         loader processes: pid, item
       4096      ring                 worker: its last 256 collectives
      65536      message              agent: why it unblocks the worker, JSON
@@ -75,7 +76,9 @@ class Counters(NamedTuple):
     stop_asked: int  # by the agent: 1: wait after the next of these steps until `stop_step` is set
     stop_step: int  # by the agent: stop after this number of steps; 0: not chosen yet
     virtual_ranks: int  # of the run, if it has a folder for checkpoints; 0: not known
-    phase_seconds: tuple[float, ...] = ()  # in each phase, up to the last change of phase; in another place of the page
+    own_virtual_ranks: int  # of them, the number that this rank computes
+    phase_seconds: tuple[float, ...] = ()
+    """In each phase, up to the end of the last step, or the last change of phase. In another place of the page."""
 
     @property
     def has_called_collective(self) -> bool:
@@ -104,6 +107,8 @@ NATIVE_MAX = 1 << 18
 # In words: offsets in the page and in a record.
 _PHASE, _CHANGES, _OPS = _INDEX["phase"], _INDEX["changes"], _INDEX["ops"]
 _PHASES, _LAST = PHASES_AT // WORD.size, RECORD.size // WORD.size - 1
+_STEP_PHASES = _PHASES + 16
+PHASE_TIMES, PHASE_TIMES_OF_STEPS = (slice(first, first + len(Phase)) for first in (_PHASES, _STEP_PHASES))
 STEP, RELEASED, SAVES_ASKED, REGROUPS = (_INDEX[name] for name in ("step", "released", "saves_asked", "regroups"))
 SEPARATOR = "\x1f"
 IN_FLIGHT = 0  # state of a record; the state of a completed one is 1 + its duration in microseconds
@@ -311,7 +316,8 @@ def read_counters(descriptor: int) -> Counters:
     words = struct.unpack(f"@{SLOTS_AT // WORD.size}Q", os.pread(descriptor, SLOTS_AT, 0).ljust(SLOTS_AT, b"\0"))
     counters = Counters(*words[: len(_INDEX)])
     phase = Phase(counters.phase) if counters.phase in {*Phase} else Phase.USER
-    seconds = tuple(nanoseconds / 1e9 for nanoseconds in words[_PHASES : _PHASES + len(Phase)])
+    of_steps = words[PHASE_TIMES_OF_STEPS]  # else the times of some ranks would include a part of the next step
+    seconds = tuple(nanoseconds / 1e9 for nanoseconds in (of_steps if any(of_steps) else words[PHASE_TIMES]))
     return counters._replace(phase=phase, phase_seconds=seconds)
 
 

@@ -244,7 +244,7 @@ def _lightning_callback(stops: StepStops, package: str) -> Any:
         def on_train_batch_start(self, trainer: Any, module: Any, *args: Any) -> None:
             if self._random_file:
                 path = self._training.folder / self._random_file
-                state = bytearray(reading.read(path, limit_bytes=MAX_STATE_BYTES))
+                state = bytearray(reading.read_bytes(path, limit_bytes=MAX_STATE_BYTES))
                 restore_generator_states(torch.frombuffer(state, dtype=torch.uint8), module.device)
                 self._random_file = ""
 

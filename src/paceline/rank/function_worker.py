@@ -12,14 +12,14 @@ import cloudpickle
 
 from paceline.errors import UsageError
 from paceline.runs.progress import ProgressWriter
-from paceline.runs.reading import read
+from paceline.runs.reading import read_bytes
 
 _MOST_BYTES = 1 << 40  # the data of a closure may be large
 
 
 def main() -> None:
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-    interpreter_state, call = cloudpickle.loads(read(folder / "call", limit_bytes=_MOST_BYTES, ours=True))
+    interpreter_state, call = cloudpickle.loads(read_bytes(folder / "call", limit_bytes=_MOST_BYTES, ours=True))
     _restore_interpreter(**interpreter_state)
     function, args, kwargs = cloudpickle.loads(call)  # needs the restored sys.path
     if rank == 0:

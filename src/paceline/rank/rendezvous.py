@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from paceline.errors import TrainingError, UsageError
-from paceline.host.procfs import port_holder
+from paceline.host.procfs import describe_port_owner
 from paceline.host.reach import why_unreachable
 from paceline.protocol.control import WorkerSpec, restart_count
 from paceline.rank.environment import job_token
@@ -154,7 +154,7 @@ def _host_store(meeting: _Rendezvous, inherited: int) -> Store:
     except dist.DistError as error:
         if "failed to listen" not in str(error):
             raise
-        holder = port_holder(meeting.port) or "another process"
+        holder = describe_port_owner(meeting.port) or "another process"
         raise UsageError(code="master-port-taken", where=meeting.address, by=holder) from error
 
 

@@ -168,7 +168,7 @@ class StoppableTraining:
 
     def _find(self) -> StopRecord | None:
         try:
-            record = reading.decode(self.folder / RECORD, StopRecord, ours=True)
+            record = reading.read_json(self.folder / RECORD, StopRecord, ours=True)
         except FileNotFoundError:
             return None
         except UnreadableFileError as error:
@@ -196,7 +196,7 @@ class StoppableTraining:
     def record(self, step: int, files: Sequence[str] = ()) -> None:
         """Record that all ranks have saved this step in the folder, to resume. `files`: see StopRecord."""
         if self._stops.rank == 0:
-            before = reading.decode_if_readable(self.folder / RECORD, StopRecord)
+            before = reading.read_json_if_readable(self.folder / RECORD, StopRecord)
             world_size = int(os.environ["WORLD_SIZE"])
             record = StopRecord(self._stops.argv, step, world_size, tuple(files), self._script, self.name)
             writing.replace_file(self.folder / RECORD, msgspec.json.encode(record), sync=True)

@@ -103,7 +103,7 @@ class World:
 
 
 @contextmanager
-def joined(
+def process_group(
     world: World, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS, meeting_seconds: float = MEETING_SECONDS
 ) -> Generator[World]:
     """A context with torch.distributed's default process group, which is destroyed at the end and on an error.

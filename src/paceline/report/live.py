@@ -16,11 +16,11 @@ from pathlib import Path
 from paceline.guard.detectors import WORK_PHASES, PhaseSecondsByRank, find_slow_rank
 from paceline.protocol.evidence import LIVE, MAX_LIVE_BYTES, WATCHED_FILE, LiveState, Phase, WorkerSample
 from paceline.runs import writing
-from paceline.runs.console import one_line
+from paceline.runs.console import shorten
 from paceline.runs.events import Checkpointed, Event, Started, Step, decode_event, event_files
 from paceline.runs.machine import GpuUse, MachineUse, RankUse, decode_record, machine_files
 from paceline.runs.owners import open_file
-from paceline.runs.reading import decode_if_readable
+from paceline.runs.reading import read_json_if_readable
 
 FIRST_BYTES, MAX_READ_BYTES = 1 << 16, 1 << 20  # read from the end of a file the first time; maximum per later read
 LIVE_STATE_TIMEOUT_SECONDS = 5.0  # an agent writes every second
@@ -42,6 +42,7 @@ class RankSnapshot:
     resource_use: RankUse | None = None
     gpu: GpuUse | None = None
     is_slowest: bool = False
+    virtual_ranks: int = 0  # the number that it computes; 0: unknown
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,7 @@ class RankHistory:
             phase="" if ended else rank.phase.word,
             end_description=ended,
             step=rank.step,
+            virtual_ranks=rank.own_virtual_ranks,
             no_progress_seconds=rank.still_seconds,
         )
 
@@ -122,7 +124,8 @@ class RankHistory:
         before = self._reads[-1][1] if self._reads else (0.0,) * len(Phase)
         total = tuple(b + seconds.get(phase.word, 0.0) for b, phase in zip(before, Phase, strict=True))
         self._reads.append((step.step, total, False))
-        self._now = replace(self._now, step=step.step)
+        first, stop = step.share or (0, 0)
+        self._now = replace(self._now, step=step.step, virtual_ranks=stop - first)
 
     def mean_phase_seconds(self) -> tuple[float, ...] | None:
         """The mean seconds of recent steps in each phase; None: unknown."""
@@ -178,8 +181,8 @@ class LiveReader:
         for rank in live.ranks if live is not None else ():
             self._ranks.setdefault(rank.rank, RankHistory(rank.rank)).add_live(rank)
         machines = self._read_machines()
-        speed = rates(self._steps)
-        hosts = {rank: one_line(history.host, 30) for rank, history in self._ranks.items()}
+        speed = recent_rates(self._steps)
+        hosts = {rank: shorten(history.host, 30) for rank, history in self._ranks.items()}
         slow = find_slow_rank(spent, hosts) if len(spent := self._phase_seconds_by_rank()) > 1 else None
         slowest = slow.rank if slow is not None else None
         return RunSnapshot(
@@ -195,7 +198,7 @@ class LiveReader:
         )
 
     def _read_live(self, attempt: Path) -> LiveState | None:
-        live = decode_if_readable(attempt / LIVE, LiveState, limit_bytes=MAX_LIVE_BYTES)
+        live = read_json_if_readable(attempt / LIVE, LiveState, limit_bytes=MAX_LIVE_BYTES)
         if live is None:
             return None
         now = time.monotonic()
@@ -247,7 +250,7 @@ class LiveReader:
         return known if len(known) == len(means) else {}
 
 
-def rates(steps: Sequence[Step]) -> tuple[float | None, float | None]:
+def recent_rates(steps: Sequence[Step]) -> tuple[float | None, float | None]:
     """Samples and steps per second over the last steps, including evaluations and checkpoints."""
     recent = [*steps][-WINDOW_STEPS:]
     seconds = recent[-1].unix_time - recent[0].unix_time if recent else 0.0

@@ -13,7 +13,7 @@ from paceline.report.run import RankLog, RunData, pick_evenly
 from paceline.report.step_parts import PhaseSeconds, StepParts
 from paceline.runs.console import remove_controls
 from paceline.runs.events import Checkpointed, Ended, Evaluated, Notice, RolledBack, Skipped
-from paceline.runs.summary import scores_line
+from paceline.runs.summary import format_metrics
 
 MIN_TIMELINE_SECONDS = 2.0  # a shorter run has no timeline
 MAX_MARKS = 256  # of a kind
@@ -119,7 +119,7 @@ def learning_summary(run: RunData) -> str:
         return ""
     losses = [loss for row in first.valid_rows if math.isfinite(loss := first.steps.loss[row])]
     scores = run.summary.test_metrics if run.summary else None
-    reached = f"; test {scores_line(scores)}" if scores else ""
+    reached = f"; test {format_metrics(scores)}" if scores else ""
     if len(losses) < MIN_TREND_STEPS:
         return f"Training loss {losses[-1]:.4g} after {len(first.valid_rows)} steps{reached}." if losses else ""
     tenth = max(3, len(losses) // 10)
@@ -227,7 +227,7 @@ def _step_summary(
     sentence = f"{computing_share:.0%} of each step was computing"
     sentence += f", so {size} ranks did the work of {size * computing_share:.1f}" if size > 1 else ""
     sentence += f"; {_joined(causes)}." if causes else "."
-    load, threads, crowded = thread_load(run)
+    load, threads, crowded = thread_oversubscription(run)
     if load < CROWDED_THREADS_PER_CORE:
         return sentence, advice
     if threads == 1:  # may be intended
@@ -303,7 +303,7 @@ def _slow_reason(run: RunData, rank: int, logs: Sequence[RankLog]) -> str:
     return f": a GPU is {min(reasons)}" if reasons else ""
 
 
-def thread_load(run: RunData) -> tuple[float, int, str]:
+def thread_oversubscription(run: RunData) -> tuple[float, int, str]:
     """Threads per core on the host with the most, threads per rank, and a sentence; 0: unknown."""
     threads_per_rank = run.summary.threads_per_rank if run.summary else run.environment.get("threads_per_rank")
     threads = threads_per_rank if isinstance(threads_per_rank, int) else 0

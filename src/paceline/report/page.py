@@ -20,8 +20,8 @@ from paceline.report.analysis import log_figures
 from paceline.report.figures import Drawing, Figure
 from paceline.report.outcome import Bottleneck
 from paceline.report.run import RunData
-from paceline.runs.console import clock, format_duration, remove_controls
-from paceline.runs.summary import Summary, scores_line
+from paceline.runs.console import format_duration, format_time, remove_controls
+from paceline.runs.summary import Summary, format_metrics
 from paceline.runs.utilization import explain_mfu, goodput
 
 CAUSE_COLOURS = {"computing": "blue", "waiting for data": "orange", "waiting for the slowest rank": "red",
@@ -59,7 +59,7 @@ class Section:
         return bool(self.figures or self.tables or self.texts or self.codes or self.drawings)
 
 
-def report_page(runs: Sequence[RunData], command: str, drawings: Sequence[Drawing] = ()) -> str:
+def render_html(runs: Sequence[RunData], command: str, drawings: Sequence[Drawing] = ()) -> str:
     """The page of one run, or the comparison of several, as HTML. `command`: what creates the page, for display."""
     bottlenecks = [outcome.find_bottleneck(run) for run in runs]
     body = [section for section in _sections(runs, bottlenecks[0], drawings) if section]
@@ -167,16 +167,18 @@ def _result_values(run: RunData) -> dict[str, Any]:
     step = first.steps.step[rows[-1]] if first and rows else summary.steps
     an_epoch = newest.steps_per_epoch if newest else 0
     planned = run.settings.get("steps") or (run.settings.get("epochs") or 0) * an_epoch
+    shares = [stop - first for log in run.newest_rank_logs() for first, stop in [log.virtual_ranks or (0, 0)]]
     hosts, rate = len({*run.hosts.values()}), summary.samples_per_second
     flops, good = summary.flops_per_sample, summary.goodput or goodput(run.folder)
     seconds = sum(outcome.wall_seconds_by_use(run).values()) or summary.seconds
     values: dict[str, Any] = {
         "task": str(run.settings.get("task") or summary.task).rpartition("/")[2],
         "ranks": f"{run.world_size}{f' on {hosts} hosts' if hosts > 1 else ''}" if run.world_size else None,
+        "virtual ranks of each rank": ", ".join(map(str, shares)) if max(shares, default=0) > 1 else None,
         "device": newest.device if newest else None, "strategy": run.strategy,
         "steps": f"{step:,}{f' of {planned:,}' if planned and planned != step else ''}" if step else None,
         "epochs": f"{step / an_epoch:.3g}" if step and an_epoch else None,
-        "test": scores_line(summary.test_metrics or {}),
+        "test": format_metrics(summary.test_metrics or {}),
         "last training loss": f"{first.steps.loss[rows[-1]]:.4f}" if first and rows else None,
         "global batch": summary.global_batch or run.settings.get("global_batch"),
         "optimizer": run.settings.get("optimizer"), "learning rate": run.settings.get("lr"),
@@ -186,7 +188,7 @@ def _result_values(run: RunData) -> dict[str, Any]:
         "FLOP/s": explain_mfu(rate or 0, flops or 0, summary.peak_tflops or 0, summary.devices or 0),
         "goodput": f"{good:.1%}" if good else None,
         "duration": format_duration(seconds) if seconds else None,
-        "started": clock(first.start_events[0].unix_time, "%Y-%m-%d %H:%M") if first else None,
+        "started": format_time(first.start_events[0].unix_time, "%Y-%m-%d %H:%M") if first else None,
         "peak memory": f"{summary.peak_memory_bytes / 1e9:.2f} GB per rank" if summary.peak_memory_bytes else None,
     }  # fmt: skip
     return {name: value for name, value in values.items() if value}

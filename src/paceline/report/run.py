@@ -34,7 +34,7 @@ from paceline.runs.events import (
 )
 from paceline.runs.folder import CONFIG, attempt_dirs, failure_files
 from paceline.runs.machine import ClockOffset, MachineUse, decode_record, machine_files
-from paceline.runs.reading import decode, decode_toml, folders, read_lines
+from paceline.runs.reading import list_folders, read_json, read_lines, read_toml
 from paceline.runs.summary import Summary, read_summary
 
 PHASES = ("data", "forward", "backward", "sync", "optimizer")
@@ -205,9 +205,9 @@ class RunData:
 def read_run(folder: Path) -> RunData:
     run = RunData(folder)
     with _recording_errors(run, CONFIG):
-        run.settings = _flat(decode_toml(folder / CONFIG))
+        run.settings = _flat(read_toml(folder / CONFIG))
     with _recording_errors(run, "environment.json"):
-        run.environment = decode(folder / "environment.json", dict[str, Any])
+        run.environment = read_json(folder / "environment.json", dict[str, Any])
     run.summary = read_summary(folder)
     read_rank_logs(run)
     with _recording_errors(run, "machine"):
@@ -256,8 +256,8 @@ def _read_starts(run: RunData) -> None:
             run.notices += read_notices(attempt)
             for record in failure_files(attempt):
                 with _recording_errors(run, f"attempt-{number}/{record}"):
-                    run.failures.append(decode(attempt / record, Failure))
-            for name in folders(attempt):
+                    run.failures.append(read_json(attempt / record, Failure))
+            for name in list_folders(attempt):
                 is_diagnosis = name.startswith(("diagnosis-", "verdict-")) and "-live" not in name
                 if is_diagnosis and len(run.diagnoses) < MAX_DIAGNOSES:
                     with _recording_errors(run, f"attempt-{number}/{name}"):

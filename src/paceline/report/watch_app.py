@@ -15,8 +15,8 @@ from textual.widgets import DataTable, Footer, Static
 
 from paceline.errors import PacelineError
 from paceline.report.live import RunSnapshot
-from paceline.report.watch_lines import COLUMNS, ORDERS, Column, footer_text, progress, title
-from paceline.runs.console import one_line
+from paceline.report.watch_lines import COLUMNS, ORDERS, Column, footer_text, progress_line, title_line
+from paceline.runs.console import shorten
 from paceline.runs.summary import LIVE_STATES, RunState
 
 EVERY_SECONDS = 1.0
@@ -140,8 +140,8 @@ class WatchApp(App[None]):
         if self.seen is None:
             return
         now, state = self.seen
-        self.screen_stack[0].query_one("#title", Static).update(title(state))
-        self.screen_stack[0].query_one("#progress", Static).update(progress(now, state, self.size.width - 2))
+        self.screen_stack[0].query_one("#title", Static).update(title_line(state))
+        self.screen_stack[0].query_one("#progress", Static).update(progress_line(now, state, self.size.width - 2))
         self._draw_table(now)
         note = footer_text(now, may_act=self._actions.can_control)
         if self._order:
@@ -198,7 +198,7 @@ class WatchApp(App[None]):
             if confirmed:
                 self.run_worker(self._run_action(self._actions.stop))
 
-        name = one_line(self.seen[1].name, 50)
+        name = shorten(self.seen[1].name, 50)
         self.push_screen(ConfirmScreen(f"Stop {name}? It saves its state first, and can be resumed."), on_answer)
 
     async def _run_action(self, action: Callable[[], str]) -> None:
@@ -219,6 +219,8 @@ def _is_used(name: str, now: RunSnapshot) -> bool:
         return any(rank.no_progress_seconds >= 1 for rank in now.ranks) or not any(
             rank.work_seconds for rank in now.ranks
         )
+    if name == "virtual":
+        return any(rank.virtual_ranks > 1 for rank in now.ranks)
     if name in ("work", "history"):
         return any(rank.work_seconds for rank in now.ranks)
     return True

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.text import Text
 
 from paceline.report.live import RankSnapshot, RunSnapshot
-from paceline.runs.console import format_duration, format_size, one_line, sparkline
+from paceline.runs.console import format_duration, format_size, shorten, sparkline
 from paceline.runs.machine import GpuUse
 from paceline.runs.summary import LIVE_STATES, RunState
 from paceline.runs.utilization import format_speed
@@ -19,18 +19,18 @@ PHASE_STYLES = {"sync": "yellow", "data": "magenta", "evaluate": "cyan", "checkp
 STATE_STYLES = {"running": "cyan", "queued": "cyan", "done": "green", "saved": "yellow", "failed": "red", "lost": "red"}
 
 
-def title(state: RunState) -> Text:
-    text = Text(one_line(state.name, 60), "bold")
-    parts = [one_line(part, 40) for part in (Path(state.task).name, state.strategy) if part]
+def title_line(state: RunState) -> Text:
+    text = Text(shorten(state.name, 60), "bold")
+    parts = [shorten(part, 40) for part in (Path(state.task).name, state.strategy) if part]
     ranks = f"{state.world_size} ranks" if state.world_size else ""
     text.append("  " + "  ".join(part for part in (*parts, ranks) if part), "not bold")
-    text.append(f"  {one_line(state.state, 20)}", STATE_STYLES.get(state.state, ""))
+    text.append(f"  {shorten(state.state, 20)}", STATE_STYLES.get(state.state, ""))
     if state.words:
-        text.append(f": {one_line(state.words, 200)}", "not bold")
+        text.append(f": {shorten(state.words, 200)}", "not bold")
     return text
 
 
-def progress(now: RunSnapshot, state: RunState, width: int = 0) -> Text:
+def progress_line(now: RunSnapshot, state: RunState, width: int = 0) -> Text:
     """Step, loss, speed and metrics, with a curve of the loss if it fits into `width`."""
     step = now.step if now.step is not None else state.step
     parts: list[str] = []
@@ -50,7 +50,7 @@ def progress(now: RunSnapshot, state: RunState, width: int = 0) -> Text:
     if saved is not None:
         parts.append(f"saved at {saved:,}")
     scores = islice(state.metrics.items(), 2)
-    parts += [f"test {one_line(name, 20)} {score:.4g}" for name, score in scores if score is not None]
+    parts += [f"test {shorten(name, 20)} {score:.4g}" for name, score in scores if score is not None]
     while width and len(parts) > 1 and len("  ".join(parts)) > width:
         parts.pop()
     line = "  ".join(parts)
@@ -65,9 +65,9 @@ def footer_text(now: RunSnapshot, *, may_act: bool) -> Text:
     for node, machine in sorted(now.machines.items()):
         slow_gpus = [f"GPU {gpu.index} {gpu.held_back}" for gpu in machine.gpus if gpu.held_back]
         if slow_gpus:
-            notes.append(f"node {node} ({one_line(machine.host, 30)}): {one_line('; '.join(slow_gpus), 80)}")
+            notes.append(f"node {node} ({shorten(machine.host, 30)}): {shorten('; '.join(slow_gpus), 80)}")
         if machine.memory_total_bytes and machine.memory_bytes > 0.95 * machine.memory_total_bytes:
-            notes.append(f"node {node} ({one_line(machine.host, 30)}): its memory is full")
+            notes.append(f"node {node} ({shorten(machine.host, 30)}): its memory is full")
     if not now.is_reported_by_agent:
         notes.append("from the recorded steps of each rank" if may_act else "run of a different user: read only")
     return Text("  ·  ".join(notes), "yellow" if now.slow_rank_message else "dim")
@@ -87,8 +87,8 @@ def _rank_cell(rank: RankSnapshot) -> Text:
 
 def _phase(rank: RankSnapshot) -> Text:
     if rank.end_description:
-        return Text(one_line(rank.end_description, 12), "green" if rank.end_description == "done" else "bold red")
-    return Text(one_line(rank.phase, 12), PHASE_STYLES.get(rank.phase, ""))
+        return Text(shorten(rank.end_description, 12), "green" if rank.end_description == "done" else "bold red")
+    return Text(shorten(rank.phase, 12), PHASE_STYLES.get(rank.phase, ""))
 
 
 def _work(rank: RankSnapshot) -> Text:
@@ -118,16 +118,22 @@ def format_gpu_use(gpu: GpuUse) -> Text:
         f"{gpu.watts:.0f} W" if gpu.watts is not None else "",
         f"{gpu.degrees:.0f} °C" if gpu.degrees is not None else "",
         f"{gpu.mhz:,.0f} MHz" if gpu.mhz is not None else "",
-        one_line(gpu.held_back, 40),
+        shorten(gpu.held_back, 40),
     ]
     return Text("  ".join(value for value in values if value), "red" if gpu.held_back else "")
 
 
 COLUMNS = (
     Column(" rank", _rank_cell),
-    Column("host", lambda rank: Text(one_line(rank.host, 14))),
+    Column("host", lambda rank: Text(shorten(rank.host, 14))),
     Column("phase", _phase),
     Column("step", lambda rank: Text(f"{rank.step:,}" if rank.step else ""), is_right_aligned=True),
+    Column(
+        "virtual",
+        lambda rank: Text(f"{rank.virtual_ranks or ''}"),
+        is_right_aligned=True,
+        min_terminal_width=90,
+    ),
     Column("work", _work, is_right_aligned=True),
     Column("history", lambda rank: Text(sparkline(rank.work_seconds, 12), "yellow" if rank.is_slowest else "cyan")),
     Column("waits", _waiting_cell, is_right_aligned=True),
@@ -162,5 +168,5 @@ def summary_line(now: RunSnapshot, state: RunState) -> str:
     ranks = [rank for rank in running if rank.no_progress_seconds >= MIN_NO_PROGRESS_SECONDS]
     is_live = state.state in (*LIVE_STATES, "unknown")
     still = f"  {len(ranks)} of {len(now.ranks)} ranks without progress" if ranks and is_live else ""
-    slow = f"  {one_line(now.slow_rank_message, 120)}" if now.slow_rank_message and state.state == "running" else ""
-    return f"{title(state).plain}  {progress(now, state).plain}{still}{slow}"
+    slow = f"  {shorten(now.slow_rank_message, 120)}" if now.slow_rank_message and state.state == "running" else ""
+    return f"{title_line(state).plain}  {progress_line(now, state).plain}{still}{slow}"

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from paceline.runs import writing
 from paceline.runs.console import remove_controls
 from paceline.runs.owners import open_file
-from paceline.runs.reading import decode_if_readable, read_lines
+from paceline.runs.reading import read_json_if_readable, read_lines
 
 NODES, NOTICES = "nodes.json", "notices.jsonl"
 MAX_NOTICES, MAX_NOTICE_CHARS, MAX_NODE_CHARS = 100, 500, 300
@@ -37,13 +37,13 @@ class AttemptEnd(msgspec.Struct, frozen=True, omit_defaults=True):
     words: str = ""
 
 
-def write_ended(attempt_dir: Path, ended: AttemptEnd) -> None:
+def write_attempt_end(attempt_dir: Path, ended: AttemptEnd) -> None:
     with suppress(OSError):
         writing.replace_file(attempt_dir / "ended.json", msgspec.json.encode(ended))
 
 
-def read_ended(attempt_dir: Path) -> AttemptEnd | None:
-    return decode_if_readable(attempt_dir / "ended.json", AttemptEnd)
+def read_attempt_end(attempt_dir: Path) -> AttemptEnd | None:
+    return read_json_if_readable(attempt_dir / "ended.json", AttemptEnd)
 
 
 NodeState = Literal["in", "waits", "lost", "left", "refused"]
@@ -82,7 +82,7 @@ def write_nodes(attempt_dir: Path, nodes: NodesStatus) -> None:
 
 
 def read_nodes(attempt_dir: Path) -> NodesStatus | None:
-    return decode_if_readable(attempt_dir / NODES, NodesStatus)
+    return read_json_if_readable(attempt_dir / NODES, NodesStatus)
 
 
 class ScriptNotice(msgspec.Struct, frozen=True, omit_defaults=True):

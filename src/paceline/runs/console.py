@@ -44,7 +44,7 @@ def remove_controls(text: str) -> str:
     return CONTROL.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
 
 
-def clock(unix_time: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
+def format_time(unix_time: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
     """A time in the local time zone; empty for an invalid number, because a file may have any content."""
     with suppress(OSError, OverflowError, ValueError):
         return time.strftime(form, time.localtime(unix_time)) if unix_time else ""
@@ -126,7 +126,7 @@ def format_duration(seconds: float) -> str:
     return f"{hours // 24} d {hours % 24} h" if hours >= 48 else format_clock(seconds)
 
 
-def one_line(text: str, most: int) -> str:
+def shorten(text: str, most: int) -> str:
     line = " ".join(remove_controls(text[: 4 * most]).split())
     return line if len(line) <= most else f"{line[: max(0, most - 1)]}…"
 

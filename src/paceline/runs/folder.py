@@ -10,7 +10,7 @@ from pathlib import Path
 from paceline.errors import TrainingError, UsageError
 from paceline.runs import writing
 from paceline.runs.owners import check_owned_by_us
-from paceline.runs.reading import entry_names, folders, is_file, is_folder, read, real_path, symlinks
+from paceline.runs.reading import is_file, is_folder, list_folders, list_names, read_bytes, real_path, symlinks
 
 CONFIG = "config.toml"
 SUMMARY = "summary.json"
@@ -57,7 +57,7 @@ def _check_private(run_dir: Path, *, trust: bool) -> None:
 def check_usable_as_run_dir(run_dir: Path, *, trust: bool = False) -> None:
     if is_folder(run_dir):
         _check_private(run_dir, trust=trust)
-    if is_folder(run_dir) and entry_names(run_dir) and not is_file(run_dir / CONFIG) and not _has_no_steps(run_dir):
+    if is_folder(run_dir) and list_names(run_dir) and not is_file(run_dir / CONFIG) and not _has_no_steps(run_dir):
         raise UsageError(code="not-a-run", run_dir=run_dir, config=CONFIG)
 
 
@@ -111,14 +111,14 @@ def _has_no_steps(run_dir: Path) -> bool:
         name in ours
         or name.startswith(starts)
         or name.endswith(".partial")
-        or (name == CHECKPOINTS and not any(n.startswith("step-") for n in entry_names(run_dir / name)))
-        for name in entry_names(run_dir)
+        or (name == CHECKPOINTS and not any(n.startswith("step-") for n in list_names(run_dir / name)))
+        for name in list_names(run_dir)
     )
 
 
 def create_attempt_dir(run_dir: Path, launched: Path | None = None) -> tuple[int, Path]:
     """Create the folder of the next start. Returns its number, from 1, and path. `launched`: see `log_attempt_dir`."""
-    numbers = [attempt_number(Path(name)) for name in entry_names(run_dir)]
+    numbers = [attempt_number(Path(name)) for name in list_names(run_dir)]
     number = 1 + max(*numbers, _fenced_attempt(run_dir), 0)
     if number > MAX_ATTEMPTS:
         raise UsageError(code="attempt-out-of-range", run_dir=run_dir, number=number - 1)
@@ -132,22 +132,22 @@ def create_attempt_dir(run_dir: Path, launched: Path | None = None) -> tuple[int
 def log_attempt_dir(attempt_dir: Path) -> Path:
     """The attempt with the logs, errors and reports. For a session under `paceline launch`, that of the launch."""
     with suppress(OSError, ValueError):
-        launched = Path(read(attempt_dir / LAUNCH_FILE, limit_bytes=10_000).decode())
-        if launched.is_absolute() and attempt_number(launched) and entry_names(launched):
+        launched = Path(read_bytes(attempt_dir / LAUNCH_FILE, limit_bytes=10_000).decode())
+        if launched.is_absolute() and attempt_number(launched) and list_names(launched):
             return launched
     return attempt_dir
 
 
 def attempt_dirs(run_dir: Path) -> dict[int, Path]:
     """The folder of each start of a run, the newest last; see `log_attempt_dir`."""
-    paths = {attempt_number(Path(name)): run_dir / name for name in folders(run_dir)}
+    paths = {attempt_number(Path(name)): run_dir / name for name in list_folders(run_dir)}
     return {number: log_attempt_dir(paths[number]) for number in sorted(paths) if number}
 
 
 def _fenced_attempt(run_dir: Path) -> int:
     """The attempt in the fence of the checkpoints, whose folder may have been deleted."""
     try:
-        return int(read(run_dir / CHECKPOINTS / ".fence", limit_bytes=100).split()[0])
+        return int(read_bytes(run_dir / CHECKPOINTS / ".fence", limit_bytes=100).split()[0])
     except (OSError, ValueError, IndexError):
         return 0
 
@@ -172,7 +172,7 @@ def attempt_number(folder: Path, kind: str = "attempt") -> int:
 
 
 def failure_files(attempt: Path) -> list[str]:
-    return sorted(name for name in entry_names(attempt) if FAILURE_FILE.fullmatch(name))
+    return sorted(name for name in list_names(attempt) if FAILURE_FILE.fullmatch(name))
 
 
 def _make(folder: Path, *, exist_ok: bool) -> None:

@@ -17,7 +17,7 @@ import msgspec
 
 from paceline.runs import writing
 from paceline.runs.console import format_clock
-from paceline.runs.reading import decode
+from paceline.runs.reading import read_json
 
 WARMUP_STEPS = 5  # allocators, kernel selection and lazy imports make the first steps slow
 WINDOW_STEPS = 50
@@ -177,7 +177,7 @@ class ProgressLine:
 
     def refresh(self) -> None:
         with suppress(OSError):  # the file does not exist yet
-            line = str(decode(self._path, ProgressRecord))
+            line = str(read_json(self._path, ProgressRecord))
             self._line, self._is_shown = line, self._is_shown and line == self._line
         if not self._is_shown:
             self._draw()

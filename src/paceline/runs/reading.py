@@ -29,7 +29,7 @@ LARGE_BYTES, MAX_COMPRESSION = 64 << 20, 100  # a file system may compress text,
 T = TypeVar("T")
 
 
-def read(path: Path, *, limit_bytes: int = MAX_RECORD_BYTES, ours: bool = False) -> bytes:
+def read_bytes(path: Path, *, limit_bytes: int = MAX_RECORD_BYTES, ours: bool = False) -> bytes:
     """The contents of a small file. UnreadableFileError: it is not plain, too large, or not `ours`."""
     with open_file(path, must_be_ours=ours) as file:
         if file.status.st_size > limit_bytes:
@@ -44,24 +44,24 @@ def read(path: Path, *, limit_bytes: int = MAX_RECORD_BYTES, ours: bool = False)
         return b"".join(parts)
 
 
-def decode(path: Path, kind: type[T], *, limit_bytes: int = MAX_RECORD_BYTES, ours: bool = False) -> T:
+def read_json(path: Path, kind: type[T], *, limit_bytes: int = MAX_RECORD_BYTES, ours: bool = False) -> T:
     """The record of this type in a JSON file."""
-    data = read(path, limit_bytes=limit_bytes, ours=ours)
+    data = read_bytes(path, limit_bytes=limit_bytes, ours=ours)
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise UnreadableFileError(path, f"is not a {kind.__name__}: {error}") from None
 
 
-def decode_if_readable(path: Path, kind: type[T], *, limit_bytes: int = MAX_RECORD_BYTES) -> T | None:
+def read_json_if_readable(path: Path, kind: type[T], *, limit_bytes: int = MAX_RECORD_BYTES) -> T | None:
     with suppress(OSError):
-        return decode(path, kind, limit_bytes=limit_bytes)
+        return read_json(path, kind, limit_bytes=limit_bytes)
     return None
 
 
-def decode_toml(path: Path, *, ours: bool = False) -> dict[str, Any]:
+def read_toml(path: Path, *, ours: bool = False) -> dict[str, Any]:
     """The table in a TOML file."""
-    data = read(path, limit_bytes=MAX_TOML_BYTES, ours=ours)
+    data = read_bytes(path, limit_bytes=MAX_TOML_BYTES, ours=ours)
     if any(line.count(b".") > MAX_TOML_DOTS for line in data.splitlines()):
         raise UnreadableFileError(path, f"has a line with more than the limit of {MAX_TOML_DOTS} dots")
     try:
@@ -117,14 +117,14 @@ def _mode(path: Path) -> int:
         return 0
 
 
-def entry_names(folder: Path) -> list[str]:
+def list_names(folder: Path) -> list[str]:
     """The names in a folder, sorted; none if it does not exist."""
     return _listed(folder, lambda _: True)
 
 
 def numbered_files(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
-    """The files in a folder whose names match `pattern`, by the number in its group 1; see `entry_names`."""
-    matches = (pattern.fullmatch(name) for name in entry_names(folder))
+    """The files in a folder whose names match `pattern`, by the number in its group 1; see `list_names`."""
+    matches = (pattern.fullmatch(name) for name in list_names(folder))
     return dict(sorted((int(match[1]), folder / match[0]) for match in matches if match))
 
 
@@ -132,7 +132,7 @@ def symlinks(folder: Path) -> list[str]:
     return _listed(folder, os.DirEntry.is_symlink)
 
 
-def folders(folder: Path) -> list[str]:
+def list_folders(folder: Path) -> list[str]:
     return _listed(folder, lambda entry: entry.is_dir(follow_symlinks=False))
 
 

@@ -9,7 +9,7 @@ import msgspec
 
 from paceline.runs import writing
 from paceline.runs.events import Count, Seconds
-from paceline.runs.reading import decode_if_readable
+from paceline.runs.reading import read_json_if_readable
 
 
 class Summary(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -93,15 +93,15 @@ def write_summary(run_dir: Path, summary: Summary) -> None:
 
 
 def read_summary(run_dir: Path) -> Summary | None:
-    return decode_if_readable(run_dir / "summary.json", Summary)
+    return read_json_if_readable(run_dir / "summary.json", Summary)
 
 
-def scores_line(metrics: Mapping[str, float | None]) -> str:
+def format_metrics(metrics: Mapping[str, float | None]) -> str:
     """'loss 0.0372  accuracy 98.72%'."""
     scores = {name: math.nan if value is None else value for name, value in metrics.items()}
     return "  ".join(f"{name} {v:.2%}" if name == "accuracy" else f"{name} {v:.4f}" for name, v in scores.items())
 
 
-def finite(metrics: Mapping[str, float]) -> dict[str, float]:
+def finite_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     """The finite scores, because JSON has no NaN or infinity."""
     return {name: score for name, score in metrics.items() if math.isfinite(score)}

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.collectives.control import all_gather_object, raise_on_all_ranks
-from paceline.data.loader import Loading
+from paceline.data.loader import LoadingOptions
 from paceline.data.plan import BatchPlan, LastBatch
 from paceline.data.streams import ENDLESS_NUM_SAMPLES, StreamPlan, is_stream
 from paceline.errors import UsageError
@@ -40,7 +40,7 @@ def make_loader(
     iterate: IterateLoader,
     run: SessionRun,
     split: bool,
-    loading: Loading,
+    loading: LoadingOptions,
     *,
     global_batch: int | None,
     batch_size: int | None,

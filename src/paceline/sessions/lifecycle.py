@@ -14,7 +14,7 @@ from paceline.collectives.communicator import make_communicator
 from paceline.collectives.control import check_equal, raise_on_all_ranks, report_on_one_rank
 from paceline.compute.flops import Utilization
 from paceline.config.choices import steps_or_seconds, untested_torch_notice
-from paceline.config.definition import check_same
+from paceline.config.definition import check_same_definition
 from paceline.config.strategies import check_can_audit, check_can_balance
 from paceline.data.workers import name_lost_workers
 from paceline.errors import PacelineError, UsageError
@@ -23,7 +23,7 @@ from paceline.protocol.control import WorkerSpec, restart_count
 from paceline.protocol.evidence import Phase
 from paceline.rank.attach import attach, exit_worker, report_error
 from paceline.rank.guard import HangGuard
-from paceline.rank.world import World, joined
+from paceline.rank.world import World, process_group
 from paceline.sessions.arguments import SessionConfig, format_argument, use_argument_names
 from paceline.sessions.observer import current_observer
 from paceline.train.checkpointing import CheckpointPolicy
@@ -56,7 +56,7 @@ class SessionRun:
     def _join(self, config: SessionConfig) -> None:
         enter = self._stack.enter_context
         world = World.from_env(device=config.device, backend=config.backend)
-        self.world = world = enter(joined(world, timeout_seconds=config.timeout))
+        self.world = world = enter(process_group(world, timeout_seconds=config.timeout))
         enter(name_lost_workers(self.guard.page, world.rank))
         place = None
         if config.run_dir is not None:
@@ -77,7 +77,7 @@ class SessionRun:
         """The values that `TrainingLoop` has saved in the checkpoint of a resume."""
         saved = origin.trainer_state.definition if origin else {}
         with raise_on_all_ranks(world):
-            check_same(saved, {"task": config.program_name}, (), origin.location_text if origin else "")
+            check_same_definition(saved, {"task": config.program_name}, (), origin.location_text if origin else "")
         saved_ranks = saved.get("virtual_ranks")
         self.virtual_ranks = virtual_ranks = config.virtual_ranks or saved_ranks or world.size
         if virtual_ranks < world.size:

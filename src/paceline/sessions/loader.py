@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 from paceline.collectives.control import all_gather_object, check_equal, report_on_one_rank
 from paceline.data.fingerprint import data_fingerprint, hash_of_probes
 from paceline.data.loader import (
-    Loading,
+    LoadingOptions,
     MicroBatch,
     index_of_largest,
     load_again,
@@ -66,7 +66,7 @@ class Loader:
         run: IterateLoader,
         dataset: Dataset[Any],
         plan: BatchPlan,
-        loading: Loading,
+        loading: LoadingOptions,
         existing: DataLoader[Any] | None,
     ) -> None:
         self._run, self.plan, self.loading, self.existing = run, plan, loading, existing
@@ -211,7 +211,7 @@ class Loader:
         batch = load_again(self.dataset, self._counting(), plan, epoch, step, virtual_rank)
         return batch if batch is None or self.loading.collate is None else _with_count(batch)
 
-    def _counting(self) -> Loading:
+    def _counting(self) -> LoadingOptions:
         """Its loading. A collate function of the user also counts the samples of its batches."""
         loading, collate = self.loading, self.loading.collate
         return loading if collate is None else replace(loading, collate=CountingCollate(collate, self.dataset))
@@ -302,7 +302,7 @@ class StreamLoader(Stream, Loader):
         run: IterateLoader,
         stream: Any,
         plan: StreamPlan,
-        loading: Loading,
+        loading: LoadingOptions,
         world: World,
         say: Callable[[str], None],
     ) -> None:
@@ -337,7 +337,7 @@ def check_dataloader(loader: DataLoader[Any]) -> None:
     check_not_sharded(loader)
 
 
-def adopt_worker_settings(loader: DataLoader[Any], loading: Loading) -> Loading:
+def adopt_worker_settings(loader: DataLoader[Any], loading: LoadingOptions) -> LoadingOptions:
     """`loading` with the worker processes of a DataLoader, their settings, and its collate function."""
     return replace(
         loading,

@@ -14,7 +14,7 @@ from paceline.collectives.control import all_gather_object, check_equal, raise_o
 from paceline.compute.flops import can_count
 from paceline.compute.memory import is_out_of_memory
 from paceline.config.choices import current_name
-from paceline.config.definition import EXACT_ONLY_SETTINGS, check_same
+from paceline.config.definition import EXACT_ONLY_SETTINGS, check_same_definition
 from paceline.data.fingerprint import UNSTABLE_DATASET_TEXT
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan, plan_rank_micro_batches
@@ -368,7 +368,7 @@ class TrainingLoop:
         if origin is not None and self._saved_data is not None:
             # the definition is that of the first loop; the interrupted loop may be a different one
             try:
-                check_same(self._saved_data, self._data, (), origin.location_text)
+                check_same_definition(self._saved_data, self._data, (), origin.location_text)
             except UsageError as error:
                 raise UsageError.from_error(error, after=f" {CHANGED_DATA_ADVICE}") from None
             saved = {current_name(name): value for name, value in origin.trainer_state.definition.items()}
@@ -383,7 +383,7 @@ class TrainingLoop:
         if origin is not None:
             with raise_on_all_ranks(world):
                 ignored = EXACT_ONLY_SETTINGS if self._run.observer else ()
-                check_same(origin.trainer_state.definition, definition, ignored, origin.location_text)
+                check_same_definition(origin.trainer_state.definition, definition, ignored, origin.location_text)
                 if (num_saved := len(self._state.saved_models)) != len(models):
                     raise UsageError(
                         code="models-differ", where=origin.location_text, saved=num_saved, prepared=len(models)

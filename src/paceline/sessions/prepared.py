@@ -28,7 +28,7 @@ from paceline.collectives.control import Deferred, all_gather_object, report_on_
 from paceline.errors import UsageError
 from paceline.sessions.assumptions import GRADIENT_CHANGES, GRADIENTS_FROM_BACKWARD, PREPARED_PARAMETERS
 from paceline.sessions.session_step import SessionStep, is_mode_dependent
-from paceline.sessions.sharded_tensors import ShardedGradientPlaceholder, distribute_like, is_dtensor, local_shard
+from paceline.sessions.sharded_tensors import ShardedGradientPlaceholder, distribute_like, local_shard
 from paceline.stepping.trained_model import ModelInTraining
 from paceline.strategies.base import Strategy
 from paceline.strategies.optimizer_state import load_states, optimizer_shards, saved_state
@@ -79,13 +79,17 @@ class PreparedOptimizer:
         state = self.optimizer.state_dict() if self._extra else {}
         extra = {key: as_json(state[key], "optimizer") for key in self._extra}
         settings = optimizer_json_state(self.optimizer, self.scheduler)
-        return {**settings, "class": type(self.optimizer).__name__, "given": self._given, "extra": extra}
+        classes = {"class": type(self.optimizer).__name__, "scheduler_class": type(self.scheduler).__name__}
+        return {**settings, **classes, "given": self._given, "extra": extra}
 
     def load_json_state(self, saved: Mapping[str, Any]) -> None:
         """Restore the result of `numbers`, and print the settings that the script has changed since."""
         found = type(self.optimizer).__name__
         if (of_checkpoint := saved.get("class", found)) != found:
             raise UsageError(code="optimizer-class-differs", number=self.number + 1, saved=of_checkpoint, found=found)
+        found = type(self.scheduler).__name__
+        if (of_checkpoint := saved.get("scheduler_class", found)) != found:
+            raise UsageError(code="scheduler-class-differs", number=self.number + 1, saved=of_checkpoint, found=found)
         saved_settings, groups = saved["given"], from_json(saved["groups"])
         num_groups = len(self.optimizer.param_groups)
         self.groups = groups[num_groups:]
@@ -177,8 +181,8 @@ class PreparedModel(ModelInTraining):
         self._carried: Grads | None = None  # sums of earlier backwards, of this step or an older batch
         self._at_begin: Grads | None = None  # at the start of a step that adds to the gradients of older batches
         self._used: list[tuple[weakref.ref[Tensor], int]] = []  # at the last update: a gradient of each optimizer
-        self._adds_to_used = self._waiting = False
-        """whether a gradient was added to .grad since the last update"""
+        self._adds_to_used = self._waiting = self._has_added = False
+        """whether this step adds to used gradients; whether a checkpoint needs .grad; whether any step has added"""
         self._before: list[tuple[Tensor | None, int]] | None = None  # gradients and versions before a watched backward
         self._waiting_state: dict[str, dict[str, Any]] = {}  # of the checkpoint, for parameters without an optimizer
         self._summed: Grads | None = None  # gradients after the sum over ranks; None before it
@@ -290,6 +294,7 @@ class PreparedModel(ModelInTraining):
             used = {id(grad): version for ref, version in self._used if (grad := ref()) is not None}
             is_used = any(used.get(id(grad)) == _version(grad) for grad in grads if id(grad) in used)
             self._adds_to_used = is_used or (self._adds_to_used and bool(local_shard(first).any()))
+            self._has_added = self._has_added or self._adds_to_used
             self._carried = grads
             self._put(None)
         elif self._carried is None:
@@ -331,7 +336,7 @@ class PreparedModel(ModelInTraining):
                 if carried is not None:
                     parameter.grad = carried if parameter.grad is None else parameter.grad.add_(carried)
             self._carried = result = self._found = None
-        if self.replica.sharded and not any(map(is_dtensor, self._parameters)):
+        if self.replica.hides_gradients:
             for parameter in self._parameters:
                 parameter.grad = ShardedGradientPlaceholder.of(parameter)
         return result
@@ -487,8 +492,8 @@ class PreparedModel(ModelInTraining):
             self._put(gradients)
         # If later steps add to the gradients, a checkpoint contains them. After the first step this is not known yet.
         is_first = self._updates <= len(self.optimizers)
-        may_add = self._adds_to_used or is_first or any(map(is_present, map(_grad, self._untrained)))
-        self._waiting = may_add and not self.replica.sharded
+        may_add = self._has_added or is_first or any(map(is_present, map(_grad, self._untrained)))
+        self._waiting = may_add and not self.replica.hides_gradients
         of_each: Iterable[Iterable[Tensor | None]] = (gradients,)
         if len(self.optimizers) > 1 and not self.replica.sharded:
             of_each = (map(gradients.__getitem__, own) for own in self._trained)
@@ -613,7 +618,10 @@ def _versions(grads: Grads) -> list[int]:
 def _version(grad: Tensor | None) -> int:
     if type(grad) is Tensor:
         return grad._version  # pyright: ignore[reportPrivateUsage]
-    return -1 if grad is None else local_shard(grad)._version  # pyright: ignore[reportPrivateUsage]
+    if grad is None:
+        return -1
+    # a change of a DTensor counts in one of the two: in its own if the loop makes it, in its shard's in a backward
+    return grad._version + local_shard(grad)._version  # pyright: ignore[reportPrivateUsage]
 
 
 def _digest(grad: Tensor | None) -> int:

@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from paceline.collectives.control import all_gather_tensors, raise_on_all_ranks, report_on_one_rank, sum_over_ranks
 from paceline.config.strategies import StrategyName
-from paceline.data.loader import Loading
+from paceline.data.loader import LoadingOptions
 from paceline.data.plan import LastBatch
 from paceline.errors import UsageError
 from paceline.seeding import preserve_generator_states
@@ -257,7 +257,7 @@ class Session:
                 raise UsageError(code="loader-of-auto-too-late")
         loader = make_loader(
             data, self._batches, self._run, split,
-            Loading(self.device, num_workers, collate, page=self._run.guard.page, ahead=self._steps.ahead),
+            LoadingOptions(self.device, num_workers, collate, page=self._run.guard.page, ahead=self._steps.ahead),
             shuffle=shuffle, global_batch=global_batch, batch_size=batch_size, per_rank=per_rank,
             accumulation=accumulation, last_batch=last_batch,
         )  # fmt: skip

@@ -22,7 +22,7 @@ class ShardedGradientPlaceholder(torch.Tensor):
 
     reason = (
         "on a gradient that is sharded over ranks: under this strategy each rank holds only a shard of it. To clip, "
-        "call s.clip_grad_norm(max_norm)"
+        "call s.clip_grad_norm(max_norm). To clear, call optimizer.zero_grad()"
     )
 
     @classmethod

@@ -99,14 +99,14 @@ class WeightedLoss(Struct, frozen=True):
     has_unit_sample_weights: bool = False
     """whether the form of the loss implies that each sample of the batch weighs 1"""
 
-    def add_to(self, total: float | Tensor) -> Tensor:
+    def add_to(self, total: float | Tensor, *, out: Tensor | None = None) -> Tensor:
         """`total` plus the weighted sum, () float64 on the device."""
         value = self.value.detach()
         if not isinstance(total, Tensor):
             total = device_constant(value.device, total, torch.float64)
         if isinstance(self.factor, Tensor):
-            return total + value * self.factor
-        return torch.add(total, value, alpha=self.factor)
+            return torch.add(total, value * self.factor, out=out)
+        return torch.add(total, value, alpha=self.factor, out=out)
 
 
 def make_weighted_loss(

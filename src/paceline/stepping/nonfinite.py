@@ -156,7 +156,8 @@ def find_nonfinite_gradients(
             "computed again, the gradients of each rank are finite: either their sum overflows, or a device, memory "
             "or the network has failed"
         )
-    text = f"the gradient of {_parameters([n for n in names if n in hit], len(names))} is not finite at {where}; {note}"
+    parameters = _parameters([n for n in names if n in hit], len(names)) or "a parameter"
+    text = f"the gradient of {parameters} is not finite at {where}; {note}"
     return NonFiniteCause(text, [i for bad in causes.values() for i in bad], min(causes or reports))
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from paceline.collectives.control import (
     Deferred,
+    NumbersToHost,
     is_async,
     make_node_gather,
     make_world_gather,
@@ -57,13 +58,38 @@ from paceline.stepping.micro_step import (
     zero_gradient_loss,
 )
 from paceline.stepping.order import CollectiveOrderCheck
-from paceline.stepping.totals import AwaitTotals, ControlFlags, DeferredTotals, StepResult, StepTotals, Totals
+from paceline.stepping.totals import (
+    AwaitTotals,
+    ControlFlags,
+    DeferredTotals,
+    StepResult,
+    StepTotals,
+    Totals,
+    UnreadStep,
+)
 from paceline.stepping.trained_model import ModelInTraining, check_summed_once, models_reached_on_any_rank
+
+LARGEST_SQUARED = 1e19  # a norm above has overflowed on the device, but not on the host, which uses float64
+
+
+class StepNotAppliedError(Exception):
+    """The device has not applied the step before, which must be repeated. Nothing of the current step was applied."""
 
 
 class Step:
-    """The state of the current step."""
+    """The state of the current step.
 
+    If `may_be_late`, the host reads the loss and the finiteness of a step on a GPU after it has launched the backward
+    of the next step, and before it launches the update of the next step (see `UnreadStep`). The GPU then always has
+    work. A step that is not finite changes nothing on the device.
+    """
+
+    may_be_late = False
+    """whether the result of this step may be read in the next step"""
+    is_repeated = False
+    """whether this step was not finite before, so that it must not count if it is finite now"""
+    unread: UnreadStep | None = None
+    """this step after its last backward, if its result is not read; before that, the previous step"""
     flop_counter: FlopCount | None = None
     """counts the operations of the first micro-batch that counts"""
 
@@ -114,6 +140,7 @@ class Step:
         self._max_norm, self._forward, self.ahead = max_norm, forward, ahead or PrefetchTrigger()
         self.audits = audits
         self._on_device = is_async(world.device)  # whether the host would have to wait for numbers
+        self._to_host = NumbersToHost(world.device)
         self._guard = HangGuard.of_process()
 
     def run_bodies(
@@ -268,7 +295,7 @@ class Step:
 
     def give_up(self) -> None:
         """End the step early, for example after an error: restore gradients and buffers."""
-        self.micro_step, self.in_step = None, False
+        self.micro_step, self.in_step, self.unread = None, False, None
         self._leave_batch(sys.exc_info()[1])
         for part in self.parts:
             part.give_up()
@@ -301,7 +328,7 @@ class Step:
             self.targets.append((count, weighed.weight))
         # a mean; or the (B,) of a task, which was checked to have one value per sample
         plain = weight is None and reduction == "mean" and loss.ndim <= int(self._forward is not None)
-        is_weightless = self._sums.add_loss(loss, weighed, reduction, micro_step, plain=plain)
+        is_weightless = self._sums.add_loss(loss, weighed, reduction, micro_step, plain=plain, is_last=last)
         # a host that steps separately does not wait for weights of other hosts
         scale = self._sums.choose_loss_divisor(weighed, waits=last and self._host is None)
         finish = self._sums.start() if last else None  # travels during backward
@@ -469,10 +496,20 @@ class Step:
     def _read_from_device(
         self, to_judge: Sequence[ModelInTraining], loss: float, totals: Totals | DeferredTotals | None
     ) -> tuple[float, bool]:
-        """The loss, and whether it and the gradients of `to_judge` are finite (a collective if they are sharded)."""
-        checks = [part.clip_and_check_finite(self._max_norm) for part in to_judge]
+        """The loss, and whether it and the gradients of `to_judge` are finite (a collective if they are sharded).
+
+        Raises:
+            StepNotAppliedError: the previous step must be repeated.
+        """
+        unread = self._leave_on_device(totals) if self.may_be_late else None
+        checks = [part.clip_and_check_finite(self._max_norm) for part in to_judge] if unread is None else []
         pending = [value for value in (totals, *checks) if isinstance(value, Deferred)]
         self.ahead.start_batches()  # the device has work now
+        if self.unread is not None and not self.unread.read():
+            raise StepNotAppliedError
+        self.unread = unread
+        if unread is not None:
+            return loss, True
         numbers_by_id = {id(value): numbers for value, numbers in zip(pending, read_all(pending), strict=True)}
         if isinstance(totals, DeferredTotals):
             loss = self._sums.read_totals(totals.compute(numbers_by_id[id(totals)]))
@@ -481,7 +518,24 @@ class Step:
             if finite:
                 finite = check.compute(numbers_by_id[id(check)]) if isinstance(check, Deferred) else check
                 self._result.grad_norm = part.norm
+        if self.is_repeated and (self._result.grad_norm or 0) < LARGEST_SQUARED:  # a device or memory has failed
+            finite = False
         return loss, finite
+
+    def _leave_on_device(self, totals: Totals | DeferredTotals | None) -> UnreadStep | None:
+        """Clip and check the gradients without the host; None if the host must read the results before the update."""
+        (part,) = self.parts
+        if not isinstance(totals, DeferredTotals) or isinstance(totals.weights, Tensor) or totals.weights < 1:
+            return None
+        known, rest = totals.compute([0.0]), self._sums.remaining_divisor(totals)
+        if any(known.votes) or rest < 1 or not part.can_skip_on_device():  # a product with 1 / rest may overflow
+            return None
+        self._sums.read_totals(known)
+        found, *norm = part.clip_and_check_on_device(self._max_norm)
+        bad = (totals.numbers * 0 + found).ne(0).float()  # exactly 0 or 1
+        wait = self._to_host.start(torch.cat([totals.numbers, *norm, bad]))
+        self._result.unread = unread = UnreadStep(self._result, bad.view(()), wait)
+        return unread
 
     def _find_nonfinite_cause(
         self, reached: Sequence[ModelInTraining], host: NodeTopology | None, *, in_loss: bool

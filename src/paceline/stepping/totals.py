@@ -92,11 +92,35 @@ class StepResult(Struct):
     """the sum over ranks"""
     skip_cause: NonFiniteCause | None = None
     """the reason if the step did not change the parameters"""
+    unread: "UnreadStep | None" = None
+    """if the host has not read the loss, the norm and `skip_cause` from the device"""
 
     @property
     def loss_sum(self) -> float:
         """The weighted sum of the global batch's losses."""
         return self.loss * self.total_weight
+
+
+class UnreadStep:
+    """A step whose loss and finiteness the host has not read from the device."""
+
+    def __init__(self, result: StepResult, bad: Tensor, wait: Callable[[], list[float]]) -> None:
+        """`bad` is () float32 on the device: 1 if a number of the step may not be finite, else 0.
+
+        `wait` returns the sum of losses, the norm of the gradients if they are clipped, and `bad`.
+        """
+        self.result, self.bad, self._wait = result, bad, wait
+        self._is_good: bool | None = None
+
+    def read(self) -> bool:
+        """Wait for the device, and complete the result. False: the step has changed nothing, and must be repeated."""
+        if self._is_good is None:
+            loss_sum, *norm, bad = self._wait()
+            self._is_good = bad == 0
+            if self._is_good:
+                self.result.loss += loss_sum / self.result.total_weight
+                self.result.grad_norm, self.result.unread = norm[0] if norm else None, None
+        return self._is_good
 
 
 class StepTotals:
@@ -129,6 +153,7 @@ class StepTotals:
         self.result = StepResult()
         self._losses: list[float | Tensor] = [0.0] * self._virtual_ranks
         self._weights: list[float | Tensor] = [0.0] * self._virtual_ranks
+        self._unsent: tuple[int, WeightedLoss] | None = None  # virtual rank and loss that `start` adds to `_losses`
         self._is_counted = False  # whether they are those of a round that is over
         self.divisor: float | None = None
         """the sum of all weights; None: not known yet"""
@@ -153,11 +178,19 @@ class StepTotals:
         return self.result
 
     def add_loss(
-        self, loss: Tensor, weighed: WeightedLoss, reduction: Reduction, micro_step: MicroStep, *, plain: bool
+        self,
+        loss: Tensor,
+        weighed: WeightedLoss,
+        reduction: Reduction,
+        micro_step: MicroStep,
+        *,
+        plain: bool,
+        is_last: bool = False,
     ) -> bool:
         """Add a loss and its weight to the totals. Backwards with a common divisor must have the same weight.
 
-        `plain`: each sample weighs 1, according to the form of the loss, which is the same on all ranks.
+        `plain`: each sample weighs 1, according to the form of the loss, which is the same on all ranks. `is_last`:
+        `start` is called next.
 
         Returns whether the loss is known to have no gradient: its factor is 0. A GPU is not asked, because the host
         would wait.
@@ -182,7 +215,11 @@ class StepTotals:
                 raise UsageError(code="wrong-virtual-ranks", virtual_rank=virtual_rank, rows=self._virtual_ranks)
             if not is_weightless:  # a mean over nothing is NaN
                 if self._on_device:
-                    self._losses[virtual_rank] = weighed.add_to(self._losses[virtual_rank])
+                    total = self._losses[virtual_rank]
+                    if is_last and isinstance(total, float) and self._world.size > 1:
+                        self._unsent = virtual_rank, weighed
+                    else:
+                        self._losses[virtual_rank] = weighed.add_to(total)
                 elif isinstance(factor, Tensor):
                     self._losses[virtual_rank] += float(weighed.value.detach() * factor)
                 else:  # the same bits
@@ -268,6 +305,10 @@ class StepTotals:
         for index, number in enumerate(numbers):
             if isinstance(number, Tensor):
                 slots[index] = number
+        if self._unsent is not None:
+            (virtual_rank, weighed), self._unsent = self._unsent, None
+            slot = slots[2 * virtual_rank]
+            self._losses[virtual_rank] = weighed.add_to(slot, out=slot)
         finish = exchange.start_sum(slots, TOTALS_NAME)
 
         def totals() -> DeferredTotals:

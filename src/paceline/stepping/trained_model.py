@@ -208,6 +208,24 @@ class ModelInTraining:
 
         return self.replica.clip_grad_norm(max_norm).map(made)
 
+    def can_skip_on_device(self) -> bool:
+        """Whether an update that `Strategy.step_unless` skips changes nothing."""
+        return self.scale is None and not self._hooked and self.replica.can_skip_on_device()
+
+    def clip_and_check_on_device(self, max_norm: float | None) -> list[Tensor]:
+        """As `clip_and_check_finite`, but the host reads nothing.
+
+        Returns (1,) each: 0 if all gradients are finite; with `max_norm` also the norm.
+        """
+        finite, self._found = self._found, None
+        if max_norm is not None:
+            norm = self.replica.clip_grad_norm_on_device(max_norm)
+            return [norm * 0, norm]
+        finite = gradients_are_finite(self.replica) if finite is None else finite
+        if isinstance(finite, Deferred):
+            return [finite.numbers]
+        return [torch.full((1,), float(not finite), device=self.replica.world.device)]
+
     def give_up(self) -> None:
         """End the step early: restore the buffers."""
         self.replica.put_back_buffers()

@@ -18,13 +18,13 @@ from paceline.checkpoint.state import Source, TensorShard, load_into, unsharded_
 from paceline.collectives.buckets import trainable
 from paceline.collectives.communicator import print_notice
 from paceline.collectives.control import Deferred, scale_gradients
-from paceline.collectives.norm import scale_to_norm, total_norm
+from paceline.collectives.norm import scale_to_norm, scale_to_norm_on_device, total_norm
 from paceline.errors import UsageError
 from paceline.rank.world import World
 from paceline.seeding import seeded_random_stream
 from paceline.strategies.buffers import VirtualRankBuffers, ignore_batch
 from paceline.strategies.optimizer_state import load_node_mean, load_optimizer, node_mean_message, optimizer_shards
-from paceline.strategies.optimizers import each_optimizer, trained_by_each
+from paceline.strategies.optimizers import each_optimizer, skips_on_device, trained_by_each
 from paceline.strategies.validation import check_no_max_norm, check_optimizer_parameters
 
 if TYPE_CHECKING:
@@ -49,10 +49,14 @@ class Strategy:
 
     sharded = False
     """whether each rank holds only a shard of the gradients"""
+    hides_gradients = False
+    """whether the gradients are those of the optimizer's pieces only, and not .grad of the model's parameters"""
     in_lockstep = False
     """whether a forward is a collective. Then all ranks run the same number of forwards, some on dummy batches"""
     local_step_node: NodeTopology | None = None
     """this node, if nodes take local steps. Then only the ranks of this node hold these gradients"""
+    can_be_late = False
+    """whether a single rank may read the results of a step during the next step; see `stepping.step.Step`"""
     pipeline: Pipeline | None = None
     """the pipeline, if this rank holds one stage of the model. Every forward runs through it"""
 
@@ -182,7 +186,7 @@ class Strategy:
         if self.reducer is not None:
             self.reducer.reset()
         self.model.zero_grad(set_to_none=True)
-        self.drop_pieces(())
+        self.clear_pieces((), set_to_none=True)
 
     def clear_gradients(self, optimizer: Optimizer, *, set_to_none: bool) -> None:
         """Clear the gradients of the model, except of parameters that other optimizers train."""
@@ -191,14 +195,14 @@ class Strategy:
         }
         for parameter in self.model.parameters():
             if parameter.grad is not None and not (others and parameter in others):
-                if set_to_none:
+                if set_to_none or self.hides_gradients:
                     parameter.grad = None
                 else:
                     parameter.grad.detach_().zero_()
-        self.drop_pieces(others)
+        self.clear_pieces(others, set_to_none=set_to_none)
 
-    def drop_pieces(self, kept: Collection[nn.Parameter]) -> None:
-        """Drop the gradients of this rank's pieces of parameters, except those of the parameters `kept`."""
+    def clear_pieces(self, kept: Collection[nn.Parameter], *, set_to_none: bool) -> None:
+        """Clear the gradients of this rank's pieces of parameters, except those of the parameters `kept`."""
 
     def gradients(self) -> list[TensorShard]:
         """This rank's gradients of the global batch's mean, by parameter, without unused parameters."""
@@ -219,6 +223,35 @@ class Strategy:
 
     def _gradient_norm(self, tensors: list[Tensor]) -> Deferred[float]:
         return total_norm(tensors)
+
+    def clip_grad_norm_on_device(self, max_norm: float) -> Tensor:
+        """The same without a read, if this rank has whole float32 gradients: the norm, (1,) float64.
+
+        If it is not finite, the gradients are not valid.
+        """
+        tensors = [shard.tensor for shard in self._gradients()]
+        norm = self._norm_on_device(tensors)
+        scale_to_norm_on_device(tensors, norm, max_norm)
+        return norm
+
+    def _norm_on_device(self, tensors: list[Tensor]) -> Tensor:
+        return self._gradient_norm(tensors).numbers
+
+    def can_skip_on_device(self) -> bool:
+        """Whether the device can skip the next update without the host: see `step_unless`."""
+        is_single_device = self.can_be_late and self.world.size == 1 and self.parts is None
+        return is_single_device and self.buffers.can_restore_on_device() and all(map(skips_on_device, self.optimizers))
+
+    def step_unless(self, bad: Tensor) -> None:
+        """Update, or restore what `keep_buffers` has saved if `bad` is 1. It is () float32 on the device, 1 or 0."""
+        for optimizer in self.optimizers:
+            vars(optimizer)["found_inf"] = bad  # torch's fused kernels skip the step if it is exactly 1
+        try:
+            self.optimizer.step()
+        finally:
+            for optimizer in self.optimizers:
+                del vars(optimizer)["found_inf"]
+        self.buffers.restore_where(bad)
 
     def all_finite(self) -> bool:
         """Whether the gradients of all nodes are finite, with local steps (a collective).

@@ -12,6 +12,7 @@ buffers in `buffer_reductions`. The buffers of normalization layers are averaged
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -137,6 +138,39 @@ class VirtualRankBuffers:
         self._seen = {virtual_rank: dict(histories) for virtual_rank, histories in self._kept_seen.items()}
         self._counted.clear()
         self._put(next(iter(self._of.values()), {name: b.clone() for name, b in self._initial.items()}))
+
+    def can_restore_on_device(self) -> bool:
+        """Whether `restore_where` restores everything: the step has only written into the memory of buffers."""
+        if self.is_idle:
+            return True
+        current = dict(self._of)
+        if self._inside is not None:
+            current[self._inside[0].virtual_rank] = self._in_module()
+        if self._open or current.keys() != self._kept_from.keys():
+            return False
+        pairs = ((buffers, self._kept_from[virtual_rank]) for virtual_rank, buffers in current.items())
+        return all(
+            buffer is before[name] and buffer.is_contiguous()
+            for buffers, before in pairs
+            for name, buffer in buffers.items()
+        )
+
+    @torch.no_grad()
+    def restore_where(self, bad: Tensor) -> None:
+        """Restore all buffers from the last `save_copies` if `bad` is 1. The host does not read it."""
+        by_type: defaultdict[torch.dtype, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        for virtual_rank, kept in self._kept.items():
+            for name, copy in kept.items():
+                buffer = self._of[virtual_rank][name]
+                if buffer.numel() and self._may_have_changed(virtual_rank, name, buffer):
+                    by_type[buffer.dtype].append((buffer, copy))
+        for pairs in by_type.values():
+            buffers, copies = ([*tensors] for tensors in zip(*pairs, strict=True))
+            current, before = (torch.cat([*map(Tensor.flatten, tensors)]) for tensors in (buffers, copies))
+            pieces = torch.where(bad > 0, before, current).split([*map(Tensor.numel, buffers)])
+            values = [piece.view(buffer.shape) for piece, buffer in zip(pieces, buffers, strict=True)]
+            torch._foreach_copy_(buffers, values)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        self._note_read(self._custom)
 
     @contextmanager
     def micro_batch_context(self, work: MicroBatchPlan) -> Generator[None]:

@@ -20,6 +20,8 @@ class Exact(Strategy):
     `train.determinism` configures and records these.
     """
 
+    can_be_late = True
+
     def __init__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
     ) -> None:
@@ -38,3 +40,6 @@ class Exact(Strategy):
     def _gradient_norm(self, tensors: list[Tensor]) -> Deferred[float]:
         parts = [(i, self.parameters[i].grad, start, stop) for i, start, stop in self._share]
         return self._norm({i: grad.reshape(-1)[start:stop] for i, grad, start, stop in parts if grad is not None})
+
+    def _norm_on_device(self, tensors: list[Tensor]) -> Tensor:
+        return super()._norm_on_device(tensors).sqrt()  # of a single rank: the root of the tree

@@ -61,8 +61,8 @@ class FSDP(Strategy):
     Memory of each rank, for P parameters, N ranks and AdamW: 4P/N, and the block that is being computed. Gradients are
     sharded after each micro-batch, also with accumulation.
 
-    After `in_bf16` (`compute.precision`), ranks gather in bf16 those blocks whose weights autocast would round before
-    each use (torch's MixedPrecisionPolicy). This sends half the bytes and gives the same numbers as autocast. Their
+    After `autocast_bf16`, ranks gather in bf16 those blocks whose weights autocast would round before each use (torch's
+    MixedPrecisionPolicy). This sends half the bytes and gives the same numbers as autocast. Their
     gradients are summed in float32, over micro-batches and ranks, because bf16 has 8 significant bits. The shards of a
     rank and checkpoints stay float32.
     """

@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from paceline.errors import UsageError
 
@@ -45,3 +46,28 @@ def trained_by_each(optimizer: Optimizer) -> list[list[nn.Parameter]]:
 
 def optimizer_names(optimizer: Optimizer) -> str:
     return ", ".join(type(one).__name__ for one in each_optimizer(optimizer))
+
+
+def skips_on_device(optimizer: Optimizer) -> bool:
+    """Whether a step of `optimizer` with `found_inf` equal to 1 changes nothing, and calls no code of the user.
+
+    A step must not create state that a skipped step would not have. The first step of fused SGD with momentum also
+    leaves its buffers uninitialized if it is skipped (torch 2.11 to 2.14).
+    """
+    own: Any = optimizer
+    if type(optimizer) not in (Adam, AdamW, Adagrad, SGD) or "step" in vars(optimizer):
+        return False
+    if own._optimizer_step_pre_hooks or own._optimizer_step_post_hooks:
+        return False
+    for group in optimizer.param_groups:
+        trained = [p for p in group["params"] if p.grad is not None]
+        if not group["fused"] or any(p.grad.dtype != torch.float32 for p in trained):
+            return False
+        if type(optimizer) is not SGD:
+            has_state = all(map(optimizer.state.__contains__, trained))
+        else:
+            momenta = (optimizer.state.get(p, {}).get("momentum_buffer") for p in trained)
+            has_state = not group["momentum"] or all(momentum is not None for momentum in momenta)
+        if not has_state:
+            return False
+    return True

@@ -8,6 +8,8 @@ from paceline.strategies.validation import check_no_lazy_parameters, check_singl
 
 
 class Single(Strategy):
+    can_be_late = True
+
     def __init__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
     ) -> None:

@@ -33,7 +33,7 @@ class Zero(Strategy):
     While a rank accumulates several micro-batches, P gradients exist.
     """
 
-    sharded = True
+    sharded = hides_gradients = True
 
     def __init__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
@@ -67,8 +67,9 @@ class Zero(Strategy):
     def _gradient_norm(self, tensors: list[Tensor]) -> Deferred[float]:
         return self._norm({i: p.grad for i, p in self._by_number.items() if p.grad is not None})
 
-    def drop_pieces(self, kept: Collection[nn.Parameter]) -> None:
-        self._shards.drop_gradients(kept)
+    def clear_pieces(self, kept: Collection[nn.Parameter], *, set_to_none: bool) -> None:
+        clear = self._shards.drop_gradients if set_to_none else self._shards.zero_gradients
+        clear(kept)
 
     def _optimizer_shards(self) -> list[TensorShard]:
         return piece_optimizer_shards(self._updated, self.optimizer)

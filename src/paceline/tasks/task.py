@@ -21,7 +21,7 @@ KEYWORD_PARAMETER_KINDS = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ON
 
 
 @dataclass(frozen=True)
-class Moment:
+class CallbackState:
     """The state of a training after a step, for callbacks. It is equal on all ranks, except for `rank`."""
 
     step: int
@@ -45,7 +45,7 @@ class Moment:
     """Ends the training on all ranks after the next step, which then counts as the last one. One rank may call it."""
 
 
-Callback = Callable[[Moment], object]
+Callback = Callable[[CallbackState], object]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Task:
     splits: Sequence[Split] = ("train", "test")
     """The splits of the data. "validation" is evaluated during training, and then "test" at the end only."""
     on_step: Callback | None = None
-    """Called on every rank after each step, with a Moment."""
+    """Called on every rank after each step, with a CallbackState."""
     on_evaluation: Callback | None = None
     """Called on every rank after each evaluation."""
     on_end: Callback | None = None

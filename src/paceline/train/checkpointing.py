@@ -366,18 +366,26 @@ class CheckpointManager:
         is_due = seconds is not None and not self._world.rank and time.monotonic() - self._saved_at >= seconds
         return *self._checkpoint_writer.write_status(), float(is_due)
 
+    def is_due(self, step: int) -> bool:
+        """Whether the policy compares, snapshots or saves the state after `step`, without any vote."""
+        return any(self._due(step))
+
+    def _due(self, step: int) -> tuple[bool, bool, bool]:
+        policy = self._policy
+        save = bool(policy.checkpoint_every and step % policy.checkpoint_every == 0)
+        snapshot = self._takes_snapshots and step % policy.snapshot_every == 0
+        return save, snapshot, step % policy.compare_every == 0
+
     def after_step(self, step: int, votes: ControlFlags, content: Callable[[], TrainerState], *, save: bool) -> float:
         """Compare, snapshot or save as the policy requires after `step` (collective). `save`: save in any case.
 
         Returns the seconds for which training was paused.
         """
         began = time.perf_counter()
-        policy = self._policy
         self._enter(Phase.CHECKPOINT)
         self._checkpoint_writer.publish_if_written(votes)
-        save = save or votes.checkpoint_due > 0 or bool(policy.checkpoint_every and step % policy.checkpoint_every == 0)
-        snapshot = self._takes_snapshots and step % policy.snapshot_every == 0
-        compare = step % policy.compare_every == 0
+        save_due, snapshot, compare = self._due(step)
+        save = save or save_due or votes.checkpoint_due > 0
         if not (save or snapshot or compare):
             self._report()
             return 0.0

@@ -8,9 +8,9 @@ from torch import nn
 
 from paceline.collectives.control import all_gather_object, raise_on_all_ranks
 from paceline.compute.precision import (
+    autocast_bf16,
+    autocast_fp16,
     bf16_unsupported_reason,
-    in_bf16,
-    in_fp16,
     set_float32_mode,
     tf32_unsupported_reason,
 )
@@ -68,9 +68,9 @@ def resolve_session_precision(precision: str | None, world: World) -> tuple[str 
 
 def apply_precision(precision: str | None, model: nn.Module, device: torch.device) -> None:
     if precision == "bf16":
-        in_bf16(model, device)
+        autocast_bf16(model, device)
     elif precision == "fp16":
-        in_fp16(model, device)
+        autocast_fp16(model, device)
 
 
 def check_precision(precision: str, device: torch.device) -> None:

@@ -5,7 +5,7 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-from paceline.data.loader import MicroBatch, load_again, load_steps, split_pair
+from paceline.data.loader import MicroBatch, load_again, load_steps, split_inputs_and_targets
 from paceline.data.plan import BatchPlan
 from paceline.protocol.status_page import StatusPage
 from paceline.rank.world import World
@@ -30,7 +30,7 @@ class DataProgress:
 
     def load_again(self, plan: BatchPlan, epoch: int, step: int, virtual_rank: int) -> MicroBatch | None:
         batch = load_again(self._parts.train_set, self._loading, plan, epoch, step, virtual_rank)
-        return None if batch is None else split_pair(batch)
+        return None if batch is None else split_inputs_and_targets(batch)
 
     def global_batch_samples(self, record: StepRecord) -> int:
         return record.microbatches[0].work.global_samples
@@ -73,7 +73,7 @@ class StreamProgress(DataProgress):
             with closing(epoch_steps):
                 for micro_batches in epoch_steps:
                     step += 1
-                    yield [split_pair(batch) for batch in micro_batches]
+                    yield [split_inputs_and_targets(batch) for batch in micro_batches]
                     if self.is_last_step(step):
                         return
             where["ended"] = 1  # also if the epoch was already over in the checkpoint

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from paceline.collectives.control import all_gather_tensors
 from paceline.data.fingerprint import probe_indices
-from paceline.data.loader import Loading, fetch_pairs
+from paceline.data.loader import LoadingOptions, fetch_pairs
 from paceline.stepping.step import EvaluationPart, pad_evaluation_batches
 from paceline.strategies.base import Strategy
 from paceline.tasks.metric import AnyMetric
@@ -20,7 +20,7 @@ from paceline.train.metrics import compute_metrics, make_accumulators, states_of
 
 
 def evaluate(
-    replica: Strategy, dataset: Dataset[Any], loss: Loss, metrics: Mapping[str, AnyMetric], loading: Loading, *,
+    replica: Strategy, dataset: Dataset[Any], loss: Loss, metrics: Mapping[str, AnyMetric], loading: LoadingOptions, *,
     batch_size: int = 256, tick: Callable[[], object] = lambda: None,
 ) -> dict[str, float]:  # fmt: skip
     """Return the mean loss (weighted, if the loss has weights) and each metric on `dataset` (collective).
@@ -55,7 +55,7 @@ def evaluate(
 
 
 def try_evaluation(
-    model: nn.Module, dataset: Dataset[Any], loss: Loss, metrics: Mapping[str, AnyMetric], loading: Loading
+    model: nn.Module, dataset: Dataset[Any], loss: Loss, metrics: Mapping[str, AnyMetric], loading: LoadingOptions
 ) -> None:
     accumulators = make_accumulators(loss, metrics, loading.device)
     indices = torch.tensor(probe_indices(len(dataset)))  # pyright: ignore[reportArgumentType]

@@ -11,8 +11,8 @@ from paceline.errors import unknown_name_error
 from paceline.protocol.evidence import Phase
 from paceline.rank.guard import HangGuard
 from paceline.runs.folder import AVERAGE_WEIGHTS, BEST_WEIGHTS
-from paceline.runs.summary import finite
-from paceline.tasks.task import Callback, Moment, Split
+from paceline.runs.summary import finite_metrics
+from paceline.tasks.task import Callback, CallbackState, Split
 from paceline.train.data_progress import DataProgress
 from paceline.train.evaluate import evaluate
 from paceline.train.prepare import TrainingComponents
@@ -89,8 +89,8 @@ class Evaluator:
         return {"best": self.best.as_json()} | ({"ended_early": self.ended_early} if self.ended_early else {})
 
     def summary_fields(self) -> dict[str, Any]:
-        best, results = self.best, {self._tracked: finite(self._progress.metrics), **self._at_end}
-        test = finite(results.get("test", {}))
+        best, results = self.best, {self._tracked: finite_metrics(self._progress.metrics), **self._at_end}
+        test = finite_metrics(results.get("test", {}))
         has_best = best.value is not None and (self._run.keep_best or self._run.patience)
         return {
             "test_accuracy": test.get("accuracy"), "test_loss": test.get("loss"),
@@ -99,8 +99,9 @@ class Evaluator:
             "ended_early": self.ended_early or None,
         }  # fmt: skip
 
-    def is_due(self) -> bool:
-        every, step = self._run.eval_every, self._progress.step
+    def is_due(self, step: int | None = None) -> bool:
+        """Whether an evaluation is due after `step`. Default: the last step."""
+        every, step = self._run.eval_every, self._progress.step if step is None else step
         return self._data_progress.is_epoch_end(step) or (every is not None and step % every == 0)
 
     def call_on_step(self, record: StepRecord) -> None:
@@ -151,13 +152,13 @@ class Evaluator:
         record, world, parts, step = self._record, self._world, self._parts, self._progress.step
         result = (record.result.loss, record.lr, record.result.grad_norm) if record else (math.nan, math.nan, None)
         loss, lr, norm = result
-        moment = Moment(
+        state = CallbackState(
             step=step, total_steps=parts.total_steps, epoch=self._data_progress.epoch(step), loss=loss,
             lr=lr, grad_norm=norm, metrics=dict(self._progress.metrics), model=parts.replica.model, rank=world.rank,
             world_size=world.size, stop=lambda: vars(self).update(end_vote=1.0),
         )  # fmt: skip
         try:
-            callback(moment)
+            callback(state)
         except OSError as error:  # raised by the callback, so it is not an error of the run's files
             name = getattr(callback, "__name__", type(callback).__name__)
             raise RuntimeError(f"callback {name} of the task failed") from error

@@ -23,7 +23,7 @@ from paceline.train.records import memory_breakdown
 
 GROWTH = 4
 Result = TypeVar("Result")
-CPU_HEADROOM = 0.65  # of the free memory: the gaps of a heap (see `keep_memory`) take up to a third of it
+CPU_HEADROOM = 0.65  # of the free memory: the gaps of a heap (see `tune_malloc`) take up to a third of it
 CPU_OTHER_BYTES = 64 << 20  # threads, records, evaluation
 GPU_HEADROOM = 0.9  # for gaps, and buffers of the exchange of gradients
 OPTIMIZER_STATES = 2  # assumption for each parameter, as long as the optimizer has none

@@ -15,7 +15,7 @@ from paceline.checkpoint.shards import ShardedParameter
 from paceline.collectives.control import all_gather_object, raise_on_all_ranks, report_on_one_rank
 from paceline.collectives.replicate import broadcast_module
 from paceline.config.mesh import MODEL_DIMENSIONS
-from paceline.data.loader import Loading, fetch_pairs
+from paceline.data.loader import LoadingOptions, fetch_pairs
 from paceline.data.plan import BatchPlan
 from paceline.errors import UsageError, plural
 from paceline.parallel.partition import profile_chain
@@ -93,7 +93,7 @@ def _make_for_shards(
 
 
 def parallelize_model(
-    task: Task, model: nn.Module, dataset: Dataset[Any], loading: Loading, plan: BatchPlan, world: World,
+    task: Task, model: nn.Module, dataset: Dataset[Any], loading: LoadingOptions, plan: BatchPlan, world: World,
     config: ParallelConfig,
 ) -> ParallelPlan:  # fmt: skip
     """Divide the model along the dimensions of the mesh of `world` (collective)."""
@@ -147,7 +147,7 @@ def _shard_layers(
 
 
 def _first_samples(
-    task: Task, model: nn.Module, dataset: Dataset[Any], loading: Loading
+    task: Task, model: nn.Module, dataset: Dataset[Any], loading: LoadingOptions
 ) -> tuple[Callable[[], Any], Any, Callable[[Any], Tensor]]:
     indices = torch.arange(min(TRIAL_SAMPLES, len(dataset)))  # pyright: ignore[reportArgumentType]
     ((inputs, targets),) = fetch_pairs(dataset, [(0, indices)], 0, loading)

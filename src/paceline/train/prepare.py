@@ -22,17 +22,17 @@ from paceline.collectives.control import (
     raise_on_all_ranks,
     report_on_one_rank,
 )
-from paceline.compute.compiling import compile_model, graph_model
+from paceline.compute.compiling import compile_model, use_cuda_graphs
 from paceline.compute.flops import FlopCount
-from paceline.compute.forward import recompute
+from paceline.compute.forward import checkpoint_activations
 from paceline.compute.precision import (
     MIN_BF16_SPEEDUP,
+    autocast_forward,
     bf16_unsupported_reason,
-    half_precision_forward,
     time_alternatives,
 )
-from paceline.compute.resources import keep_memory
-from paceline.config.definition import settings
+from paceline.compute.resources import tune_malloc
+from paceline.config.definition import definition_settings
 from paceline.config.settings import (
     DEFAULT_BATCH_SIZE,
     BatchSizes,
@@ -46,7 +46,13 @@ from paceline.config.settings import (
 from paceline.config.strategies import STRATEGY_INFO, unsupported_settings
 from paceline.data.arrays import batch_gatherer, on_device
 from paceline.data.fingerprint import data_fingerprint, hash_of
-from paceline.data.loader import Loading, fetch_pairs, index_of_largest, load_dummy_batch, split_pair
+from paceline.data.loader import (
+    LoadingOptions,
+    fetch_pairs,
+    index_of_largest,
+    load_dummy_batch,
+    split_inputs_and_targets,
+)
 from paceline.data.plan import BatchPlan
 from paceline.data.streams import ENDLESS_NUM_SAMPLES, StreamPlan, is_stream
 from paceline.data.workers import SharedMemoryDemand, check_shared_memory
@@ -98,7 +104,7 @@ class TrainingComponents:
     plan: BatchPlan
     local_virtual_ranks: range
     schedule: LRSchedule
-    loading: Loading
+    loading: LoadingOptions
     total_steps: int
     """0 if unknown: epochs over a stream."""
     data_fingerprints: dict[str, Any]
@@ -115,7 +121,7 @@ class TrainingComponents:
     @property
     def definition(self) -> dict[str, Any]:
         facts = {"data": self.data_fingerprints, "hardware": hardware_facts(self.replica.world.device)}
-        return {**settings(self.config), **self.task_settings, **facts}
+        return {**definition_settings(self.config), **self.task_settings, **facts}
 
     def load(self, origin: ResumePoint) -> None:
         self.replica.load(origin.source)
@@ -138,7 +144,7 @@ def prepare(config: TrainConfig, world: World) -> TrainingComponents:
             largest = min(largest, DEFAULT_BATCH_SIZE)
         task = load_task(str(config.task), task_options(config))
         sets: dict[Split, Dataset[Any]] = {split: task.make_dataset(split) for split in SPLITS if split in task.splits}
-        loading = Loading(world.device, config.data.num_workers, task.collate)
+        loading = LoadingOptions(world.device, config.data.num_workers, task.collate)
         stream = make_stream(config, task, sets["train"], shape, loading, world) if is_stream(sets["train"]) else None
         if stream is not None:
             if world.data is not world:
@@ -219,7 +225,7 @@ def check_stream(config: TrainConfig, data: Any) -> None:
 
 
 def make_stream(
-    config: TrainConfig, task: Task, data: Any, shape: BatchSizes, loading: Loading, world: World
+    config: TrainConfig, task: Task, data: Any, shape: BatchSizes, loading: LoadingOptions, world: World
 ) -> Stream:
     check_stream(config, data)
     schedule = config.optimizer.schedule
@@ -235,7 +241,7 @@ def make_stream(
 
 def split_into_micro_batches(
     config: TrainConfig, task: Task, replica: Strategy, dataset: Dataset[Any], plan: BatchPlan, share: range,
-    loading: Loading,
+    loading: LoadingOptions,
 ) -> tuple[BatchPlan, str]:  # fmt: skip
     """The plan with the largest micro-batches that fit on all ranks, and a text about them (a collective)."""
     world, portion = replica.world, math.ceil(plan.global_batch / plan.virtual_ranks)
@@ -249,7 +255,9 @@ def split_into_micro_batches(
     while size := search.next_size():
         agreed = raise_on_all_ranks(world) if is_alone else nullcontext()
         with agreed, search.trial(may_fail=is_alone), preserve_generator_states():
-            steps.try_batch(split_pair(load_dummy_batch(dataset, index, size * merged, plan, share, loading)))
+            steps.try_batch(
+                split_inputs_and_targets(load_dummy_batch(dataset, index, size * merged, plan, share, loading))
+            )
     return replace(plan, accumulation=search.accumulation), search.describe("--micro-batch auto", "--accumulation ")
 
 
@@ -306,8 +314,8 @@ def make_replica(
 
 
 def check_loss(
-    task: Task, model: nn.Module, dataset: Dataset[Any], loading: Loading, load: SharedMemoryDemand | None = None,
-    count: FlopCount | None = None, samples: int = 2,
+    task: Task, model: nn.Module, dataset: Dataset[Any], loading: LoadingOptions,
+    load: SharedMemoryDemand | None = None, count: FlopCount | None = None, samples: int = 2,
 ) -> int:  # fmt: skip
     """Run forward, loss and backward on the first `samples` samples, so that errors appear before the first step.
 
@@ -347,7 +355,7 @@ def check_loss(
 
 
 def resolve_compute(
-    config: ComputeConfig, model: nn.Module, task: Task, dataset: Dataset[Any], loading: Loading, samples: int,
+    config: ComputeConfig, model: nn.Module, task: Task, dataset: Dataset[Any], loading: LoadingOptions, samples: int,
     world: World,
 ) -> ResolvedCompute:  # fmt: skip
     """Resolve the `auto` settings, and set up `model` in place (collective). No strategy is applied yet.
@@ -360,7 +368,7 @@ def resolve_compute(
     with raise_on_all_ranks(world):
         why_no_bf16 = bf16_unsupported_reason(world.device) if config.precision == "auto" else ""
         if config.checkpoint_activations:
-            recompute(model, config.checkpoint_activations)
+            checkpoint_activations(model, config.checkpoint_activations)
         if config.precision == "auto" and not why_no_bf16:
             seconds = _measure_precisions(model, task, dataset, loading, samples)
     notices = list[str]()
@@ -372,7 +380,7 @@ def resolve_compute(
     with raise_on_all_ranks(world):
         apply_precision(precision, model, world.device)
         if config.cuda_graphs:
-            graph_model(model, world.device)
+            use_cuda_graphs(model, world.device)
         if config.compile:
             compile_model(model, world.device)
         allocator, notice = _set_allocator(config, model, world)
@@ -392,11 +400,11 @@ def _choose_precision(measured: list[Any]) -> tuple[Precision, str]:
 
 
 def _measure_precisions(
-    model: nn.Module, task: Task, dataset: Dataset[Any], loading: Loading, samples: int
+    model: nn.Module, task: Task, dataset: Dataset[Any], loading: LoadingOptions, samples: int
 ) -> dict[str, float]:
     """Seconds of forward and backward on the first `samples` samples, by precision. The model does not change."""
     indices = torch.arange(min(samples, len(dataset)))  # pyright: ignore[reportArgumentType]
-    forward_in_bf16 = half_precision_forward(model, loading.device, torch.bfloat16)
+    forward_in_bf16 = autocast_forward(model, loading.device, torch.bfloat16)
     with preserve_generator_states(), eval_mode(model), torch.enable_grad():
         (batch,) = fetch_pairs(dataset, [(0, indices)], 0, replace(loading, num_workers=0))
 
@@ -420,5 +428,5 @@ def _set_allocator(
         return "system", []
     free = free_memory()
     state = STATE_COPIES * sum(p.nbytes for p in model.parameters())
-    why = keep_memory(free_bytes=None if free is None else free // world.local_size, state_bytes=state)
+    why = tune_malloc(free_bytes=None if free is None else free // world.local_size, state_bytes=state)
     return ("system", [f"--allocator tuned is not used: {why}"]) if why else ("tuned", [])

@@ -22,13 +22,13 @@ from paceline.compute.resources import peak_memory
 from paceline.data.plan import BatchPlan
 from paceline.errors import ExitCode, PacelineError, TrainingError
 from paceline.protocol.evidence import Phase
-from paceline.protocol.status_page import REGROUPS, SAVES_ASKED, STEP
+from paceline.protocol.status_page import PHASE_TIMES, PHASE_TIMES_OF_STEPS, REGROUPS, SAVES_ASKED, STEP
 from paceline.rank.guard import HangGuard
 from paceline.rank.world import World
 from paceline.runs import events
 from paceline.runs.folder import ADAPTER, WEIGHTS
 from paceline.runs.progress import Throughput
-from paceline.runs.summary import Summary, finite, write_summary
+from paceline.runs.summary import Summary, finite_metrics, write_summary
 from paceline.runs.utilization import goodput
 from paceline.runs.writing import remove
 from paceline.stepping.nonfinite import NonFinitePolicy, SkippedSteps
@@ -99,6 +99,7 @@ class TrainingProgress(RunRecorder):
             r.pipeline.names if r.pipeline else state_dict_names_by_saved_name(r.model) for r in self._replicas
         ]
         self._guard.page.put("virtual_ranks", plan.virtual_ranks)
+        self._guard.page.put("own_virtual_ranks", len(share))
         holder = CheckpointedModels(parts, self._world, plan.virtual_ranks, others)
         self._checkpoints = CheckpointManager(
             holder, location, self.origin, self._checkpoint_policy,
@@ -130,6 +131,7 @@ class TrainingProgress(RunRecorder):
         self.step, self.samples = record.step, self.samples + samples
         page.steps[STEP] = self.step
         page.enter(Phase.CHECKPOINT)  # from here on the step is complete, even if an error follows
+        page.words[PHASE_TIMES_OF_STEPS] = page.words[PHASE_TIMES]
         self.throughput.count_step(samples, seconds.get(Phase.DATA.word, 0.0), sum(seconds.values()))
         tokens, own_samples = record.num_tokens_and_samples()
         self.use.tokens, self.use.samples = self.use.tokens + tokens, self.use.samples + own_samples
@@ -156,6 +158,10 @@ class TrainingProgress(RunRecorder):
         self._restore(origin)
         self._guard.page.set_step(self.step)
 
+    def is_due(self, step: int) -> bool:
+        """Whether `after_step` looks at the state after `step`, without any vote."""
+        return self._checkpoints is not None and self._checkpoints.is_due(step)
+
     def after_step(self, votes: ControlFlags, numbers: CheckpointValues, *, save: bool, wait: bool) -> None:
         """Compare, snapshot and save as due; with `wait`, return when the checkpoint is on disk (collective)."""
         if self._checkpoints is not None:
@@ -173,7 +179,9 @@ class TrainingProgress(RunRecorder):
 
     def _content(self, numbers: CheckpointValues) -> TrainerState:
         definition = self.place.definition if self.place else {}
-        return TrainerState(self.samples, finite(self.metrics), definition, self.evaluated, numbers(), self._names)
+        return TrainerState(
+            self.samples, finite_metrics(self.metrics), definition, self.evaluated, numbers(), self._names
+        )
 
     # the end
 

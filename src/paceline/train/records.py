@@ -21,7 +21,7 @@ from paceline.protocol.status_page import StatusPage
 from paceline.rank.world import World
 from paceline.runs import events
 from paceline.runs.events import Event, MemoryBreakdown, TracedStep
-from paceline.runs.summary import finite, scores_line
+from paceline.runs.summary import finite_metrics, format_metrics
 from paceline.runs.trackers import TrackerQueue, tracker_names
 from paceline.runs.writers import EventWriter
 from paceline.strategies.base import Strategy
@@ -81,9 +81,9 @@ class RunRecorder:
         self.write(events.Notice(line))
 
     def log_evaluation(self, step: int, metrics: dict[str, float], split: str = "", seconds: float = 0.0) -> None:
-        self.write(events.Evaluated(step, finite(metrics), seconds, split or "test"))
+        self.write(events.Evaluated(step, finite_metrics(metrics), seconds, split or "test"))
         self._tracking.log(step, {f"{split}/{name}" if split else name: score for name, score in metrics.items()})
-        self.show(f"{split} after step {step}: {scores_line(metrics)}".lstrip())
+        self.show(f"{split} after step {step}: {format_metrics(metrics)}".lstrip())
 
     def log_start(self, plan: BatchPlan, start: int) -> None:
         assert self.place is not None

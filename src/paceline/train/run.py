@@ -16,15 +16,15 @@ from paceline import __version__
 from paceline.checkpoint.resume import ResumePoint, RunLocation, find_resume_point, lock_run_folder
 from paceline.collectives.communicator import communicator, make_communicator
 from paceline.collectives.control import check_equal, raise_on_all_ranks, report_on_one_rank
-from paceline.config.definition import EXACT_ONLY_SETTINGS, allowed_changes, check_same, settings
+from paceline.config.definition import EXACT_ONLY_SETTINGS, allowed_changes, check_same_definition, definition_settings
 from paceline.config.mesh import mesh_of
-from paceline.config.settings import TrainConfig, config_to_record, dump, load, with_defaults
+from paceline.config.settings import TrainConfig, config_to_record, dump, load, resolve_defaults
 from paceline.config.strategies import EXACT_STRATEGIES, check_can_audit
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.protocol.control import WorkerSpec, restart_count
 from paceline.protocol.evidence import Phase
 from paceline.rank.guard import HangGuard
-from paceline.rank.world import World, create_mesh_groups, device_name, joined
+from paceline.rank.world import World, create_mesh_groups, device_name, process_group
 from paceline.runs import folder as run_folder
 from paceline.runs import writing
 from paceline.runs.summary import Summary, write_summary
@@ -56,11 +56,11 @@ def train(config: TrainConfig) -> Outcome:
     # the launcher has created and locked it
     locked_dir = config.run.run_dir if WorkerSpec.from_environment() is not None else None
     world = World.from_env(device=config.launch.device, backend=config.launch.backend)
-    with joined(world, timeout_seconds=config.launch.timeout), lock_run_folder(
+    with process_group(world, timeout_seconds=config.launch.timeout), lock_run_folder(
         world, config.run.run_dir, str(config.task), prepared=locked_dir, resume=config.checkpoint.resume == "auto",
         restart=config.checkpoint.restart, trust=config.run.trust,
     ) as location:  # fmt: skip
-        unresolved, config = config.data, with_defaults(config, world.size)
+        unresolved, config = config.data, resolve_defaults(config, world.size)
         if unresolved.batch_size and world.size > 1 and not (unresolved.global_batch or unresolved.virtual_ranks):
             location.notices.append(
                 f"--batch-size {unresolved.batch_size} is per rank: the global batch changes with the number of ranks. "
@@ -71,7 +71,7 @@ def train(config: TrainConfig) -> Outcome:
         )
         try:
             make_communicator(config.launch.collectives)
-            check_equal("settings", settings(config), world)
+            check_equal("settings", definition_settings(config), world)
             if not restart_count():  # later one rank may be left
                 every, on_audit, strategy = config.guard.audit_every, config.guard.on_audit, str(config.strategy)
                 with raise_on_all_ranks(world):
@@ -148,7 +148,9 @@ def _find_resume_point(config: TrainConfig, location: RunLocation, world: World)
     if origin is not None:
         with raise_on_all_ranks(world):
             allowed = allowed_changes(c.allow_change)
-            changes = check_same(origin.trainer_state.definition, location.definition, allowed, origin.location_text)
+            changes = check_same_definition(
+                origin.trainer_state.definition, location.definition, allowed, origin.location_text
+            )
         location.notices.extend(f"changed with --allow-change: {change}" for change in changes)
     return origin
 

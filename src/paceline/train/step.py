@@ -24,7 +24,7 @@ from paceline.stepping.micro_step import upcast
 from paceline.stepping.nonfinite import select_samples
 from paceline.stepping.order import CollectiveOrderCheck
 from paceline.stepping.pipeline_step import PipelineStep
-from paceline.stepping.step import Step
+from paceline.stepping.step import Step, StepNotAppliedError
 from paceline.stepping.totals import ControlFlags, StepResult
 from paceline.stepping.trained_model import LossScale, ModelInTraining
 from paceline.strategies.base import Strategy
@@ -72,7 +72,7 @@ class TaskSteps:
             return losses.sum() if weights is None else (losses * weights).sum()
 
         self._replica, self._loss, self._one_each, way_out = replica, loss, one_each, "--not-finite skip"
-        options.setdefault("enter", ignore_phase)
+        self._enter = options.setdefault("enter", ignore_phase)
         if replica.pipeline is None:
             self._steps = Step(replica.world, replica.virtual_ranks, forward=weighted_sum, way_out=way_out, **options)
         else:  # no single stage can recompute one sample to find the cause of a NaN
@@ -88,7 +88,17 @@ class TaskSteps:
                 ReportedByPeer on the others. Parameters and buffers keep their values from before the step, except
                 with `--local-steps`, which checks only the gradients before the update.
         """
+        self.compute(microbatches)
+        return self.update()
+
+    def compute(self, microbatches: Sequence[MicroBatch], *, late: bool = False) -> None:
+        """All of `take_step` before the update. `late`: the result may be read in the next step, if the GPU can skip.
+
+        Raises:
+            StepNotAppliedError: the previous step has changed nothing. Repeat it, and this one.
+        """
         steps, replica, work = self._steps, self._replica, microbatches[0].work
+        steps.may_be_late = late
         where = f"epoch {work.epoch + 1}, step {work.step + 1} of that epoch"
         try:
             if isinstance(steps, PipelineStep):
@@ -103,10 +113,41 @@ class TaskSteps:
                 traceback.clear_frames(error.__traceback__)  # they hold tensors
                 raise self._explain_out_of_memory(where, microbatches[0]) from error
             raise
+
+    def update(self) -> StepResult:
+        """Update with the gradients of `compute`. `complete` completes a result that is `unread`."""
+        steps, replica = self._steps, self._replica
         if not steps.is_skipped:
             steps.begin_update()
-            replica.optimizer.step()
+            if steps.unread is None:
+                replica.optimizer.step()
+            else:
+                replica.step_unless(steps.unread.bad)
         return steps.end()
+
+    def complete(self, record: StepRecord, schedule: LRSchedule) -> StepRecord:
+        """The record of an unread step with its result. A step that the device has not applied is repeated.
+
+        Call it before the next update. The next step must be computed again if this one was repeated.
+        """
+        unread = record.result.unread
+        try:
+            if unread is None or unread.read():
+                return record
+        except BaseException:
+            self._enter(Phase.OPTIMIZER)  # a reader of the phase must not take the state for that before the step
+            raise
+        self.give_up()
+        schedule.set_lr(self._replica.optimizer, record.step - 1)
+        self._steps.is_repeated, self._steps.unread = True, None
+        result = self.take_step(record.microbatches)
+        self._steps.is_repeated = False
+        return replace(record, result=result)
+
+    def give_up(self) -> None:
+        """Drop a step that was computed, but not updated."""
+        if self._steps.in_step and not self._steps.updating:
+            self._steps.give_up()
 
     def _compute(self, batch: MicroBatch) -> None:
         outputs = call_model(self._replica.model, batch.inputs, self._replica.module)
@@ -147,7 +188,7 @@ def train_step(
 def fit(
     replica: Strategy, steps: Iterable[list[MicroBatch]], loss: Loss, schedule: LRSchedule, *, start: int = 0,
     page: StatusPage | None = None, on_device: PhaseEvents | None = None, scale: LossScale | None = None,
-    one_each: bool = False, **options: Unpack[StepOptions],
+    one_each: bool = False, may_be_late: Callable[[int], bool] | None = None, **options: Unpack[StepOptions],
 ) -> Generator[StepRecord]:  # fmt: skip
     """Train on `steps` and yield a record after each step.
 
@@ -159,18 +200,47 @@ def fit(
         start: the number of the first step, from 0.
         page: has the phases of this rank. Default: that of the process.
         on_device: device events of the phases; see PhaseClock.
+        may_be_late: whether a step, from 1, may be `unread` after its update. Its record then follows the backward of
+            the next step: parameters are those after the step, but buffers and gradients are not. None: no step.
         scale, one_each, options: see TaskSteps, also for the errors.
     """
     replica.model.train()
     page = page or HangGuard.of_process().page
     clock = PhaseClock(page, on_device, options.setdefault("enter", page.enter))
     step = TaskSteps(replica, loss, scale=scale, one_each=one_each, **options)
+    unread: StepRecord | None = None  # of the previous step, if its result is not read
     clock.start()
-    for number, microbatches in enumerate(steps, start):
-        lr = schedule.set_lr(replica.optimizer, number)
-        result = step.take_step(microbatches)
-        yield StepRecord(number + 1, result, lr, microbatches, clock.take(), clock.starts)
-        clock.start()  # the time of the caller does not count for the next step
+    try:
+        for number, microbatches in enumerate(steps, start):
+            lr = schedule.set_lr(replica.optimizer, number)
+            late = may_be_late is not None and may_be_late(number + 1)
+            try:
+                step.compute(microbatches, late=late)
+                is_computed = True
+            except StepNotAppliedError:
+                is_computed = False
+            if unread is not None:
+                previous, unread = unread, None
+                yield step.complete(previous, schedule)
+            if not is_computed:
+                schedule.set_lr(replica.optimizer, number)
+                step.compute(microbatches, late=late)
+            result = step.update()
+            record = StepRecord(number + 1, result, lr, microbatches, clock.take(), clock.starts)
+            if result.unread is None:
+                yield record
+            else:
+                unread = record
+            clock.start()  # the time of the caller does not count for the next step
+    except Exception:
+        if unread is not None:  # the state is that after its update
+            yield step.complete(unread, schedule)
+        raise
+    else:
+        if unread is not None:
+            yield step.complete(unread, schedule)
+    finally:
+        step.give_up()
 
 
 def weighted_losses(loss: Loss, outputs: Any, targets: Any) -> tuple[Tensor, Tensor | None]:

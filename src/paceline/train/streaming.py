@@ -10,7 +10,7 @@ import torch
 
 from paceline.collectives.control import all_gather_object, check_equal, raise_on_all_ranks, report_on_one_rank
 from paceline.data.fingerprint import hash_of
-from paceline.data.loader import Loading, MicroBatch
+from paceline.data.loader import LoadingOptions, MicroBatch
 from paceline.data.plan import MicroBatchPlan
 from paceline.data.streams import (
     ChunkReader,
@@ -19,8 +19,8 @@ from paceline.data.streams import (
     StreamChunk,
     StreamPart,
     StreamPlan,
-    part_of,
     read_chunks,
+    shard_stream,
 )
 from paceline.errors import PacelineError, TrainingError, UsageError
 from paceline.rank.world import World
@@ -42,7 +42,7 @@ class Stream:
     """The `next_batch_samples` field of ControlFlags: the samples that this rank has for the next batch."""
 
     def __init__(
-        self, dataset: Any, plan: StreamPlan, loading: Loading, world: World, say: Callable[[str], None]
+        self, dataset: Any, plan: StreamPlan, loading: LoadingOptions, world: World, say: Callable[[str], None]
     ) -> None:
         self.dataset, self.plan, self.loading = dataset, plan, loading
         self._world, self.say = world, say
@@ -206,7 +206,7 @@ class Stream:
         for v in share:
             if v not in self._parts:
                 count = self.plan.virtual_ranks
-                self._parts[v] = StreamPart(part_of(self.dataset, v, count), self.plan.seed, v, count)
+                self._parts[v] = StreamPart(shard_stream(self.dataset, v, count), self.plan.seed, v, count)
         return [self._parts[v] for v in share]
 
     def _read(self, reader: ChunkReader, *, evaluates: bool = False) -> Generator[StreamChunk]:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from paceline.checkpoint.resume import ResumePoint, RunLocation
+from paceline.collectives.control import is_async
 from paceline.compute.flops import Utilization
 from paceline.config.choices import steps_or_seconds
 from paceline.config.strategies import EXACT_STRATEGIES
@@ -23,6 +24,7 @@ from paceline.stepping.trained_model import ModelInTraining, make_loss_scale
 from paceline.train.checkpointing import CheckpointPolicy
 from paceline.train.data_progress import DataProgress, StreamProgress
 from paceline.train.evaluations import Evaluator
+from paceline.train.optimizer import Schedule
 from paceline.train.parallelism import stage_wait_line
 from paceline.train.preemption import record_stop_signals
 from paceline.train.prepare import TrainingComponents
@@ -57,6 +59,9 @@ class TaskTrainer:
         if origin is not None:
             self._load(origin)
         self._evaluator = Evaluator(parts, self._progress, self._data)
+        is_fixed = isinstance(parts.schedule, Schedule) and parts.task.on_step is None  # nobody needs the last loss
+        is_single_gpu = is_async(self._world.device) and self._world.size == 1
+        self._can_be_late = is_single_gpu and is_fixed and self._scale is None and not compute.cuda_graphs
         self._audits: Audits | None = None
         if (every := self._config.guard.audit_every) is not None and self._world.size > 1:
             save = partial(self._progress.save_before_stop, partial(self._numbers, self._world))
@@ -126,7 +131,7 @@ class TaskTrainer:
             start=progress.step, max_norm=self._config.optimizer.clip_norm, votes=self._votes,
             page=self._page, on_device=self._on_device, order=progress.order,
             may_skip=self._config.guard.not_finite != "stop", ahead=parts.loading.ahead, scale=self._scale,
-            one_each=one_each, audits=self._audits,
+            one_each=one_each, audits=self._audits, may_be_late=self._may_be_late if self._can_be_late else None,
         )  # fmt: skip
         with closing(batches), closing(records):  # also ends the loader processes if a step fails
             for record in records:
@@ -139,6 +144,12 @@ class TaskTrainer:
                 if (stops := self._after_step(record)) or self._evaluator.ended_early:
                     return stops
         return False
+
+    def _may_be_late(self, step: int) -> bool:
+        """Whether nothing looks at the state after `step`, so that its result may be read in the next step."""
+        is_end = self._data.is_last_step(step) or step == self._config.checkpoint.rehearse_preemption
+        is_first = step == self._progress.start + 1
+        return not (is_first or is_end or self._evaluator.is_due(step) or self._progress.is_due(step))
 
     def _load(self, origin: ResumePoint) -> None:
         self._data.load(origin.trainer_state.loop)

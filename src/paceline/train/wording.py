@@ -13,7 +13,7 @@ from paceline.data.workers import has_batched_getitems
 from paceline.errors import plural
 from paceline.host.cgroup import usable_cores
 from paceline.rank.world import World, device_name
-from paceline.runs.summary import Summary, scores_line
+from paceline.runs.summary import Summary, format_metrics
 from paceline.train.optimizer import scaled_lr
 
 if TYPE_CHECKING:
@@ -74,7 +74,9 @@ def closing_lines(summary: Summary, folder: Path) -> list[str]:
     rate = f", {summary.samples_per_second:,.0f} samples/s" if summary.samples_per_second else ""
     bits = f", the same for 1 to {summary.virtual_ranks} processes" if summary.bits_hold_for else ""
     scores = {"validation": summary.validation_metrics, "test": summary.test_metrics}
-    results = "; ".join(f"{split} {scores_line(metrics)}" for split, metrics in scores.items() if metrics is not None)
+    results = "; ".join(
+        f"{split} {format_metrics(metrics)}" for split, metrics in scores.items() if metrics is not None
+    )
     return [
         f"done: {results}{rate}",
         f"weights {str(summary.weights_sha256)[:16]}...{bits}",

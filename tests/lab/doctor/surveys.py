@@ -1,15 +1,13 @@
 """A healthy set of three hosts as facts and a survey, for tests to spoil in one point."""
 
-from __future__ import annotations
-
 from itertools import permutations
 from typing import Any
 
 import msgspec
 
-from paceline.host.facts import Address, Facts, Limit
+from paceline.host.facts import Address, Facts, ResourceLimit
 from paceline.host.gpus import Gpu
-from paceline.lab.doctor.host import ExamineAnswer, FolderProbeAnswer, Link
+from paceline.lab.doctor.host import FactsAnswer, FolderProbeAnswer, LinkMeasurement
 from paceline.lab.doctor.survey import PlannedUse, Survey
 
 HOSTS = ("n1", "n2", "n3")
@@ -34,8 +32,8 @@ def facts(name: str, /, **changes: Any) -> Facts:
         memory=1 << 34,
         shm_size=1 << 33,
         shm_free=1 << 33,
-        nofile=Limit(1024, 1 << 20),
-        memlock=Limit(-1, -1),
+        nofile=ResourceLimit(1024, 1 << 20),
+        memlock=ResourceLimit(-1, -1),
         gpus=(),
         wall_seconds=0.0,
         monotonic_seconds=0.0,
@@ -57,7 +55,7 @@ def survey(**changes: Any) -> Survey:
     disks: dict[str, int] = changes.pop("free", {})
     wanted: dict[str, Any] = {"hosts": HOSTS, "workers": (2, 2, 2), "run_dir": "/shared/run"}
     hosts = {
-        host: ExamineAnswer(facts(host, **spoiled.get(host, {})), 40000, "/shared", disks.get(host, 1 << 40), 1 << 41)
+        host: FactsAnswer(facts(host, **spoiled.get(host, {})), 40000, "/shared", disks.get(host, 1 << 40), 1 << 41)
         for host in HOSTS
     }
     pairs = list(permutations(HOSTS, 2))
@@ -67,10 +65,12 @@ def survey(**changes: Any) -> Survey:
         "hosts": hosts,
         "clock_offsets": {"n1": 0.001, "n2": -0.001, "n3": 0.0},
         "links_by_address": {
-            (a, b): {one.address: Link("", 1e-4) for one in hosts[b].facts.addresses} for a, b in pairs
+            (a, b): {one.address: LinkMeasurement("", 1e-4) for one in hosts[b].facts.addresses} for a, b in pairs
         },
         "folder_access": {host: FolderProbeAnswer() for host in HOSTS},
-        "measured_links": {pair: Link("", 1e-4, 1.2e9) for pair in (("n1", "n2"), ("n2", "n3"), ("n3", "n1"))},
+        "measured_links": {
+            pair: LinkMeasurement("", 1e-4, 1.2e9) for pair in (("n1", "n2"), ("n2", "n3"), ("n3", "n1"))
+        },
         "seconds": 1.0,
     }
     return Survey(**content | changes)

@@ -1,7 +1,5 @@
 """`paceline doctor` on this machine, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

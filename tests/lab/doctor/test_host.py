@@ -1,7 +1,5 @@
 """The program on a host answers its requests, refuses everything else, measures links, and ends with its stdin."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -23,8 +21,8 @@ from paceline.lab.doctor.host import (
     NO_ANSWER,
     TOKEN_SECONDS,
     WRONG_PROGRAM,
-    Link,
-    Target,
+    ConnectTarget,
+    LinkMeasurement,
     measure_links,
 )
 
@@ -97,8 +95,8 @@ def port() -> Iterator[int]:
 
 
 def test_who_knows_the_token_gets_through_and_is_measured(port: int) -> None:
-    target = Target("127.0.0.1", port, TOKEN)
-    near, far = measure_links((target, Target("::1", port, TOKEN)), 2.0, 0.1).links
+    target = ConnectTarget("127.0.0.1", port, TOKEN)
+    near, far = measure_links((target, ConnectTarget("::1", port, TOKEN)), 2.0, 0.1).links
     assert near.error == far.error == ""
     assert 0 < near.round_trip_seconds < 5
     assert near.bytes_per_second > 1e6
@@ -115,8 +113,8 @@ def test_who_answers_with_another_token_is_a_stranger() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         thread = threading.Thread(target=_answer_wrongly, args=(server,))
         thread.start()
-        assert measure_links((Target("127.0.0.1", server.getsockname()[1], TOKEN),), 2.0).links == (
-            Link(WRONG_PROGRAM),
+        assert measure_links((ConnectTarget("127.0.0.1", server.getsockname()[1], TOKEN),), 2.0).links == (
+            LinkMeasurement(WRONG_PROGRAM),
         )
         thread.join()
 
@@ -132,19 +130,23 @@ def _answer_wrongly(server: socket.socket) -> None:
 def test_a_closed_port_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         closed = server.getsockname()[1]
-    assert measure_links((Target("127.0.0.1", closed, TOKEN),), 2.0).links == (Link(ERRORS[errno.ECONNREFUSED]),)
+    assert measure_links((ConnectTarget("127.0.0.1", closed, TOKEN),), 2.0).links == (
+        LinkMeasurement(ERRORS[errno.ECONNREFUSED]),
+    )
 
 
 def test_a_server_that_is_silent_is_given_up_in_time() -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=1) as server:
-        assert measure_links((Target("127.0.0.1", server.getsockname()[1], TOKEN),), 0.3).links == (Link(NO_ANSWER),)
+        assert measure_links((ConnectTarget("127.0.0.1", server.getsockname()[1], TOKEN),), 0.3).links == (
+            LinkMeasurement(NO_ANSWER),
+        )
 
 
 def test_strangers_do_not_use_up_the_places(port: int) -> None:
     for _ in range(MAX_CONNECTIONS + 10):
         with socket.create_connection(("127.0.0.1", port), timeout=5) as stranger:
             stranger.sendall(b"GET / HTTP/1.0\r\n\r\n" + b"x" * 32)
-    assert measure_links((Target("127.0.0.1", port, TOKEN),), 5.0).links[0].error == ""
+    assert measure_links((ConnectTarget("127.0.0.1", port, TOKEN),), 5.0).links[0].error == ""
 
 
 @pytest.mark.slow
@@ -152,4 +154,4 @@ def test_silent_strangers_are_sent_away(port: int) -> None:
     with ExitStack() as stack:
         for _ in range(MAX_CONNECTIONS):
             stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
-        assert measure_links((Target("127.0.0.1", port, TOKEN),), TOKEN_SECONDS + 5).links[0].error == ""
+        assert measure_links((ConnectTarget("127.0.0.1", port, TOKEN),), TOKEN_SECONDS + 5).links[0].error == ""

@@ -1,7 +1,5 @@
 """Each rule names what is wrong, on which host, and what to do; nothing is found on healthy hosts."""
 
-from __future__ import annotations
-
 from itertools import permutations
 from typing import Any
 
@@ -9,9 +7,9 @@ import pytest
 from tests.lab.doctor.surveys import HOSTS, facts, gpu, survey
 from tests.rendered import rendered
 
-from paceline.host.facts import Address, Limit, compare_hosts
+from paceline.host.facts import Address, ResourceLimit, compare_hosts
 from paceline.host.gpus import Gpu
-from paceline.lab.doctor.host import FolderProbeAnswer, Link
+from paceline.lab.doctor.host import FolderProbeAnswer, LinkMeasurement
 from paceline.lab.doctor.report import RULES, hosts_of, run_checks, worst_link_values
 
 PAIRS = list(permutations(HOSTS, 2))
@@ -27,8 +25,8 @@ def found(**changes: Any) -> list[tuple[str, str, str, str]]:
     ]
 
 
-def reach(*closed: tuple[str, str]) -> dict[tuple[str, str], dict[str, Link]]:
-    return {(a, b): {ADDRESS[b]: Link("no answer" if (a, b) in closed else "")} for a, b in PAIRS}
+def reach(*closed: tuple[str, str]) -> dict[tuple[str, str], dict[str, LinkMeasurement]]:
+    return {(a, b): {ADDRESS[b]: LinkMeasurement("no answer" if (a, b) in closed else "")} for a, b in PAIRS}
 
 
 def test_healthy_hosts_have_no_finding() -> None:
@@ -63,22 +61,26 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
     "fewer cores": ({"facts": {"n1": {"cores": 4}}}, ("software", "warning", "n1")),
     "oversubscription": ({"wanted": {"threads": 8}}, ("resources", "warning", "n1")),
     "more workers than cores": ({"wanted": {"workers": (9, 1, 1)}}, ("resources", "warning", "n1")),
-    "few files": ({"facts": {"n2": {"nofile": Limit(100, 1000)}}}, ("resources", "warning", "n2")),
-    "too few files": ({"facts": {"n2": {"nofile": Limit(100, 200)}}}, ("resources", "error", "n2")),
+    "few files": ({"facts": {"n2": {"nofile": ResourceLimit(100, 1000)}}}, ("resources", "warning", "n2")),
+    "too few files": ({"facts": {"n2": {"nofile": ResourceLimit(100, 200)}}}, ("resources", "error", "n2")),
     "tiny shared memory": (
         {"facts": {"n2": {"shm_size": 1 << 20, "shm_free": 1 << 20}}},
         ("resources", "warning", "n2"),
     ),
     "full shared memory": ({"facts": {"n2": {"shm_free": 0}}}, ("resources", "warning", "n2")),
     "little lockable memory": (
-        {"facts": {h: {"gpus": (gpu(0), gpu(1)), "memlock": Limit(1 << 16 if h == "n2" else -1, -1)} for h in HOSTS}},
+        {
+            "facts": {
+                h: {"gpus": (gpu(0), gpu(1)), "memlock": ResourceLimit(1 << 16 if h == "n2" else -1, -1)} for h in HOSTS
+            }
+        },
         ("resources", "warning", "n2"),
     ),
     "a loopback name": ({"facts": {"n2": {"own_addresses": ("127.0.1.1",)}}}, ("names", "warning", "n2")),
     "a closed way": ({"links_by_address": reach(("n1", "n2"))}, ("ports", "error", "n2")),
     "a closed host": ({"links_by_address": reach(("n1", "n2"), ("n3", "n2"))}, ("ports", "error", "n2")),
     "a host without an address": (
-        {"links_by_address": {(a, b): {} if b == "n3" else {ADDRESS[b]: Link()} for a, b in PAIRS}},
+        {"links_by_address": {(a, b): {} if b == "n3" else {ADDRESS[b]: LinkMeasurement()} for a, b in PAIRS}},
         ("ports", "error", "n3"),
     ),
     "a clock ahead": ({"clock_offsets": {"n1": 0.0, "n2": 9.0, "n3": 0.0}}, ("clocks", "warning", "n2")),
@@ -97,7 +99,12 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
     "a full disk": ({"free": {"n3": 1 << 20}}, ("disk", "error", "n3")),
     "a nearly full disk": ({"free": {"n3": 1 << 29}}, ("disk", "warning", "n3")),
     "a slow link": (
-        {"measured_links": {("n1", "n2"): Link("", 1e-4, 1e7), ("n2", "n3"): Link("", 1e-4, 1e9)}},
+        {
+            "measured_links": {
+                ("n1", "n2"): LinkMeasurement("", 1e-4, 1e7),
+                ("n2", "n3"): LinkMeasurement("", 1e-4, 1e9),
+            }
+        },
         ("bandwidth", "warning", "n1"),
     ),
     "a busy GPU": (with_gpu(gpu(1, processes=(77,))), ("gpus", "warning", "n2")),
@@ -129,17 +136,19 @@ def test_every_rule_has_a_fault() -> None:
 
 
 def test_errors_come_before_warnings() -> None:
-    checks = run_checks(survey(facts={"n1": {"nofile": Limit(9, 9), "shm_free": 0}, "n2": {"nofile": Limit(9, 9)}}))
+    checks = run_checks(
+        survey(facts={"n1": {"nofile": ResourceLimit(9, 9), "shm_free": 0}, "n2": {"nofile": ResourceLimit(9, 9)}})
+    )
     (check,) = (one for one in checks if one.name == "resources")
     assert [finding.severity for finding in check.findings] == ["error", "error", "warning"]
     assert check.status == "error"
 
 
 def test_the_figures_are_those_of_the_slowest_link_and_the_longest_round_trip() -> None:
-    links = {("n1", "n2"): Link("", 1e-4, 2e9), ("n2", "n1"): Link("", 1e-4, 1.5e9)}
+    links = {("n1", "n2"): LinkMeasurement("", 1e-4, 2e9), ("n2", "n1"): LinkMeasurement("", 1e-4, 1.5e9)}
     trips = {
-        ("n1", "n2"): {"a": Link("", 3e-4), "b": Link("", 2e-4), "c": Link("closed")},
-        ("n2", "n1"): {"d": Link("", 1e-4)},
+        ("n1", "n2"): {"a": LinkMeasurement("", 3e-4), "b": LinkMeasurement("", 2e-4), "c": LinkMeasurement("closed")},
+        ("n2", "n1"): {"d": LinkMeasurement("", 1e-4)},
     }
     assert worst_link_values(survey(measured_links=links, links_by_address=trips)) == (1.5e9, 2e-4)
 
@@ -152,7 +161,9 @@ def test_the_address_that_the_hosts_name_means_is_preferred() -> None:
         "ib0",
         "eth0",
     ]
-    closed = dict(changed.links_by_address) | {("n1", "n2"): {"10.77.0.2": Link(), "10.88.0.2": Link("refused")}}
+    closed = dict(changed.links_by_address) | {
+        ("n1", "n2"): {"10.77.0.2": LinkMeasurement(), "10.88.0.2": LinkMeasurement("refused")}
+    }
     changed = survey(facts={"n2": {"addresses": second, "own_addresses": ("10.88.0.2",)}}, links_by_address=closed)
     assert [usable.interface for host in hosts_of(changed) if (usable := host.usable_address())] == ["eth0"] * 3
 

@@ -1,7 +1,5 @@
 """A host that is slow, noisy, dying or not there ends its session alone, in bounded time, with words that say why."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shlex
@@ -37,22 +35,22 @@ def stub(name: str, script: str) -> Command:
 )
 def test_a_bad_session_is_lost_alone_and_says_why(script: str, words: str) -> None:
     with run_host_programs([stub("n2", script), HEALTHY]) as opened:
-        answers = opened.ask(dict.fromkeys(("n1", "n2"), m.AskTime()), m.Time, 2.0)
+        answers = opened.ask(dict.fromkeys(("n1", "n2"), m.TimeRequest()), m.TimeAnswer, 2.0)
         assert list(answers) == ["n1"]
         assert any(part in opened.lost["n2"] for part in words.split("|")), opened.lost["n2"]
-        assert opened.ask(dict.fromkeys(("n1", "n2"), m.AskTime()), m.Time, 2.0).keys() == {"n1"}
+        assert opened.ask(dict.fromkeys(("n1", "n2"), m.TimeRequest()), m.TimeAnswer, 2.0).keys() == {"n1"}
 
 
 def test_noise_of_a_login_shell_is_skipped() -> None:
     script = f"echo Welcome; echo; exec {shlex.join(HEALTHY.argv)}"
     with run_host_programs([stub("n2", script)]) as opened:
-        assert opened.ask({"n2": m.AskTime()}, m.Time, 10.0)
+        assert opened.ask({"n2": m.TimeRequest()}, m.TimeAnswer, 10.0)
         assert opened.lost == {}
 
 
 def test_a_program_that_is_not_there_is_told() -> None:
     with run_host_programs([Command("n2", ("/no/such/ssh", "n2"))]) as opened:
-        assert opened.ask({"n2": m.AskTime()}, m.Time, 1.0) == {}
+        assert opened.ask({"n2": m.TimeRequest()}, m.TimeAnswer, 1.0) == {}
         assert "/no/such/ssh" in opened.lost["n2"] and os.strerror(errno.ENOENT) in opened.lost["n2"]
 
 
@@ -61,7 +59,7 @@ def test_all_hosts_are_asked_at_the_same_time(tmp_path: Path) -> None:
     all_asked = f"while [ $(ls {tmp_path} | wc -l) -lt 5 ]; do sleep 0.05; done"
     slow = f"read line; touch {tmp_path}/$$; {all_asked}; echo '{{\"wall_seconds\": 1}}'; exec cat"
     with run_host_programs([stub(f"n{i}", slow) for i in range(5)]) as opened:
-        answers = opened.ask({session.name: m.AskTime() for session in opened._sessions.all}, m.Time, 15.0)
+        answers = opened.ask({session.name: m.TimeRequest() for session in opened._sessions.all}, m.TimeAnswer, 15.0)
         assert len(answers) == 5
 
 

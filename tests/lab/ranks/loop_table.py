@@ -1,7 +1,5 @@
 """Plant every bug of loops.py, and see what verify says: `python FOLDER/loop_table.py [--out FILE.md]`."""
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 paceline verify tests/lab/ranks/loops.py:metric_averaged
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Iterator

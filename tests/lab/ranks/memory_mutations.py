@@ -4,8 +4,6 @@ As in mutations.py: each changes the result and nothing else, and no rank leaves
 are run with little memory, so that even small models pass through it in many chunks, by shares.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

@@ -3,8 +3,6 @@
 Three ranks, so that shares are uneven and the last global batch does not reach all of them.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import tempfile
@@ -52,7 +50,6 @@ def findings_in_memory(rank: int, world_size: int, names: Sequence[str]) -> dict
 
 
 def all_findings(names: Collection[str], folder: Path, timeout: float) -> dict[str, list[Result]]:
-    """Of all these bugs, wherever they are planted."""
     from tests.lab.ranks import mutation_table as in_module  # the ranks cannot import it from __main__
 
     found: dict[str, list[Result]] = {}

@@ -8,8 +8,6 @@ Some bugs show only where the set-up lets them: `policies` says under which batc
 gradient norm above 1, `optimizer-state-lost` needs momentum or AdamW, those of stand-ins a last batch smaller than W.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace

@@ -16,9 +16,9 @@ from tests.rendered import rendered
 
 from paceline.cli.ledger import main
 from paceline.config.settings import DataConfig, TrainConfig, dump
-from paceline.data.plan import BatchPlan, fingerprint, ranks_share
+from paceline.data.plan import BatchPlan, fingerprint, virtual_ranks_of
 from paceline.errors import UsageError
-from paceline.lab.ranks.ledger import Audit, audit
+from paceline.lab.ranks.ledger import LedgerReport, check_samples
 from paceline.runs.events import Ended, Event, RolledBack, Samples, Started, Step, UnloggedStep
 from paceline.runs.writers import EventWriter, merge_steps
 
@@ -62,7 +62,7 @@ class History:
         number, size = len(self.starts) - 1, self.starts[-1].world_size
         epoch, k = divmod(step - 1, self.plan.steps_per_epoch)
         for rank in range(size) if ranks is None else ranks:
-            share = ranks_share(self.plan.virtual_ranks, rank, size)
+            share = virtual_ranks_of(self.plan.virtual_ranks, rank, size)
             self.shares[number, step, rank] = (share[0], share[-1] + 1)
             self.used[number, step, rank] = torch.cat([self.plan.indices(epoch, k, v) for v in share]).tolist()
         if ranks is None:
@@ -119,10 +119,10 @@ class History:
         if start.ended:
             yield Ended(max(steps, default=start.told_begin), 0.0)
 
-    def audit(self) -> Audit:
+    def check_samples(self) -> LedgerReport:
         with TemporaryDirectory() as folder:
             self.write(Path(folder))
-            return audit(Path(folder), lambda num_samples: replace(self.plan, num_samples=num_samples))
+            return check_samples(Path(folder), lambda num_samples: replace(self.plan, num_samples=num_samples))
 
 
 @st.composite
@@ -370,7 +370,7 @@ def test_a_rank_killed_between_a_step_and_its_samples_is_no_finding(tmp_path):
     history.write(tmp_path)
     file = tmp_path / "events-0.jsonl"
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
-    found = audit(tmp_path, lambda n: PLAN)
+    found = check_samples(tmp_path, lambda n: PLAN)
     assert (found.findings, found.epochs[-1].steps) == ([], 3)
 
 
@@ -395,12 +395,12 @@ def test_a_rank_that_another_vouches_for_had_what_the_plan_gives_to_nobody_else(
         for step in steps:
             del history.used[0, step, rank]
     history.write(tmp_path)
-    assert named(audit(tmp_path, lambda n: PLAN).findings) >= {3}
+    assert named(check_samples(tmp_path, lambda n: PLAN).findings) >= {3}
     file = tmp_path / f"events-{min({0, 1, 2} - absent)}.jsonl"
     lines, words = file.read_bytes().split(b"\n"), msgspec.json.encode(UnloggedStep(3, sorted(absent)))
     at = max(number for number, line in enumerate(lines) if b'"started"' in line)
     file.write_bytes(b"\n".join([*lines[:at], words, *lines[at:]]))
-    found = audit(tmp_path, lambda n: PLAN)
+    found = check_samples(tmp_path, lambda n: PLAN)
     assert found.findings == []
     when = "step 3" if len(steps) == 1 else f"steps {steps[0]} to 3"
     assert any(note.startswith(f"{when}: rank") and "before recording" in note for note in found.notes)
@@ -409,7 +409,7 @@ def test_a_rank_that_another_vouches_for_had_what_the_plan_gives_to_nobody_else(
 def test_the_log_of_a_whole_rank_lost_is_a_finding(tmp_path):
     resumed().write(tmp_path)
     (tmp_path / "events-1.jsonl").unlink()
-    findings = audit(tmp_path, lambda n: PLAN).findings
+    findings = check_samples(tmp_path, lambda n: PLAN).findings
     rendered(findings)
 
 
@@ -440,7 +440,7 @@ def test_ranks_that_disagree_are_a_finding(tmp_path):
     ):
         assert old in text
         file.write_text(text.replace(old, new))
-        findings += [text for text in audit(tmp_path, lambda n: PLAN).findings if text.startswith("attempt")]
+        findings += [text for text in check_samples(tmp_path, lambda n: PLAN).findings if text.startswith("attempt")]
     rendered(findings)
 
 
@@ -448,7 +448,7 @@ def test_a_run_of_an_older_paceline_proves_nothing(tmp_path):
     with EventWriter(tmp_path / "events-0.jsonl") as writer:
         writer.write(Started(1, 0, 1, "host", 1, "cpu", 0.0))
         writer.write(Step(1, 0, 1.0, 20, 0.1, 0.1, 0.0, 0.0))
-    found = audit(tmp_path, lambda n: replace(PLAN, num_samples=n))
+    found = check_samples(tmp_path, lambda n: replace(PLAN, num_samples=n))
     rendered(found.findings)
     assert found.incarnations[0].last_step == 1
 
@@ -471,8 +471,8 @@ def test_the_verdict_of_a_clean_run(tmp_path, capsys):
     folder = run_folder(tmp_path, resumed())
     assert main([str(folder), "--json", str(tmp_path / "audit.json")]) == 0
     rendered(capsys.readouterr().out.splitlines()[-1])
-    written = msgspec.json.decode((tmp_path / "audit.json").read_bytes(), type=Audit)
-    assert written == audit(folder, lambda n: PLAN)
+    written = msgspec.json.decode((tmp_path / "audit.json").read_bytes(), type=LedgerReport)
+    assert written == check_samples(folder, lambda n: PLAN)
 
 
 @pytest.mark.parametrize("steps", [2, 6])
@@ -549,10 +549,10 @@ def test_what_would_take_for_ever_to_judge_is_refused(tmp_path, samples, per_epo
         return BatchPlan(number, global_batch=max(1, number // per_epoch), virtual_ranks=1_000_000)
 
     if code is None:
-        assert audit(tmp_path, plan).findings
+        assert check_samples(tmp_path, plan).findings
         return
     with raises(code, **fields):
-        audit(tmp_path, plan)
+        check_samples(tmp_path, plan)
 
 
 def test_a_hosts_name_does_not_steer_the_terminal(tmp_path, capsys):

@@ -3,8 +3,6 @@
 All of them, with a table: `make soak-mutations`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

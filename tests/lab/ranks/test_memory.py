@@ -1,7 +1,5 @@
 """What a rank holds: levels out of made-up allocations, and a real training whose sizes are known."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ from tests.run_ranks import run_ranks
 from torch import nn
 
 from paceline.compute.memory import storage_bytes
-from paceline.lab.ranks.memory import compute_memory_levels
+from paceline.lab.ranks.memory import collective_sent_bytes, compute_memory_levels
 
 WIDTH, DEPTH, BATCH = 512, 4, 64
 
@@ -101,3 +99,25 @@ def test_every_part_of_memory_and_every_byte_sent_is_what_arithmetic_says(tmp_pa
         assert found[strategy]["sent_bytes"] == pytest.approx(weights, rel=0.02), strategy
     digests = {strategy: chunk["digest"] for strategy, chunk in found.items()}
     assert digests["exact"] == digests["zero"] != digests["no exchange"]
+
+
+# ---- how much a rank sends ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "sent"),
+    [
+        ("all_reduce", 2, 100), ("all_reduce", 4, 150), ("all_gather", 4, 300), ("all_gather_into_tensor", 2, 100),
+        ("reduce_scatter", 4, 75), ("all_to_all", 4, 75), ("all_reduce", 1, 0), ("all_gather", 1, 0),
+    ],
+)  # fmt: skip
+def test_the_volume_is_that_of_a_ring(kind: str, ranks: int, sent: float) -> None:
+    assert collective_sent_bytes(kind, 100, ranks) == sent
+
+
+@pytest.mark.parametrize(("ranks", "size"), [(2, 1000), (3, 999), (8, 64)])
+def test_a_reduce_scatter_and_an_all_gather_of_the_shares_are_an_all_reduce(ranks: int, size: int) -> None:
+    both = collective_sent_bytes("reduce_scatter", size, ranks) + collective_sent_bytes(
+        "all_gather", size // ranks, ranks
+    )
+    assert both == pytest.approx(collective_sent_bytes("all_reduce", size, ranks))

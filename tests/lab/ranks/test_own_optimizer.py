@@ -1,7 +1,5 @@
 """Verify trains with the task's own optimizer and schedule, where it has any, in the ranks and in the one process."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

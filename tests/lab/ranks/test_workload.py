@@ -1,7 +1,5 @@
 """What `compare` and `scale` measure on: as many samples as the batches that are named, of streams, too, or nothing."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

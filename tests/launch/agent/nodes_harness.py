@@ -1,7 +1,5 @@
 """Several nodes on one machine: their agents, started as `--on print --agent paceline` says, on the loopback."""
 
-from __future__ import annotations
-
 import secrets
 import subprocess
 import sys

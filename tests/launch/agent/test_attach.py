@@ -1,7 +1,5 @@
 """Ranks that attach to an agent: what it learns of their ends, and which of them it ends."""
 
-from __future__ import annotations
-
 import secrets
 import signal
 import socket

@@ -1,7 +1,5 @@
 """The agents' channel believes nobody who does not hold the job's secret, and nothing that was said before."""
 
-from __future__ import annotations
-
 import select
 import socket
 import threading

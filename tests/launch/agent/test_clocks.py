@@ -1,7 +1,5 @@
 """The head knows by how much other nodes' clocks are ahead, and never by more than it says that it may be wrong."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Iterator

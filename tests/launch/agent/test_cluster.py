@@ -1,7 +1,5 @@
 """The other nodes as the head sees them, over real connections."""
 
-from __future__ import annotations
-
 import math
 import select
 import signal

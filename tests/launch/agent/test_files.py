@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from paceline.launch.agent import channel, files
-from paceline.launch.agent.files import FileLink, FileServer, FileClient
+from paceline.launch.agent.files import FileClient, FileLink, FileServer
 from paceline.protocol.job import NodePlan
 
 SHARD = "checkpoints/.tmp-5-1-0/shard-1-of-2.safetensors"

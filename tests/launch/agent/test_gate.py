@@ -1,7 +1,5 @@
 """The store of several hosts is reached through agents alone: whoever does not know the secret finds no way to it."""
 
-from __future__ import annotations
-
 import secrets
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Restarts of small workers without torch: who starts again, with what, and what stays of the start before."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

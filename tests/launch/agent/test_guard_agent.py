@@ -1,7 +1,5 @@
 """A run that stands still is ended, and the guilty rank is named. Real agents, real gloo ranks, real faults."""
 
-from __future__ import annotations
-
 import re
 import signal
 import sys

@@ -1,7 +1,5 @@
 """The hang guard over several nodes: agents on this machine, each with workers of its own, as one run."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack

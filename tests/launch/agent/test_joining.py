@@ -1,7 +1,5 @@
 """Hosts come and go while a run is on its way: real agents, and workers that hear that they are to save and end."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

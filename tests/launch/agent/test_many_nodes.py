@@ -1,7 +1,5 @@
 """What a thousand nodes must not cost their head: in counts, on 100 nodes. `make bench-thousand` takes the times."""
 
-from __future__ import annotations
-
 import os
 import resource
 import select
@@ -19,9 +17,9 @@ from msgspec.structs import replace
 from tests.guard.test_guard_judge import BEFORE, WAITS, op, rank
 
 from paceline.guard.detectors import Alarm
-from paceline.guard.judge import judge
+from paceline.guard.judge import diagnose
 from paceline.guard.report import MAX_RANK_FILES, select_ranks
-from paceline.guard.waits import group_by_waits, reachable, waiting_graph
+from paceline.guard.waits import group_by_waits, reachable_ranks, waiting_graph
 from paceline.host.facts import gather_facts
 from paceline.host.procfs import raise_open_file_limit
 from paceline.launch.agent.channel import (
@@ -164,7 +162,7 @@ def test_each_node_tries_few_others_and_no_split_of_the_nodes_goes_unseen(count:
         assert all(len(others) == count - 1 for others in tries.values())
     assert all(len(others) <= 2 * (count - 1).bit_length() or count <= MAX_ALL_PAIRS_NODES for others in tries.values())
     assert min(Counter(other for others in tries.values() for other in others).values()) >= min(count - 1, 8)
-    assert reachable([0], tries) == {*range(count)}
+    assert reachable_ranks([0], tries) == {*range(count)}
 
 
 def test_strangers_who_hold_the_door_do_not_keep_a_node_out() -> None:
@@ -191,9 +189,9 @@ def test_ranks_that_wait_for_the_same_share_one_list_of_those() -> None:
     ranks = [rank(n, BEFORE, *([WAITS] if n % 2 else []), groups={"0": ()}) for n in range(400)]
     graph = waiting_graph(ranks)
     assert len(group_by_waits(graph)) == 2
-    diagnosis = judge(ranks)
+    diagnosis = diagnose(ranks)
     assert diagnosis.causes == tuple(range(0, 400, 2))
-    apart = judge([rank(n, BEFORE, op(9, shape="[4]") if n % 2 else WAITS, groups={"0": ()}) for n in range(400)])
+    apart = diagnose([rank(n, BEFORE, op(9, shape="[4]") if n % 2 else WAITS, groups={"0": ()}) for n in range(400)])
     assert apart.kind is StopKind.MISMATCH and [len(party) for party in apart.tie] == [200, 200]
 
 

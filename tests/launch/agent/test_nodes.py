@@ -1,7 +1,5 @@
 """Several nodes as one run: the agents are real, and meet over TCP on this machine's loopback."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -1,7 +1,5 @@
 """The policy alone: which failure is worth another start, with how many ranks, and when it is enough."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Whoever is killed, 5 s later nothing is left: not a worker, not what it had started."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """Ranks that others have started are watched over: real torchrun, real gloo ranks, and nothing is left behind."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

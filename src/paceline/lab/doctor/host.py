@@ -48,35 +48,35 @@ class _Request(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
     pass
 
 
-class Examine(_Request, frozen=True):
+class FactsRequest(_Request, frozen=True):
     """Gather the facts, and listen for peers with `token`. Answer: ExamineAnswer."""
 
     token: str
     folder: str
 
 
-class AskTime(_Request, frozen=True):
+class TimeRequest(_Request, frozen=True):
     """Answer: Time."""
 
 
-class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ConnectTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     address: str
     port: int
     token: str
 
 
-class Connect(_Request, frozen=True):
+class ConnectRequest(_Request, frozen=True):
     """Connect to all targets in parallel, each for `seconds` at most. Answer: ConnectAnswer.
 
     Then send to each for `measure_seconds`, to measure its throughput.
     """
 
-    targets: tuple[Target, ...]
+    targets: tuple[ConnectTarget, ...]
     seconds: float
     measure_seconds: float = 0.0
 
 
-class Probe(_Request, frozen=True):
+class FolderProbeRequest(_Request, frozen=True):
     """Write, read or remove a file named after the token, in the folder or its nearest parent."""
 
     act: Literal["write", "read", "remove"]
@@ -84,10 +84,10 @@ class Probe(_Request, frozen=True):
     token: str
 
 
-Request = Examine | AskTime | Connect | Probe
+Request = FactsRequest | TimeRequest | ConnectRequest | FolderProbeRequest
 
 
-class ExamineAnswer(msgspec.Struct, frozen=True):
+class FactsAnswer(msgspec.Struct, frozen=True):
     """The facts, the port at which the host listens, and the disk of the run folder or its nearest parent."""
 
     facts: Facts
@@ -97,11 +97,11 @@ class ExamineAnswer(msgspec.Struct, frozen=True):
     disk_size: int  # bytes
 
 
-class Time(msgspec.Struct, frozen=True):
+class TimeAnswer(msgspec.Struct, frozen=True):
     wall_seconds: float
 
 
-class Link(msgspec.Struct, frozen=True):
+class LinkMeasurement(msgspec.Struct, frozen=True):
     """The reason why a connection failed, or the shortest round trip and the measured throughput."""
 
     error: str = ""
@@ -112,7 +112,7 @@ class Link(msgspec.Struct, frozen=True):
 class ConnectAnswer(msgspec.Struct, frozen=True):
     """A link for each target, in their order."""
 
-    links: tuple[Link, ...]
+    links: tuple[LinkMeasurement, ...]
 
 
 class FolderProbeAnswer(msgspec.Struct, frozen=True):
@@ -121,13 +121,13 @@ class FolderProbeAnswer(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-def _examine(request: Examine) -> ExamineAnswer:
+def _examine(request: FactsRequest) -> FactsAnswer:
     folder = _nearest_existing_folder(request.folder)
     usage = shutil.disk_usage(folder)
-    return ExamineAnswer(gather_facts(), _listen(request.token.encode()), str(folder), usage.free, usage.total)
+    return FactsAnswer(gather_facts(), _listen(request.token.encode()), str(folder), usage.free, usage.total)
 
 
-def _probe(request: Probe) -> FolderProbeAnswer:
+def _probe(request: FolderProbeRequest) -> FolderProbeAnswer:
     if not TOKEN_PATTERN.fullmatch(request.token):  # it becomes a part of a file name
         raise ValueError(f"a token is 32 hex digits, got {request.token[:40]!r}")
     folder = _nearest_existing_folder(request.folder)
@@ -201,26 +201,26 @@ def _answer(connection: socket.socket, token: bytes) -> None:
             return
 
 
-def measure_links(targets: tuple[Target, ...], seconds: float, measure_seconds: float = 0.0) -> ConnectAnswer:
+def measure_links(targets: tuple[ConnectTarget, ...], seconds: float, measure_seconds: float = 0.0) -> ConnectAnswer:
     """Connect to all targets in parallel, each for `seconds` at most, and measure their links."""
     with ThreadPoolExecutor(max(1, min(64, len(targets)))) as pool:
         return ConnectAnswer(tuple(pool.map(lambda target: _measure_link(target, seconds, measure_seconds), targets)))
 
 
-def _measure_link(target: Target, seconds: float, measure_seconds: float) -> Link:
+def _measure_link(target: ConnectTarget, seconds: float, measure_seconds: float) -> LinkMeasurement:
     try:
         with socket.create_connection((target.address, target.port), timeout=seconds) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.sendall(target.token.encode())
             if _read(connection, TOKEN_BYTES) != target.token.encode():
-                return Link(WRONG_PROGRAM)
+                return LinkMeasurement(WRONG_PROGRAM)
             connection.settimeout(seconds + measure_seconds + 5.0)
             round_trip = min(_round_trip(connection, PING) for _ in range(ROUND_TRIPS))
-            return Link("", round_trip, _throughput(connection, measure_seconds) if measure_seconds else 0.0)
+            return LinkMeasurement("", round_trip, _throughput(connection, measure_seconds) if measure_seconds else 0.0)
     except TimeoutError:
-        return Link(NO_ANSWER)
+        return LinkMeasurement(NO_ANSWER)
     except OSError as error:
-        return Link(ERRORS.get(error.errno or 0, str(error)))
+        return LinkMeasurement(ERRORS.get(error.errno or 0, str(error)))
 
 
 def _round_trip(connection: socket.socket, message: bytes) -> float:
@@ -253,10 +253,10 @@ def _read(connection: socket.socket, count: int) -> bytes:
 
 
 REQUEST_HANDLERS: Mapping[type[Request], Callable[[Any], object]] = {
-    Examine: _examine,
-    AskTime: lambda _: Time(time.time()),
-    Connect: lambda request: measure_links(request.targets, request.seconds, request.measure_seconds),
-    Probe: _probe,
+    FactsRequest: _examine,
+    TimeRequest: lambda _: TimeAnswer(time.time()),
+    ConnectRequest: lambda request: measure_links(request.targets, request.seconds, request.measure_seconds),
+    FolderProbeRequest: _probe,
 }
 
 

@@ -13,7 +13,7 @@ from paceline.errors import plural
 from paceline.guard.report import printable
 from paceline.host.facts import NODE_RULES, Address, Facts, Finding, Node, Rule, find_differences, node_as_fact
 from paceline.host.reach import is_loopback
-from paceline.lab.doctor.host import ExamineAnswer
+from paceline.lab.doctor.host import FactsAnswer
 from paceline.lab.doctor.survey import Survey
 
 MAX_CLOCK_OFFSET_SECONDS = 2.0
@@ -63,7 +63,7 @@ class Host(Node):
         run_dir = self.survey.wanted.run_dir
         return [(run_dir, done.error) for name, done in self.survey.folder_access.items() if name == self.name]
 
-    def disk(self) -> tuple[ExamineAnswer]:
+    def disk(self) -> tuple[FactsAnswer]:
         return (self.survey.hosts[self.name],)
 
     def outgoing_link_speeds(self) -> list[tuple[str, float]]:
@@ -85,7 +85,7 @@ def _rate(bytes_per_second: float) -> str:
     return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
 
 
-def _free_space(disk: ExamineAnswer) -> str:
+def _free_space(disk: FactsAnswer) -> str:
     return f"only {disk.disk_free / 1e9:.3g} GB free of {disk.disk_size / 1e9:.3g} GB at {disk.disk_path}"
 
 

@@ -45,12 +45,12 @@ class Survey:
 
     wanted: PlannedUse
     lost: Mapping[str, str]
-    hosts: Mapping[str, m.ExamineAnswer]
+    hosts: Mapping[str, m.FactsAnswer]
     clock_offsets: Mapping[str, float]  # seconds that a host's clock is ahead of this machine's
-    links_by_address: Mapping[Pair, Mapping[str, m.Link]]  # by address of the target
+    links_by_address: Mapping[Pair, Mapping[str, m.LinkMeasurement]]  # by address of the target
     # each host's access to the probe file; only the writer's if it could not write
     folder_access: Mapping[str, m.FolderProbeAnswer]
-    measured_links: Mapping[Pair, m.Link]  # measured, from each host to the next one
+    measured_links: Mapping[Pair, m.LinkMeasurement]  # measured, from each host to the next one
     seconds: float
 
 
@@ -134,10 +134,10 @@ def run_host_programs(commands: Sequence[Command]) -> Generator[HostPrograms]:
 def survey_hosts(wanted: PlannedUse, programs: HostPrograms) -> Survey:
     start = time.monotonic()
     tokens = {name: secrets.token_hex(16) for name in wanted.hosts}
-    requests = {name: m.Examine(token, wanted.run_dir) for name, token in tokens.items()}
-    hosts = programs.ask(requests, m.ExamineAnswer, FIRST_ANSWER_TIMEOUT_SECONDS)
+    requests = {name: m.FactsRequest(token, wanted.run_dir) for name, token in tokens.items()}
+    hosts = programs.ask(requests, m.FactsAnswer, FIRST_ANSWER_TIMEOUT_SECONDS)
     targets = {
-        name: [m.Target(a.address, host.port, tokens[name]) for a in host.facts.addresses[:MAX_ADDRESSES]]
+        name: [m.ConnectTarget(a.address, host.port, tokens[name]) for a in host.facts.addresses[:MAX_ADDRESSES]]
         for name, host in hosts.items()
     }
     reach = _connect(programs, {(a, b): targets[b] for a in hosts for b in hosts if a != b})
@@ -153,17 +153,17 @@ def survey_hosts(wanted: PlannedUse, programs: HostPrograms) -> Survey:
 
 
 def _connect(
-    programs: HostPrograms, pairs: Mapping[Pair, Sequence[m.Target]], measure_seconds: float = 0.0
-) -> dict[Pair, dict[str, m.Link]]:
-    attempts_by_host: dict[str, list[tuple[Pair, m.Target]]] = {source: [] for source, _ in pairs}
+    programs: HostPrograms, pairs: Mapping[Pair, Sequence[m.ConnectTarget]], measure_seconds: float = 0.0
+) -> dict[Pair, dict[str, m.LinkMeasurement]]:
+    attempts_by_host: dict[str, list[tuple[Pair, m.ConnectTarget]]] = {source: [] for source, _ in pairs}
     for pair, targets in pairs.items():
         attempts_by_host[pair[0]].extend((pair, target) for target in targets)
     requests = {
-        name: m.Connect(tuple(target for _, target in attempts), CONNECT_SECONDS, measure_seconds)
+        name: m.ConnectRequest(tuple(target for _, target in attempts), CONNECT_SECONDS, measure_seconds)
         for name, attempts in attempts_by_host.items()
     }
     answers = programs.ask(requests, m.ConnectAnswer, ANSWER_TIMEOUT_SECONDS + CONNECT_SECONDS * len(attempts_by_host))
-    links = {pair: dict[str, m.Link]() for pair in pairs if pair[0] in answers}
+    links = {pair: dict[str, m.LinkMeasurement]() for pair in pairs if pair[0] in answers}
     for name, answer in answers.items():
         for (pair, target), link in zip(attempts_by_host[name], answer.links, strict=True):
             links[pair][target.address] = link
@@ -174,7 +174,7 @@ def _probe_folder(programs: HostPrograms, names: Sequence[str], folder: str) -> 
     token, writer = secrets.token_hex(16), names[:1]
 
     def probe(act: Literal["write", "read", "remove"], hosts: Sequence[str]) -> dict[str, m.FolderProbeAnswer]:
-        requests = dict.fromkeys(hosts, m.Probe(act, folder, token))
+        requests = dict.fromkeys(hosts, m.FolderProbeRequest(act, folder, token))
         return programs.ask(requests, m.FolderProbeAnswer, ANSWER_TIMEOUT_SECONDS)
 
     written = probe("write", writer)
@@ -190,6 +190,6 @@ def _clock_offsets(programs: HostPrograms, names: Sequence[str]) -> dict[str, fl
     offsets: dict[str, float] = {}
     for name in names:
         wall_time, start = time.time(), time.monotonic()
-        for answer in programs.ask({name: m.AskTime()}, m.Time, ANSWER_TIMEOUT_SECONDS).values():
+        for answer in programs.ask({name: m.TimeRequest()}, m.TimeAnswer, ANSWER_TIMEOUT_SECONDS).values():
             offsets[name] = answer.wall_seconds - (wall_time + (time.monotonic() - start) / 2)
     return offsets

@@ -121,7 +121,7 @@ class RankDifferences(NamedTuple):
     first_difference_after_step: str | None  # a parameter or merged buffer, after the step
 
 
-def explain(
+def explain_difference(
     got: StepValues,
     want: StepValues,
     differences: Sequence[TensorDifference],

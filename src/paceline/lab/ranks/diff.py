@@ -16,8 +16,16 @@ from paceline.checkpoint.resume import ResumePoint
 from paceline.checkpoint.shards import sha256_of
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import MicroBatchPlan
-from paceline.lab.ranks.replay import Watch, replay_script, replay_task
-from paceline.lab.replay import Difference, Kind, Recorded, Recording, RecordRequest, Request, Source
+from paceline.lab.ranks.replay import ReplayObserver, replay_script, replay_task
+from paceline.lab.replay import (
+    Difference,
+    Kind,
+    RecordRequest,
+    ReplayRequest,
+    ReplaySource,
+    StepRecording,
+    TensorRecord,
+)
 from paceline.nested import tensors
 from paceline.rank.world import World
 from paceline.strategies.base import Strategy
@@ -28,10 +36,10 @@ DIGEST_LENGTH = 32  # characters, which is 128 bits
 
 
 @dataclass
-class Recorder(Watch):
+class TensorRecorder(ReplayObserver):
     last: int = 0
     fetch: int | None = None
-    records: list[Recorded] = field(default_factory=list[Recorded])
+    records: list[TensorRecord] = field(default_factory=list[TensorRecord])
     losses: dict[int, float | None] = field(default_factory=dict[int, float | None])
     fetched: Tensor | None = None
     _step: int = 0
@@ -125,12 +133,12 @@ class Recorder(Watch):
             self.fetched = tensor.to("cpu", copy=True)
         digest = sha256_of({"": tensor})[:DIGEST_LENGTH]
         samples: tuple[int, ...] = tuple(tensor.tolist()) if kind == "samples" else ()
-        self.records.append(Recorded(self._step, kind, name, digest, (virtual_rank, micro_batch, call), samples))
+        self.records.append(TensorRecord(self._step, kind, name, digest, (virtual_rank, micro_batch, call), samples))
 
 
-def record(source: Source, request: RecordRequest, folder: Path) -> Recording:
+def record(source: ReplaySource, request: RecordRequest, folder: Path) -> StepRecording:
     """Repeat the steps of a request. A wanted tensor is saved in `folder`."""
-    recorder = Recorder(Request(request.first), source, last=request.last, fetch=request.fetch)
+    recorder = TensorRecorder(ReplayRequest(request.first), source, last=request.last, fetch=request.fetch)
     if request.script:
         replay_script(recorder, Path(request.script), request.arguments)
     else:
@@ -138,7 +146,7 @@ def record(source: Source, request: RecordRequest, folder: Path) -> Recording:
     if recorder.fetched is not None:
         torch.save(recorder.fetched, folder / "tensor.pt")
     device = next(iter(recorder.replicas.values())).world.device
-    return Recording(recorder.records, recorder.losses, hardware_facts(device))
+    return StepRecording(recorder.records, recorder.losses, hardware_facts(device))
 
 
 def measure(result: Difference, files: Iterable[Path], samples: Sequence[int]) -> None:

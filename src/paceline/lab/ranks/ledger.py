@@ -119,7 +119,7 @@ class EpochUse:
 
 
 @dataclass(frozen=True)
-class Audit:
+class LedgerReport:
     """The use of samples in a run. It is correct if there are no findings."""
 
     num_samples: int
@@ -146,7 +146,7 @@ class _CheckedStep:
     epoch: int  # according to the ranks
 
 
-def audit(run_dir: Path, make_plan: Callable[[int], BatchPlan]) -> Audit:
+def check_samples(run_dir: Path, make_plan: Callable[[int], BatchPlan]) -> LedgerReport:
     """Check a run, which may have been killed or be running. `make_plan`: from a number of samples."""
     starts = _read_starts(run_dir)
     if not starts:
@@ -158,7 +158,7 @@ def audit(run_dir: Path, make_plan: Callable[[int], BatchPlan]) -> Audit:
     plan = make_plan(ENDLESS_NUM_SAMPLES if parts else max(1, starts[0].start_event.num_samples))
     unlogged = [note for start in starts for note in _add_unlogged_steps(start, plan)]
     incarnations = [_incarnation(start, counts) for start, counts in zip(starts, ranges, strict=True)]
-    result = Audit(plan.num_samples, plan.steps_per_epoch, plan.last_batch, incarnations, is_stream=parts > 0)
+    result = LedgerReport(plan.num_samples, plan.steps_per_epoch, plan.last_batch, incarnations, is_stream=parts > 0)
     if parts:
         result = replace(result, num_samples=0, steps_per_epoch=0)
     elif first.own_order:  # of a sampler, whose batches can have other sizes than those of the plan
@@ -468,7 +468,7 @@ def _name_steps(first: int, last: int) -> str:
     return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
-def _notes(result: Audit, last: GenerationLogs, counts: range) -> Iterator[str]:
+def _notes(result: LedgerReport, last: GenerationLogs, counts: range) -> Iterator[str]:
     if result.left_out:
         shown = ", ".join(map(str, result.left_out[:MAX_NAMED])) + (", ..." if len(result.left_out) > MAX_NAMED else "")
         yield (

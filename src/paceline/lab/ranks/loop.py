@@ -25,7 +25,7 @@ from paceline.checkpoint.shards import sha256_of
 from paceline.data.plan import BatchPlan, MicroBatchPlan
 from paceline.errors import PacelineError
 from paceline.lab.ranks.reference import StepValues, cast_to_float64, has_batch_norm, to_double
-from paceline.lab.ranks.trial import digests_of, fingerprints, gradients_of, make_world, parameters_of
+from paceline.lab.ranks.trial import digests_of, gradients_of, make_world, parameters_of, tensor_checksums
 from paceline.lab.verify import TOLERANCES, LoopCase, LoopSpec, StepBits
 from paceline.nested import map_tensors, tensors
 from paceline.protocol.evidence import is_victim
@@ -125,7 +125,7 @@ class _Recorder(Observer):
                     self._on_forward(*values)
 
             model.register_forward_hook(after_forward, with_kwargs=True)
-            self.run.start_fingerprints |= _constants(model) | fingerprints(parameters_of(replica))
+            self.run.start_fingerprints |= _constants(model) | tensor_checksums(parameters_of(replica))
             self.run.optimizer = optimizer_names(replica.optimizer)
             return replica
 
@@ -201,7 +201,7 @@ class _Recorder(Observer):
             self.run.gradient_path_hooks += filter(None, [describe_user_autograd_function(loss)])
         if not self.case.exact:
             dtypes = (str(metadata.dtype) for node in graph_nodes(loss) for metadata in node._input_metadata)
-            self.run.precision = least_precise([self.run.precision, *dtypes])
+            self.run.precision = least_precise_dtype([self.run.precision, *dtypes])
         if self.case.plain:
             gradient = _gradient_of_mean(loss, weight, reduction)
             self._unhook = loss.register_hook(lambda _: gradient).remove
@@ -263,7 +263,7 @@ class _Recorder(Observer):
         self.run.digests = [digests_of(part.replica) for part in self.models]
 
 
-def least_precise(dtypes: Iterable[str]) -> str:
+def least_precise_dtype(dtypes: Iterable[str]) -> str:
     names = {dtype.removeprefix("torch.") for dtype in dtypes} & TOLERANCES.keys()
     return max(names, key=TOLERANCES.__getitem__, default="float64")
 

@@ -7,7 +7,7 @@ import torch
 
 from paceline.errors import UsageError, plural
 from paceline.lab.ranks import causes
-from paceline.lab.ranks.loop import LoopRun, LoopStep, least_precise, read_run
+from paceline.lab.ranks.loop import LoopRun, LoopStep, least_precise_dtype, read_run
 from paceline.lab.ranks.reference import NamedTensors
 from paceline.lab.verify import BitsReport, Case, Diagnosis, LoopCase, LoopSpec, Result, StrategyBits, VerifyReport
 
@@ -31,7 +31,7 @@ def make_loop_reports(
             "the loop draws random numbers, which depend on the virtual ranks: the reference process computes all "
             f"{spec.virtual_ranks} of them"
         )
-    precision = least_precise(rank_run.precision for run in runs.values() for rank_run in run)
+    precision = least_precise_dtype(rank_run.precision for run in runs.values() for rank_run in run)
     if precision != "float64":
         notes.add(
             f"the loss is computed in {precision}, although parameters and inputs are float64: the loop or the model "

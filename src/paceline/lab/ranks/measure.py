@@ -28,8 +28,8 @@ from paceline.config.mesh import MODEL_DIMENSIONS, format_strategy, mesh_of
 from paceline.config.settings import TrainConfig, resolve_batch_sizes, task_options
 from paceline.config.strategies import EXACT_STRATEGIES, unsupported_settings
 from paceline.data.arrays import on_device
-from paceline.data.loader import Loading, MicroBatch, load_steps
-from paceline.data.streams import first_of, is_stream
+from paceline.data.loader import LoadingOptions, MicroBatch, load_steps
+from paceline.data.streams import first_samples, is_stream
 from paceline.errors import PacelineError, UsageError, plural
 from paceline.host.machine_log import query_gpu_problems
 from paceline.lab import measurement as m
@@ -38,7 +38,7 @@ from paceline.lab.ranks.memory import TrafficCounter, inspect_memory
 from paceline.protocol.evidence import Phase
 from paceline.rank.attach import run_worker
 from paceline.rank.guard import HangGuard
-from paceline.rank.world import World, create_mesh_groups, device_name, joined
+from paceline.rank.world import World, create_mesh_groups, device_name, process_group
 from paceline.runs.utilization import explain_mfu
 from paceline.stepping.trained_model import make_loss_scale
 from paceline.strategies import Strategy
@@ -83,7 +83,7 @@ def load_workload(config: TrainConfig, candidates: Iterable[Candidate], world: W
     largest = max(resolve_batch_sizes(_configured(config, c).data, world.size).global_batch for c in candidates)
     if is_stream(data):
         check_stream(config, data)
-        data = first_of(data, max(MAX_STREAM_SAMPLES, largest))
+        data = first_samples(data, max(MAX_STREAM_SAMPLES, largest))
         notes = (
             f"the training data are a stream: its first {len(data):,} samples were loaded into memory, so the steps do "
             "not include the time to read it",
@@ -99,7 +99,7 @@ def load_workload(config: TrainConfig, candidates: Iterable[Candidate], world: W
     count = FlopCount()
     if config.compute.peak_tflops != 0:
         with suppress(PacelineError):  # each candidate raises it again
-            model, loading = make_model(task, config.run.seed, world), Loading(world.device, 0, task.collate)
+            model, loading = make_model(task, config.run.seed, world), LoadingOptions(world.device, 0, task.collate)
             check_loss(task, model, data, loading, count=count)
     return Workload(config, task, data, world, notes, count)
 
@@ -119,7 +119,7 @@ class CandidateTraining:
         self._share = data.share(shape.virtual_ranks)
         self._lists_samples = config.run.record_samples
         model = make_model(task, config.run.seed, world)
-        loading = Loading(world.device, config.data.num_workers, task.collate)
+        loading = LoadingOptions(world.device, config.data.num_workers, task.collate)
         compute = resolve_compute(config.compute, model, task, dataset, loading, candidate.batch_size, world)
         self.use = Utilization(world, config.compute.peak_tflops, workload.count, compute.precision)
         optimizer = replace(config.optimizer, schedule="constant", warmup_steps=0)
@@ -249,7 +249,9 @@ def _measure(order: MeasurementRequest, workload: Workload, candidate: Candidate
     seconds = max(result["seconds"] for result in results)
     memory = None
     if inspection:
-        memory = m.Memory(**{n: _most(result["memory"][n] for result in results) for n in m.Memory.__struct_fields__})
+        memory = m.MemoryUse(
+            **{n: _most(result["memory"][n] for result in results) for n in m.MemoryUse.__struct_fields__}
+        )
     if world.rank == 0:  # measures the peak again if the machine was busy when it was measured
         training.use.peak_tflops(measure=True, samples_per_second=samples / seconds)
     return Measurement(
@@ -296,7 +298,7 @@ def main(arguments: Sequence[str]) -> int:
     order = msgspec.json.decode((folder / m.ORDER).read_bytes(), type=MeasurementRequest)
     config = configuration.load(folder.resolve() / m.CONFIG, must_own=True)
     world = World.from_env(device=config.launch.device, backend=config.launch.backend)
-    with joined(world, timeout_seconds=config.launch.timeout):
+    with process_group(world, timeout_seconds=config.launch.timeout):
         make_communicator(config.launch.collectives)
         with raise_on_all_ranks(world):
             workload = load_workload(config, order.candidates, world)

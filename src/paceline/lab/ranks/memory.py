@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from paceline.compute.memory import release_free_memory, storage_bytes
 from paceline.compute.resources import peak_memory
 from paceline.data.loader import MicroBatch
-from paceline.lab.measurement import Memory
+from paceline.lab.measurement import MemoryUse
 from paceline.nested import tensors
 from paceline.parallel.pipeline import Pipeline
 from paceline.protocol.evidence import Phase
@@ -42,7 +42,7 @@ class Inspection:
         self._device, self._open = device, True
         self._weights = self._gradients = self._optimizer = self._batch = 0
         self._in_stages = False
-        self.found: Memory | None = None
+        self.found: MemoryUse | None = None
 
     def watch(self, replica: Strategy) -> None:
         """Count the replica's tensors before and after each step of its optimizer."""
@@ -83,7 +83,7 @@ class Inspection:
         activations, exchange, peak = levels
         if self._in_stages:  # forwards and backwards alternate, so there is no moment to measure these
             activations = exchange = None
-        self.found = Memory(*sizes, activations, exchange, peak, peak_memory() or None)
+        self.found = MemoryUse(*sizes, activations, exchange, peak, peak_memory() or None)
 
 
 @contextmanager

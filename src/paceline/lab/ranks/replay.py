@@ -28,14 +28,14 @@ from paceline.checkpoint.resume import ResumePoint, RunLocation, newest_on_disk
 from paceline.checkpoint.shards import ShardFileSource, full_state, sha256_of
 from paceline.checkpoint.state import TensorShard
 from paceline.collectives.communicator import make_communicator
-from paceline.config.definition import CHANGEABLE_SETTINGS, TASK_SETTING_PREFIX, check_same
+from paceline.config.definition import CHANGEABLE_SETTINGS, TASK_SETTING_PREFIX, check_same_definition
 from paceline.config.strategies import EXACT_STRATEGIES
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import MicroBatchPlan
 from paceline.errors import PacelineError, UsageError, first_few
-from paceline.lab.replay import EXPECTED, NonFinite, Replayed, Request, SampleLoss, Source
+from paceline.lab.replay import EXPECTED, NonFiniteValue, ReplayRequest, ReplayResult, ReplaySource, SampleLoss
 from paceline.nested import tensors
-from paceline.rank.world import World, joined
+from paceline.rank.world import World, process_group
 from paceline.runs.console import print_to_stderr
 from paceline.runs.folder import CHECKPOINTS
 from paceline.seeding import preserve_generator_states
@@ -57,11 +57,11 @@ SAME_LOSS = 1e-2  # relative difference of a loss and the mean over samples, whi
 OTHER_SAMPLES = "the run has used different samples in this step: their order has no seed, or the data differ"
 
 
-def checkpoints_of(source: Source) -> Checkpoints:
+def checkpoints_of(source: ReplaySource) -> Checkpoints:
     return Checkpoints(source.run_dir / CHECKPOINTS, trust=source.trust)
 
 
-def definition_of(source: Source) -> Mapping[str, Any]:
+def definition_of(source: ReplaySource) -> Mapping[str, Any]:
     """The definition of the attempt in its first checkpoint. Without one, it has only the hardware."""
     for _, path in reversed(checkpoints_of(source).entries()):
         with suppress(DamagedCheckpoint):
@@ -72,12 +72,12 @@ def definition_of(source: Source) -> Mapping[str, Any]:
 
 
 @dataclass
-class Watch:
+class ReplayObserver:
     """Observes the requested step, and fills `result`."""
 
-    request: Request
-    source: Source
-    result: Replayed = field(init=False)
+    request: ReplayRequest
+    source: ReplaySource
+    result: ReplayResult = field(init=False)
     is_on: bool = False  # whether the requested step is the current one
     replicas: dict[str, Strategy] = field(default_factory=dict[str, Strategy])
     """by the prefix of the names of their parameters"""
@@ -88,7 +88,7 @@ class Watch:
     _finite_gradient: tuple[str, str] = "loss", "the loss function"
 
     def __post_init__(self) -> None:
-        self.result = Replayed(self.request.step, 0, self.source.logged.loss, without=sorted(self.request.without))
+        self.result = ReplayResult(self.request.step, 0, self.source.logged.loss, without=sorted(self.request.without))
         self.until, self.saved = self._next_checkpoint() or (self.request.step, None)
 
     def _next_checkpoint(self) -> tuple[int, ShardFileSource] | None:
@@ -164,7 +164,7 @@ class Watch:
             pdb.Pdb(nosigint=True).set_trace()
             return  # here the debugger stops
 
-    def thin(self, work: list[MicroBatchPlan]) -> list[MicroBatchPlan]:
+    def leave_out_samples(self, work: list[MicroBatchPlan]) -> list[MicroBatchPlan]:
         """The work of a step without the samples to leave out."""
         if not self.is_on:
             return work
@@ -217,7 +217,7 @@ class Watch:
         if bad := nonfinite_samples(values, work.indices)[0]:
             samples = tuple(work.indices.tolist() if gradient_of else bad)
             virtual_rank = self.owners.get(samples[0], work.virtual_rank)
-            self.result.nonfinite = NonFinite(module, kind, gradient_of, virtual_rank, samples, cause())
+            self.result.nonfinite = NonFiniteValue(module, kind, gradient_of, virtual_rank, samples, cause())
         return bool(bad)
 
     def note_step(self, record: StepRecord) -> bool:
@@ -246,7 +246,7 @@ class Watch:
         self.result.differing = [n for n in sorted(names) if _bits(state.get(n)) != _bits(saved.tensor(n))]
         self.result.digest = "" if self.result.differing else sha256_of(state)
 
-    def finish(self, error: PacelineError | None = None) -> Replayed:
+    def finish(self, error: PacelineError | None = None) -> ReplayResult:
         """The result. `error`: of the requested step, as in the run."""
         result = self.result
         if error is not None:
@@ -258,7 +258,7 @@ class Watch:
         return result
 
 
-def missing_samples(request: Request, indices: Sequence[int]) -> UsageError:
+def missing_samples(request: ReplayRequest, indices: Sequence[int]) -> UsageError:
     missing = sorted(request.without - {*indices})
     if not missing:
         return UsageError(code="replay-without-all", value=request.step)
@@ -280,7 +280,7 @@ def _bits(tensor: Tensor | None) -> str:
     return "" if tensor is None else sha256_of({"": tensor})
 
 
-def explain(watch: Watch, now: Mapping[str, Any], origin: ResumePoint | None) -> None:
+def explain(watch: ReplayObserver, now: Mapping[str, Any], origin: ResumePoint | None) -> None:
     """Set the reasons why the bits can differ, and the expected difference."""
     source, request, result = watch.source, watch.request, watch.result
     config = source.config
@@ -289,7 +289,7 @@ def explain(watch: Watch, now: Mapping[str, Any], origin: ResumePoint | None) ->
         saved = {name: value for name, value in saved.items() if name != "hardware"}
     of_task = [name for name in saved if name.startswith(TASK_SETTING_PREFIX)]
     where = origin.location_text if origin else str(source.run_dir)
-    reasons = check_same(saved, now, [*CHANGEABLE_SETTINGS, *of_task], where)
+    reasons = check_same_definition(saved, now, [*CHANGEABLE_SETTINGS, *of_task], where)
     reasons = [f"{reason} ({where})" if origin else reason for reason in reasons]
     if config.strategy not in EXACT_STRATEGIES:
         ranks = source.logged.world_size
@@ -308,7 +308,9 @@ def explain(watch: Watch, now: Mapping[str, Any], origin: ResumePoint | None) ->
 class _TaskReplay(TaskTrainer):
     """The training loop of a task, until the last step to repeat. It evaluates nothing, and calls no callback."""
 
-    def __init__(self, parts: TrainingComponents, place: RunLocation, origin: ResumePoint | None, watch: Watch) -> None:
+    def __init__(
+        self, parts: TrainingComponents, place: RunLocation, origin: ResumePoint | None, watch: ReplayObserver
+    ) -> None:
         super().__init__(parts, place, origin)
         self._watch = watch
 
@@ -322,11 +324,11 @@ class _TaskReplay(TaskTrainer):
         return self._watch.note_step(record)
 
 
-def replay_task(watch: Watch) -> Replayed:
+def replay_task(watch: ReplayObserver) -> ReplayResult:
     """Repeat a step of a task."""
     request, source, config = watch.request, watch.source, watch.source.config
     world = World.from_env({}, device=config.launch.device)
-    with joined(world), use_deterministic_kernels() if config.strategy in EXACT_STRATEGIES else nullcontext():
+    with process_group(world), use_deterministic_kernels() if config.strategy in EXACT_STRATEGIES else nullcontext():
         make_communicator()
         set_threads(config.launch.threads_per_rank, world)
         origin = watch.begin(world)
@@ -343,7 +345,9 @@ def replay_task(watch: Watch) -> Replayed:
         if config.model.batchnorm == "sync" and parts.stream is None:
             samples = _samples(parts, request.step)
             watch.owners = {index: place % parts.plan.virtual_ranks for place, index in enumerate(samples)}
-        loading = replace(parts.loading, num_workers=0, thin=watch.thin) if request.without else parts.loading
+        loading = (
+            replace(parts.loading, num_workers=0, thin=watch.leave_out_samples) if request.without else parts.loading
+        )
         task = replace(parts.task, loss=_watched(parts.task.loss, watch))
         parts = replace(parts, task=task, loading=loading)
         place = RunLocation(source.run_dir, source.logged.attempt, 0, None, now)
@@ -361,7 +365,7 @@ def _samples(parts: TrainingComponents, step: int) -> list[int]:
     return parts.plan.global_indices(*divmod(step - 1, parts.plan.steps_per_epoch)).tolist()
 
 
-def _check_samples(parts: TrainingComponents, request: Request) -> None:
+def _check_samples(parts: TrainingComponents, request: ReplayRequest) -> None:
     if parts.stream is not None:
         raise UsageError(code="replay-without-in-stream")
     indices = _samples(parts, request.step)
@@ -369,7 +373,7 @@ def _check_samples(parts: TrainingComponents, request: Request) -> None:
         raise missing_samples(request, indices)
 
 
-def _watched(loss: Loss, watch: Watch) -> Loss:
+def _watched(loss: Loss, watch: ReplayObserver) -> Loss:
     def watched(outputs: Any, targets: Any) -> Any:
         result = loss(outputs, targets)
         values, weights = result if isinstance(result, tuple) else (result, None)
@@ -385,7 +389,7 @@ def _watched(loss: Loss, watch: Watch) -> Loss:
 class _SessionReplay(Observer):
     """Ends the script after the last step to repeat."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: ReplayObserver) -> None:
         config = watch.source.config
         self._watch, self._origin = watch, None
         self.options = {
@@ -419,7 +423,7 @@ class _SessionReplay(Observer):
 
     def on_loader(self, loader: Loader, *, per_virtual_rank: bool) -> None:
         if self._watch.request.without:
-            loader.loading = replace(loader.loading, num_workers=0, workers={}, thin=self._watch.thin)
+            loader.loading = replace(loader.loading, num_workers=0, workers={}, thin=self._watch.leave_out_samples)
 
     def on_batch(self, inputs: Any, work: MicroBatchPlan | None) -> Any:
         if work is not None and self._watch.is_on:
@@ -458,7 +462,7 @@ class _SessionReplay(Observer):
 class _LossFunctions(TorchFunctionMode):
     """Inside, each loss function of torch that reduces a batch also computes the loss of each sample."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: ReplayObserver) -> None:
         super().__init__()
         self._watch = watch
 
@@ -486,7 +490,7 @@ def _reducing() -> dict[Any, Any]:
     return found
 
 
-def replay_script(watch: Watch, script: Path, arguments: Sequence[str]) -> Replayed:
+def replay_script(watch: ReplayObserver, script: Path, arguments: Sequence[str]) -> ReplayResult:
     """Repeat a step of a session by running its script."""
     observer = _SessionReplay(watch)
     try:

@@ -16,11 +16,11 @@ from torch.utils.data import Dataset, Subset
 from paceline.checkpoint.shards import full_state, sha256_of
 from paceline.collectives.batchnorm import convert_sync_batchnorm
 from paceline.collectives.control import Deferred, all_gather_object, new_group, raise_on_all_ranks
-from paceline.compute.forward import recompute
+from paceline.compute.forward import checkpoint_activations
 from paceline.data.arrays import ArrayDataset
-from paceline.data.loader import Loading, MicroBatch, load_steps
+from paceline.data.loader import LoadingOptions, MicroBatch, load_steps
 from paceline.data.plan import BatchPlan
-from paceline.data.streams import first_of
+from paceline.data.streams import first_samples
 from paceline.errors import UsageError
 from paceline.lab.ranks.causes import Comparison, RankDifferences
 from paceline.lab.ranks.reference import Reference, StepValues, cast_to_float64, random_stream_fingerprint
@@ -125,7 +125,7 @@ def _uneven_dataset_and_batch(task: Task, spec: VerifySpec, policy: BatchNormPol
     global_batch = max(2, ranks * portion - 1)
     tail = max(2, ranks - 1) if short_tail else ranks * (portion - 3) + 1
     needed = 2 * global_batch + tail
-    dataset = first_of(task.make_dataset("train"), needed)
+    dataset = first_samples(task.make_dataset("train"), needed)
     samples = len(dataset)  # pyright: ignore[reportArgumentType]
     if samples < needed:
         raise UsageError(code="verify-too-few-samples", needed=needed, ranks=ranks, samples=samples)
@@ -160,11 +160,11 @@ def apply_strategy(
     """
     spec, world, maker = setting.spec, setting.world, optimizer_factory(optimizer, setting.task, model)
     if spec.checkpoint_activations:
-        recompute(model, spec.checkpoint_activations)
+        checkpoint_activations(model, spec.checkpoint_activations)
     merged = setting.batch_norm_policy == "sync"
     if merged:
         model = convert_sync_batchnorm(model, new_group())
-    loading, data = Loading(world.device, 0, setting.task.collate), world.data
+    loading, data = LoadingOptions(world.device, 0, setting.task.collate), world.data
     model.train()
     config = ParallelConfig(strategy, schedule=spec.schedule_pipeline, sequence_parallel=spec.sequence_parallel)
     sharing = parallelize_model(setting.task, model, setting.dataset, loading, setting.plan, world, config)
@@ -239,7 +239,7 @@ def _install_observers(trial: Trial) -> None:
     def clip_grad_norm(max_norm: float) -> Deferred[float]:
         # not in sync_gradients: hooks on parameters run after it
         gradients = gradients_of(inner)
-        trial.gradient_fingerprints = fingerprints(gradients)
+        trial.gradient_fingerprints = tensor_checksums(gradients)
         if inner.world.rank == 0:
             trial.step_values.gradients = {n: g.clone() for n, g in gradients.items()}
         return right_clip(max_norm)
@@ -254,7 +254,7 @@ def _install_observers(trial: Trial) -> None:
 def compare_starts(trial: Trial, reference: Reference | None) -> None:
     """Compare the parameters before the first step, over ranks and on rank 0 with one process (a collective)."""
     world, parameters = trial.replica.world, parameters_of(trial.replica)
-    trial.first_start_difference = _first_difference(fingerprints(parameters), world)
+    trial.first_start_difference = _first_difference(tensor_checksums(parameters), world)
     if trial.first_start_difference is None:
         want = dict(reference.model.named_parameters()) if reference else {}
         unequal = [name for name, value in parameters.items() if name in want and not torch.equal(value, want[name])]
@@ -283,7 +283,7 @@ def collect_step_values(
             }
     got.state = _optimizer_state(replica, trial.unsharded_tensors)
     gradients_differ = _first_difference(trial.gradient_fingerprints, world)
-    after_differs = _first_difference(fingerprints({**parameters, **buffers}), world)
+    after_differs = _first_difference(tensor_checksums({**parameters, **buffers}), world)
     return got, RankDifferences(trial.first_start_difference, gradients_differ, after_differs)
 
 
@@ -310,7 +310,7 @@ def digests_of(replica: Strategy) -> tuple[str, str]:
     return weights, sha256_of(full_state(replica.state(), replica.world))
 
 
-def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+def tensor_checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     flat = {name: tensor.detach().cpu().contiguous().reshape(-1) for name, tensor in tensors.items()}
     return {n: zlib.crc32(f.view(torch.uint8).numpy()) for n, f in flat.items()}  # pyright: ignore[reportArgumentType]
 

@@ -19,7 +19,7 @@ from paceline.config.strategies import STRATEGY_INFO
 from paceline.data.loader import MicroBatch
 from paceline.errors import ReportedByPeer, UsageError
 from paceline.lab.ranks import trial as trials
-from paceline.lab.ranks.causes import explain
+from paceline.lab.ranks.causes import explain_difference
 from paceline.lab.ranks.loop import run_loop
 from paceline.lab.ranks.reference import Reference, StepValues, has_batch_norm
 from paceline.lab.ranks.trial import Trial, VerificationSetup, VerifiedOptimizer
@@ -37,7 +37,7 @@ from paceline.lab.verify import (
     VerifySpec,
 )
 from paceline.rank.attach import run_worker
-from paceline.rank.world import World, create_mesh_groups, joined
+from paceline.rank.world import World, create_mesh_groups, process_group
 from paceline.train.determinism import DEFAULT_THREADS, hardware_facts, use_deterministic_kernels
 from paceline.train.prepare import make_model
 from paceline.train.step import train_step
@@ -114,7 +114,7 @@ def _step(
             differences = trial.comparison.add(got, want)
             is_wrong = differences or got.samples != want.samples or got.stream_fingerprints != want.stream_fingerprints
             if is_wrong or any(ranks):
-                finding = Diagnosis(number, *explain(got, want, differences, ranks, reference))
+                finding = Diagnosis(number, *explain_difference(got, want, differences, ranks, reference))
     trial.finding = msgspec.convert(all_gather_object(msgspec.to_builtins(finding), world)[0], Diagnosis | None)
 
 
@@ -170,7 +170,7 @@ def main(arguments: Sequence[str]) -> int:
         run_loop(spec, report.parent, world)
         return 0
     torch.set_num_threads(DEFAULT_THREADS)
-    with joined(world, timeout_seconds=300 if spec.bitwise else 120):
+    with process_group(world, timeout_seconds=300 if spec.bitwise else 120):
         result = use_deterministic_kernels()(collect_bits)(spec, world) if spec.bitwise else verify(spec, world)
         if world.rank == 0:
             report.write_bytes(msgspec.json.encode(result))

@@ -27,7 +27,7 @@ from msgspec.structs import replace
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.host.cgroup import threads_per_rank, usable_cores
 from paceline.host.facts import gather_facts as gather_facts
-from paceline.host.shell_environment import environment_after
+from paceline.host.shell_environment import load_shell_environment
 from paceline.host.sweep import start_janitor
 from paceline.launch.agent.preload import start_preloader
 from paceline.launch.agent.workers import InheritedResources, create_snapshot_files, worker_environment
@@ -42,7 +42,7 @@ from paceline.protocol.job import NodePlan
 from paceline.runs import writing
 from paceline.runs.console import print_to_stderr
 from paceline.runs.folder import create_attempt_dir, lock_run_dir
-from paceline.runs.reading import read
+from paceline.runs.reading import read_bytes
 
 MAX_PLAN_BYTES = 1 << 20
 
@@ -52,7 +52,7 @@ def read_plan(options: argparse.Namespace) -> NodePlan | None:
     try:
         # the agent executes the command in the plan: no other user may have written it
         file = options.plan and options.plan.parent.resolve() / options.plan.name
-        line = read(file, limit_bytes=MAX_PLAN_BYTES, ours=True) if file else _first_line()
+        line = read_bytes(file, limit_bytes=MAX_PLAN_BYTES, ours=True) if file else _first_line()
         if not line:
             return None
         plan = msgspec.json.decode(line, type=NodePlan)
@@ -133,7 +133,7 @@ def prepare_environment(plan: NodePlan) -> NodePlan:
             host, strerror = os.uname().nodename, error.strerror
             raise UsageError(code="folder-not-entered", folder=plan.cwd, host=host, strerror=strerror) from None
     if plan.modules or plan.activate or plan.env:
-        changed = environment_after(plan.modules, plan.activate, plan.env, dict(os.environ))
+        changed = load_shell_environment(plan.modules, plan.activate, plan.env, dict(os.environ))
         for name in os.environ.keys() - changed.keys():
             del os.environ[name]
         os.environ.update(changed)

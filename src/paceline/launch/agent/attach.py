@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from paceline.errors import ExitCode, PacelineError
 from paceline.guard.deaths import diagnosis_due_seconds, first_to_fail
-from paceline.guard.sentences import format_clause, format_ranks
+from paceline.guard.sentences import format_ranks, format_subject_verb
 from paceline.host.procfs import PROC, read_process
 from paceline.host.sweep import RosterWorker
 from paceline.launch.agent.channel import Link, StartOrder, StartReply
@@ -401,7 +401,9 @@ class AttachedCoordinator:
             if not moving_ranks:
                 return
             self._stall_seconds = None
-            print_to_stderr(f"{format_clause(moving_ranks, 'is', 'are')} making progress again; the stall is over")
+            print_to_stderr(
+                f"{format_subject_verb(moving_ranks, 'is', 'are')} making progress again; the stall is over"
+            )
         if (stop := monitor.check()) is not None:
             self._stall_seconds = time.monotonic()
             self._report_stall(stop, len(samples))

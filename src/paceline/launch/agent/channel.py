@@ -31,7 +31,7 @@ import msgspec
 
 from paceline.errors import UsageError
 from paceline.host.facts import Facts
-from paceline.host.procfs import port_holder
+from paceline.host.procfs import describe_port_owner
 from paceline.protocol.control import Readable
 from paceline.protocol.evidence import Evidence, WorkerSample
 from paceline.protocol.job import NodeRanks
@@ -475,14 +475,14 @@ def _listen(ports: Sequence[int]) -> socket.socket:
                 listener = socket.create_server(("", port), family=family, backlog=4096, dualstack_ipv6=dualstack)
                 listener.setblocking(False)
                 return listener
-    holders = {port: port_holder(port) for port in ports}
+    holders = {port: describe_port_owner(port) for port in ports}
     taken = ", ".join(f"{port} (by {holder})" if holder else str(port) for port, holder in holders.items())
     taken = f"port {taken} is" if len(holders) == 1 else f"ports {taken} are"
     raise UsageError(code="ports-in-use", host=socket.gethostname(), ports=taken)
 
 
 def port_taken_error(name: str, port: int, error: OSError) -> UsageError:
-    holder = port_holder(port)
+    holder = describe_port_owner(port)
     holder_text = f" by {holder}" if holder else ""
     return UsageError(code="port-taken", port=name, by=holder_text, strerror=error.strerror)
 

@@ -4,6 +4,7 @@ A restart may help after an external cause, such as a killed process, a lack of 
 error of the program the run ends, since the error would happen again.
 """
 
+import math
 import os
 import signal
 import subprocess
@@ -20,7 +21,7 @@ from msgspec.structs import replace
 
 from paceline.errors import ExitCode, FaultyRankError, UsageError, first_few, plural
 from paceline.guard.deaths import RankEnd, diagnosis_due_seconds, first_to_fail, rank_end
-from paceline.guard.judge import judge_samples
+from paceline.guard.judge import diagnose_samples
 from paceline.guard.report import RunEvent, same_diagnosis
 from paceline.host.procfs import read_process
 from paceline.host.sweep import agent_mark
@@ -28,12 +29,12 @@ from paceline.launch.agent.cluster import Generation, RemoteNode, RemoteNodes
 from paceline.launch.agent.joining import JoinQueue, gather_nodes, use_reachable_address
 from paceline.launch.agent.monitor import LiveStatus, Monitor, StopReport
 from paceline.launch.agent.workers import InheritedResources
-from paceline.protocol.balance import AUTO, SpeedMeter, assign_virtual_ranks, parse_balance
+from paceline.protocol.balance import AUTO, SAMPLE_SECONDS, SpeedMeter, assign_virtual_ranks, parse_balance
 from paceline.protocol.control import AGENT_MARK, LIFELINE_GRACE_SECONDS, REMOTE_GRACE_SECONDS, StopOrders
 from paceline.protocol.evidence import LOADER_KILLED, SUCCESS_EXIT_CODES, Diagnosis, Evidence, StopKind, WorkerSample
 from paceline.protocol.job import EVENT_SECONDS, NodePlan
 from paceline.runs import writing
-from paceline.runs.attempt import AttemptEnd, write_ended
+from paceline.runs.attempt import AttemptEnd, write_attempt_end
 from paceline.runs.console import MAX_NAMES, print_to_stderr
 
 JOIN_TRIAL_SECONDS = 600.0  # a generation that fails in this time without a step fails because of the nodes that joined
@@ -249,6 +250,7 @@ class Coordinator:
         self._events = EventCommand(plan)
         self._queue, self._began_seconds = JoinQueue(plan, self.cluster), 0.0
         self._meter = SpeedMeter()  # for --balance auto
+        self._max_look_seconds = SAMPLE_SECONDS if plan.balance == AUTO else math.inf
         self._is_balance_checked = not plan.balance
         self._regrouped = False  # whether the last generation saved its state and ended for the present one
         self._entered: Sequence[RemoteNode] = ()  # nodes that joined with the present generation
@@ -271,7 +273,7 @@ class Coordinator:
             self.cluster.end(code)
             self._queue.withdraw(self.plan.attempt_dir)
             if self.plan.attempt_dir:
-                write_ended(Path(self.plan.attempt_dir), AttemptEnd(int(code), self._cause_of(code)))
+                write_attempt_end(Path(self.plan.attempt_dir), AttemptEnd(int(code), self._cause_of(code)))
         return code
 
     def _cause_of(self, code: int) -> str:
@@ -375,7 +377,8 @@ class Coordinator:
                 if self._queue.is_regroup_wanted:
                     generation.regroup()
                 self._balance(generation, ranks)
-            self.cluster.wait(monitor.look_seconds if due is None else POLL_FAILING_SECONDS)
+            look_seconds = min(monitor.look_seconds, self._max_look_seconds)
+            self.cluster.wait(look_seconds if due is None else POLL_FAILING_SECONDS)
             self.cluster.note_signals(ranks)
             if self.cluster.is_stop_ordered:
                 return self._obey(generation)
@@ -403,7 +406,7 @@ class Coordinator:
         first = first_to_fail(ranks)
         if first is not None and rank_end(first) is RankEnd.EXCEPTION:  # it could not save, for example
             evidence = [Evidence.from_sample(sample) for sample in ranks]
-            self._report(StopReport(judge_samples(ranks), evidence, self.plan.attempt_dir))
+            self._report(StopReport(diagnose_samples(ranks), evidence, self.plan.attempt_dir))
         if self._regrouped and not any(sample.step for sample in ranks):
             print_to_stderr(f"stopped by {number.name} while the ranks started again: their state is saved")
             return ExitCode.SAVED

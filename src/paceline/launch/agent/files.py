@@ -40,7 +40,7 @@ from paceline.runs import writing
 from paceline.runs.console import print_to_stderr
 from paceline.runs.folder import CHECKPOINTS, CONFIG, attempt_number, check_usable_as_run_dir
 from paceline.runs.owners import open_file
-from paceline.runs.reading import entry_names, folders, read
+from paceline.runs.reading import list_folders, list_names, read_bytes
 
 PART_BYTES = 256 << 10
 SEND_SECONDS = 60.0  # for one part: at least 50 kbit/s
@@ -215,7 +215,7 @@ def _append(path: Path, data: bytes, offset: int) -> None:
 
 def _checkpoint_names(run_dir: Path) -> tuple[str, ...]:
     """The newest one first."""
-    return tuple(name for name in reversed(folders(run_dir / CHECKPOINTS)) if _CHECKPOINT.fullmatch(name))
+    return tuple(name for name in reversed(list_folders(run_dir / CHECKPOINTS)) if _CHECKPOINT.fullmatch(name))
 
 
 def _reason(error: Exception) -> str:
@@ -320,7 +320,7 @@ class SeparateFolder:
         try:
             FileClient(plan).download(probe.name, probe)
         except FileNotFoundError:
-            newest = max((attempt_number(Path(name)) for name in entry_names(run_dir)), default=0)
+            newest = max((attempt_number(Path(name)) for name in list_names(run_dir)), default=0)
             if newest >= attempt_number(attempt_dir):
                 raise UsageError(code="run-dir-of-other-run", run_dir=run_dir, attempt=f"attempt-{newest}") from None
             return cls(plan, attempt_dir)
@@ -378,7 +378,7 @@ class SeparateFolder:
 
     def sync(self) -> None:
         attempt = self._attempt_dir.name
-        for name in (*self._logs, *(f"{attempt}/{name}" for name in entry_names(self._attempt_dir))):
+        for name in (*self._logs, *(f"{attempt}/{name}" for name in list_names(self._attempt_dir))):
             if _SENT.fullmatch(name):
                 with suppress(FileNotFoundError):
                     self._send_growth(name)
@@ -484,7 +484,7 @@ class SeparateFolder:
             writing.make_folder(partial, exist_ok=True)
             manifest = partial / MANIFEST
             self._fetcher.download(f"{CHECKPOINTS}/{name}/{MANIFEST}", manifest)
-            data = read(manifest, limit_bytes=MAX_MANIFEST_BYTES, ours=True)
+            data = read_bytes(manifest, limit_bytes=MAX_MANIFEST_BYTES, ours=True)
             files = msgspec.json.decode(data, type=_Envelope).manifest.files
             for file in files:
                 target = partial / Path(file.name).name
@@ -509,7 +509,7 @@ class SeparateFolder:
 
     def _remove_partial(self, step: float) -> None:
         """Remove shards of checkpoints up to `step`, which are published or have failed, and incomplete copies."""
-        for name in entry_names(self._checkpoints):
+        for name in list_names(self._checkpoints):
             if 0 <= _partial_step(name) <= step:
                 writing.remove(self._checkpoints / name)
 

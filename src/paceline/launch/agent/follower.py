@@ -1,6 +1,7 @@
 """The agent of every node except node 0. It follows the coordinator, and ends its workers if that is lost."""
 
 import dataclasses
+import math
 import os
 import socket
 import time
@@ -18,11 +19,12 @@ from paceline.launch.agent import channel
 from paceline.launch.agent.files import SeparateFolder
 from paceline.launch.agent.joining import interface_of, join, try_to_reach
 from paceline.launch.agent.workers import InheritedResources, Workers
+from paceline.protocol.balance import AUTO, SAMPLE_SECONDS
 from paceline.protocol.control import REMOTE_GRACE_SECONDS, StopOrders
 from paceline.protocol.job import NodePlan
 from paceline.runs import writing
 from paceline.runs.console import print_to_stderr
-from paceline.runs.reading import read
+from paceline.runs.reading import read_bytes
 
 LATE_FILE_SECONDS = 20.0  # a network file system may show a new file with a delay
 COORDINATOR_STOP_SECONDS = 20.0  # beyond the grace: within it the coordinator ends the run after an order
@@ -36,7 +38,8 @@ class Follower:
         self._inherited = inherited
         # details that the coordinator has requested from the workers
         self._collection: EvidenceCollection | None = None
-        self._sample_seconds = sample_interval_seconds(plan.hang_timeout)
+        self._max_sample_seconds = SAMPLE_SECONDS if plan.balance == AUTO else math.inf
+        self._sample_seconds = min(sample_interval_seconds(plan.hang_timeout), self._max_sample_seconds)
         self._on_started = on_started  # called when the workers have been started
         self._code: int | None = None
         self._forwarded = 0  # number of stop signals that the coordinator knows
@@ -147,7 +150,7 @@ class Follower:
         deadline, is_shared = time.monotonic() + LATE_FILE_SECONDS, False
         while self._files is None:
             with suppress(OSError):  # the file does not exist yet
-                if read(attempt_dir / channel.PROOF_FILE, limit_bytes=100, ours=True) == proof.encode():
+                if read_bytes(attempt_dir / channel.PROOF_FILE, limit_bytes=100, ours=True) == proof.encode():
                     return
             if not is_shared:
                 self._files = SeparateFolder.find(self.plan, attempt_dir)
@@ -206,6 +209,7 @@ class Follower:
         news = [(beat.generation, beat.stopped), *states]
         is_guarded = self._workers is not None and not self.plan.hang_timeout.off
         sampled = heartbeat_interval_seconds(self.plan.hang_timeout, self.plan.nodes, beat.workers)
+        sampled = min(sampled, self._max_sample_seconds)
         interval = sampled - self._sample_seconds / 2 if is_guarded else channel.BEAT_SECONDS
         is_due = now >= self._sent_seconds + interval
         if is_due or news != self._news or self._alive_took_seconds is not None:

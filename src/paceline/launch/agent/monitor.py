@@ -20,9 +20,9 @@ from msgspec.structs import replace
 from paceline.errors import ExitCode
 from paceline.guard import detectors
 from paceline.guard.collect import ANSWER_SECONDS
-from paceline.guard.judge import is_deadlocked, judge, judge_samples
+from paceline.guard.judge import diagnose, diagnose_samples, is_deadlocked
 from paceline.guard.report import EXIT_CODES, format_failure, format_report, format_warning, summarize, write_diagnosis
-from paceline.guard.sentences import format_clause
+from paceline.guard.sentences import format_subject_verb
 from paceline.guard.silent import SilentFaultDetector, ops_by_call_hash
 from paceline.launch.agent.cluster import Generation
 from paceline.launch.agent.joining import find_unreachable_nodes
@@ -122,11 +122,11 @@ class Monitor:
         if not self._off:
             try:
                 evidence = self._generation.collect_evidence(FAILURE_ANSWER_SECONDS, to_its_end=True)
-                return self._make_stop_report(judge(evidence), evidence, 0.0)
+                return self._make_stop_report(diagnose(evidence), evidence, 0.0)
             except Exception as error:
                 self._give_up(error)
         evidence = [*map(Evidence.from_sample, samples)]
-        return StopReport(judge_samples(samples), evidence, self._plan.attempt_dir)
+        return StopReport(diagnose_samples(samples), evidence, self._plan.attempt_dir)
 
     def _give_up(self, error: Exception) -> None:
         self._off = True
@@ -138,7 +138,7 @@ class Monitor:
     def _look(self) -> StopReport | None:
         running = self._generation.running()
         self.look_seconds = detectors.heartbeat_interval_seconds(self._windows, self._plan.nodes, running)
-        alarm = self._stalls.update(time.monotonic(), detectors.assume_waiting(running, self._plan.ranks.world_size))
+        alarm = self._stalls.update(time.monotonic(), detectors.mark_as_waiting(running, self._plan.ranks.world_size))
         for kind, notice in (("", self._stalls.notice), ("slow", self._straggler_warning(running))):
             if notice:
                 self._notify(notice, kind=kind)
@@ -155,7 +155,7 @@ class Monitor:
         evidence = self._generation.collect_evidence(WARNING_ANSWER_SECONDS if is_warning else ANSWER_SECONDS)
         if unwatched_ranks := [rank.rank for rank in evidence if not rank.watched]:
             self._off = True  # the guard cannot inspect the new program
-            ranks = f"{format_clause(unwatched_ranks, 'has', 'have')}"
+            ranks = f"{format_subject_verb(unwatched_ranks, 'has', 'have')}"
             print_to_stderr(f"warning: the hang guard is off: {ranks} started a different program (exec)")
             return None
         if self._generation.interrupted or not detectors.is_stalled(evidence, alarm, self._windows):
@@ -205,7 +205,7 @@ class Monitor:
         evidence = self._generation.collect_evidence(WARNING_ANSWER_SECONDS)
         if self._generation.interrupted or not is_deadlocked(evidence):
             return None
-        diagnosis = judge(evidence)
+        diagnosis = diagnose(evidence)
         if diagnosis.kind not in (StopKind.MISMATCH, StopKind.DEADLOCK):
             return None
         return self._make_stop_report(
@@ -234,7 +234,7 @@ class Monitor:
         return detectors.Alarm("stall", still_seconds, 0.0)
 
     def _stall(self, evidence: Sequence[Evidence], alarm: detectors.Alarm) -> StopReport | None:
-        diagnosis = judge(evidence)
+        diagnosis = diagnose(evidence)
         proof = self._sleep.proves_sleep(diagnosis, evidence)
         if not alarm.window_seconds and not (diagnosis.kind in EARLY_DIAGNOSIS_KINDS if proof is None else proof):
             return None
@@ -279,7 +279,7 @@ class Monitor:
             waited_seconds = min((rank.still_seconds for rank in evidence if rank.code is None), default=0.0)
             with suppress(OSError):
                 answer = folder / f"diagnosis-live-{nonce}"
-                write_diagnosis(answer, judge(evidence), evidence, waited_seconds=waited_seconds)
+                write_diagnosis(answer, diagnose(evidence), evidence, waited_seconds=waited_seconds)
 
 
 def _short(path: Path) -> str:

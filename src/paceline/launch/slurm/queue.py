@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from paceline.errors import ExitCode, PacelineError, UsageError, plural, unknown_name_error
 from paceline.host.procfs import PR_SET_PDEATHSIG
-from paceline.launch.output import Tail
+from paceline.launch.output import LogTail
 from paceline.launch.plan import Plan
 from paceline.launch.slurm.plan import SCRIPT_FILE
 from paceline.protocol.control import STOP_SIGNALS, read_stop_signals, signal_wakeup
@@ -112,7 +112,7 @@ def query_job_state(job_id: str) -> JobState | None:
     return _from_accounting(job_id)
 
 
-def writes_to(job_id: str, folder: Path) -> bool:
+def job_writes_to(job_id: str, folder: Path) -> bool:
     """Whether the output of this job goes into `folder`. If not, the job belongs to a different run."""
     job_info = run_slurm("scontrol", "show", "job", "-o", job_id).stdout
     return any(f" StdOut={path}/" in job_info for path in (str(folder), str(folder).replace("%", "%%")))
@@ -163,7 +163,7 @@ def cancel(job_id: str, *, now: bool = False) -> None:
         raise PacelineError(code="slurm-cancel", job=job_id, reason=slurm_error(done))
 
 
-def follow(
+def follow_job(
     job_id: str, output: Path, say: Callable[[str], None], show: Callable[[str], None], *, cancel_on_interrupt: bool
 ) -> int:
     """Show the states and the output of a job until its end, or Ctrl-C. Return its exit code, or 130 if it continues.
@@ -171,7 +171,7 @@ def follow(
     `say` gets every change of state, `show` new output in complete lines. With `cancel_on_interrupt`, Ctrl-C cancels
     the job, and a second Ctrl-C stops following.
     """
-    tail = Tail(output)
+    tail = LogTail(output)
     try:
         return _watch(job_id, tail, say, show)
     except KeyboardInterrupt:
@@ -183,7 +183,7 @@ def follow(
     return _watch(job_id, tail, say, show)
 
 
-def _watch(job_id: str, tail: Tail, say: Callable[[str], None], show: Callable[[str], None]) -> int:
+def _watch(job_id: str, tail: LogTail, say: Callable[[str], None], show: Callable[[str], None]) -> int:
     last = ""
     while True:
         job_state, has_ended = None, False
@@ -231,7 +231,9 @@ def check_fits(job: JobSpec, env: Mapping[str, str]) -> None:
     for name in names.split(","):
         if name not in {n.partition for n in all_nodes}:
             raise unknown_name_error("partition", name, sorted({n.partition for n in all_nodes}))
-    reasons = [misfit(name, [n for n in all_nodes if n.partition == name], job) for name in names.split(",")]
+    reasons = [
+        allocation_problem(name, [n for n in all_nodes if n.partition == name], job) for name in names.split(",")
+    ]
     if all(reasons):
         raise UsageError(code="slurm-does-not-fit", found="; ".join(reasons), partitions=_choices(all_nodes))
 
@@ -245,7 +247,7 @@ def _partitions(job: JobSpec, env: Mapping[str, str]) -> tuple[list[NodeSet], st
     return nodes, job.slurm.partition or env.get("SBATCH_PARTITION", "") or default
 
 
-def misfit(name: str, nodes: Sequence[NodeSet], job: JobSpec) -> str:
+def allocation_problem(name: str, nodes: Sequence[NodeSet], job: JobSpec) -> str:
     alloc, cpus = job.slurm, job.nproc * job.slurm.cpus_per_rank
     if not any(n.up for n in nodes):
         return f"partition {name} is down"
