@@ -426,7 +426,7 @@ class TrainingLoop:
             for part in state.models:
                 part.check_state_after_first_step()
         if state.saves:
-            if state.unsaved.save_if_due():
+            if state.unsaved.after_step():
                 self._restore_random_streams()
                 state.search_unsaved_state(only_known_containers=True)
             if state.values:

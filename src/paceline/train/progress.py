@@ -168,7 +168,7 @@ class TrainingProgress(RunRecorder):
             if votes.save > 0:
                 self._saves_done, save = self._saves_seen, True
             content = partial(self._content, numbers)
-            self.throughput.exclude_pause(self._checkpoints.save_if_due(self.step, votes, content, save=save))
+            self.throughput.exclude_pause(self._checkpoints.after_step(self.step, votes, content, save=save))
             if wait:
                 self.throughput.exclude_pause(self._checkpoints.wait())
 
