@@ -228,7 +228,7 @@ def test_what_the_checks_of_settings_find_is_in_the_tables(
 
 
 def check_support(*words: str, seconds: int) -> None:
-    done = warm.run((ROOT / "tools" / "support.py", "--check_support", *words), timeout=seconds)
+    done = warm.run((ROOT / "tools" / "support.py", "--check", *words), timeout=seconds)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from tests.cluster.lab import Lab
 
 # AcceptEnv as Debian has it: variables do not travel, which a launcher must cope with. SHLVL: bash reads no .bashrc of
 # this machine then; what that starts (pyenv's rehash) holds a lock for a minute when a host is killed meanwhile.
+# PYTHONPATH: hosts run the same code as the test.
 SSHD = """
 HostKey {folder}/hostkey
 AuthorizedKeysFile {folder}/authorized_keys
@@ -21,7 +23,7 @@ PermitRootLogin prohibit-password
 AllowUsers root
 UseDNS no
 AcceptEnv LANG LC_*
-SetEnv SHLVL=1
+SetEnv SHLVL=1 PYTHONPATH={pythonpath}
 Subsystem sftp internal-sftp
 MaxStartups 100
 """
@@ -61,7 +63,7 @@ class SshHosts:
         (folder / "authorized_keys").write_text((folder / "id.pub").read_text())
         key = " ".join((folder / "hostkey.pub").read_text().split()[:2])
         (folder / "known_hosts").write_text("".join(f"{host} {key}\n" for host in lab.hosts))
-        (folder / "sshd_config").write_text(SSHD.format(folder=folder))
+        (folder / "sshd_config").write_text(SSHD.format(folder=folder, pythonpath=os.environ.get("PYTHONPATH", "")))
         config = folder / "config"
         config.write_text(CLIENT.format(folder=folder))
 

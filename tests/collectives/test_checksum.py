@@ -61,6 +61,10 @@ def test_nothing_and_one_element_with_gaps_have_a_checksum_too():
 def test_equal_flips_in_many_numbers_do_not_cancel_and_the_order_counts():
     values = torch.randn(64, 4)
     assert len({int(checksum(v)) for v in (values, -values, values.flip(0), values.t(), values * 2)}) == 5
+    for width in (torch.float32, torch.float64, torch.bfloat16):  # as a defective unit that computes each n-th number
+        values = torch.randn(64, dtype=width)
+        signs = [values.where(torch.arange(64) % step != step - 1, -values) for step in (1, 2, 4, 8, 16, 32)]
+        assert len({int(checksum(v)) for v in (values, *signs)}) == 7
     conjugate = torch.randn(4, dtype=torch.complex64).conj()
     assert int(checksum(conjugate)) == int(checksum(conjugate.resolve_conj()))
     long = torch.zeros(4 * CHUNK + 3)

@@ -66,9 +66,9 @@ def test_the_sums_of_hosts_are_parts_of_the_one_tree_whatever_its_leaves_and_ran
     for number in range(hosts):
         partition = LeafPartition([*pairwise(cuts)], number * size)
         plan = hosts_module.make_leaf_order_plan(partition, size)
-        nodes = partition.subtrees_by_rank()
+        nodes = partition.subtrees_by_rank
         assert plan.max_lanes == max(map(len, nodes))
-        for node, subtree in zip(plan.node_partition.subtrees_by_rank()[number], plan.node_subtrees, strict=True):
+        for node, subtree in zip(plan.node_partition.subtrees_by_rank[number], plan.node_subtrees, strict=True):
             own = {at: whole(nodes[number * size + rank][lane]) for at, (rank, lane) in subtree.lane_by_part.items()}
             parts[node] = tree_sum(own, plus, subtree.leaf_count)
     assert tree_sum(parts, plus, world + more) == whole((0, world + more))

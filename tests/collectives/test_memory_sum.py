@@ -90,7 +90,7 @@ def check_sums(world, leaves, sizes, dtypes, absent, divisor, direct):
         for _ in range(2):  # the second time every slot has been used
             own = [
                 [node_sum(node, i, n, d, absent) for i, (n, d) in enumerate(zip(sizes, dtypes, strict=True))]
-                for node in partition.subtrees_by_rank()[memory.rank]
+                for node in partition.subtrees_by_rank[memory.rank]
             ]
             own = [None if all(part is None for part in flat) else flat for flat in own]
             found.append(total.run(own, divisor))
@@ -128,7 +128,7 @@ def test_what_is_known_to_be_finite_is_finite_and_known_by_all(world, bad):
 def test_no_more_sums_wait_than_there_is_room_for_and_all_the_room_is_used(world):
     for leaves in range(world, 41):
         partition = partitions(world, leaves)[0]
-        nodes = [node for of_rank in partition.subtrees_by_rank() for node in of_rank]
+        nodes = [node for of_rank in partition.subtrees_by_rank for node in of_rank]
         parts = {node: torch.randn(3) for node in nodes}
         wanted = tree_sum({node: part.clone() for node, part in parts.items()}, torch.add, leaves)
         spare = [torch.full((3,), torch.nan) for _ in range(spare_buffer_count(nodes, leaves))]
@@ -145,7 +145,7 @@ def test_shares_of_the_sum_are_pieces_of_the_whole_and_gather_to_it(world, more,
 
     def act(memory):
         partition = partitions(world, leaves)[memory.rank]
-        own = [node_sum(node, 0, world * share, dtype, set()) for node in partition.subtrees_by_rank()[memory.rank]]
+        own = [node_sum(node, 0, world * share, dtype, set()) for node in partition.subtrees_by_rank[memory.rank]]
         mine = reduce_scatter(memory, own, partition, torch.empty(share, dtype=dtype), 3.0)
         out = torch.empty(world * share, dtype=dtype)
         all_gather(memory, mine, out)

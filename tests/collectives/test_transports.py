@@ -60,7 +60,7 @@ def test_the_sum_is_that_of_gloo_and_of_one_process(world_size, leaves, tmp_path
     assert everybody == [4 * len(leaves) + (world_size == 2)] * world_size
 
 
-def odd_strides_of_one_rank(rank: int, world_size: int) -> bool:
+def odd_strides_of_one_rank(rank: int, world_size: int, in_memory: bool) -> bool:
     """Ranks may have different strides for a parameter. Sums match elements by index, not by memory."""
     assert make_communicator().memory is not None
     model = nn.Conv2d(3, 5, 3)
@@ -68,7 +68,8 @@ def odd_strides_of_one_rank(rank: int, world_size: int) -> bool:
         model.weight.copy_(torch.arange(135.0).view(5, 3, 3, 3))
     if rank == 1:
         model = model.to(memory_format=torch.channels_last)
-    sums = make_rank_reducer(model, LeafPartition.one_leaf_per_rank(world_size, rank))
+    partition = LeafPartition.one_leaf_per_rank(world_size, rank)
+    sums = make_rank_reducer(model, partition) if in_memory else over_torch(model, partition, in_order=False)
     (model.weight.square().sum() * (rank + 1)).backward()
     sums.finish(1.0)
     grad = model.weight.grad
@@ -78,8 +79,9 @@ def odd_strides_of_one_rank(rank: int, world_size: int) -> bool:
 
 
 @pytest.mark.slow
-def test_ranks_may_lay_a_parameter_out_differently(tmp_path):
-    assert run_ranks(odd_strides_of_one_rank, 2, tmp_path) == [True, True]
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_ranks_may_lay_a_parameter_out_differently(in_memory, tmp_path):
+    assert run_ranks(odd_strides_of_one_rank, 2, tmp_path, in_memory) == [True, True]
 
 
 def goes_on(rank: int, world_size: int) -> Tensor | None:

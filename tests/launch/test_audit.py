@@ -174,6 +174,7 @@ def test_what_only_the_ranks_know_is_an_error_before_the_first_step(folder: Path
 COUNTED = {
     "a number": ("samples += s.samples", "samples += 1"),
     "a scheduler": ("scheduler.step()", "scheduler.step(); other.step()"),
+    "a loss": ("samples += s.samples", "samples += float(b.sum())"),
     "an average": ("scheduler.step()", "scheduler.step(); average.update_parameters(model)"),
 }
 
@@ -189,6 +190,24 @@ def test_a_loop_that_counts_the_repeated_body_is_an_error_in_the_first_step(fold
     script = SESSION.replace(*COUNTED[name]).replace("\n    loader = s.loader(", objects)
     (folder / "counts.py").write_text(script)
     ended_with(run_script(2, "counts.py", "stop", cwd=folder), "audit-counted")
+
+
+SET = """import time
+            kept = dict(loss=float(b.sum()), rate=optimizer.param_groups[0]["lr"], size=len(a), at=time.perf_counter())
+            last, best, at, rate, seen = kept["loss"], min(best, kept["loss"]), kept["at"], kept["rate"], a.sum()
+            average, took = 0.9 * average + 0.1 * last, kept["at"] - at
+            samples += s.samples"""
+
+
+@pytest.mark.ranks
+def test_a_loop_that_keeps_losses_rates_and_times_of_the_last_body_is_right(folder: Path) -> None:
+    before = "samples, last, best, at, rate, average, took, seen = 0, 0.0, 1e9, 0.0, 0.0, 0.0, 0.0, torch.zeros(())"
+    text = SESSION.replace(
+        "        samples = 0\n", f"        {before}\n        kept = dict(loss=0.0, rate=0.0, size=0, at=0.0)\n"
+    )
+    (folder / "sets.py").write_text(text.replace("samples += s.samples", SET))
+    done = run_script(2, "sets.py", "stop", cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.ranks

@@ -2,7 +2,7 @@
 [STEP RANK MILLISECONDS].
 
 A FOLDER `plain` is the same loop in one process, without paceline. Each rank writes the samples of each step. Some
-milliseconds after the beginning of a step a rank is killed.
+milliseconds after the beginning of a step a rank is killed; if negative, before it records the step.
 """
 
 import json
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 import paceline
+from paceline.train.records import RunRecorder
 
 SAMPLES, SIZE, WORDS, EPOCHS, BLOCK = 61, 6, 11, 3, 7
 IGNORED = -100
@@ -292,6 +293,10 @@ def plain(folder: Path, kind: str) -> None:
     torch.save({"batches": batches, "weights": model.state_dict()}, folder / f"{kind}.pt")
 
 
+def kill(*_: object, **__: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def main() -> None:
     folder, kind, killed, victim, milliseconds = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:] or [-1, 0, 0])
     if folder.name == "plain":
@@ -307,7 +312,10 @@ def main() -> None:
             for batch in train:
                 if 0 <= killed <= s.step and s.rank == victim % s.size:
                     killed = -1
-                    threading.Timer(milliseconds / 1000, os.kill, (os.getpid(), signal.SIGKILL)).start()
+                    if milliseconds < 0:  # after the exchange of this step, before the rank records it
+                        RunRecorder.log_step = kill
+                    else:
+                        threading.Timer(milliseconds / 1000, kill).start()
                 if s.samples:
                     with seen.open("a") as file:
                         file.write(json.dumps([s.step, batch["id"].tolist()]) + "\n")

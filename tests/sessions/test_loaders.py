@@ -43,6 +43,16 @@ def test_processes_take_turns_and_none_of_their_samples_is_lost_or_repeated(tmp_
     assert found["faults"] == [] and found["kills"] == 1 and len({*found["ranks"]}) == 2
 
 
+@pytest.mark.parametrize("kind", ["split", "packed"])
+def test_a_step_that_a_killed_rank_has_not_recorded_is_proven(tmp_path: Path, kind: str) -> None:
+    run = tmp_path / "run"
+    assert start(2, tmp_path, [run, kind, 3, 1, -1])[0] == soak_loaders.KILLED
+    assert start(2, tmp_path, [run, kind])[0] == 0
+    assert '"vouched"' in (run / "events-0.jsonl").read_text()  # rank 0 has saved the step
+    said, counts = soak_loaders.epochs(run)
+    assert (said, [(epoch["never"], epoch["repeatedly"]) for epoch in counts]) == ("", [(0, 0)] * 3)
+
+
 @pytest.mark.slow
 def test_a_stream_that_shuffles_before_it_splits_itself_gives_each_sample_once(tmp_path: Path) -> None:
     assert start(2, tmp_path, [tmp_path / "run", "shuffled-split"])[0] == 0

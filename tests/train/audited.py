@@ -65,10 +65,10 @@ class Training:
         x = torch.randn(samples, WIDTH, generator=torch.Generator().manual_seed(1))
         self.data = ArrayDataset(x, x.sum(1))
         self.plan = BatchPlan(samples, batch, virtual_ranks, accumulation)
-        self.loading, self.saved = LoadingOptions(self.world.device), 0
+        self.loading, self.saved, self.said = LoadingOptions(self.world.device), 0, list[str]()
         self.audits, self.every = None, every or 1
         if every is not None:
-            self.audits = Audits(every, self.world, virtual_ranks, "stop", self._save)
+            self.audits = Audits(every, self.world, virtual_ranks, "stop", self._save, self.said.append)
             self.audits.use(self._load_again, self.plan)
         self.steps = TaskSteps(self.replica, losses, audits=self.audits)
 
@@ -185,8 +185,11 @@ class Wide(nn.Module):
         return 0.01 * self.head(self.layers(x))  # or the loss would diverge
 
 
-def timed(rank: int, size: int) -> list[tuple[float, ...]]:
-    """For each round: the seconds of steps with audits and without, of the processors of all ranks and of the clock."""
+def timed(rank: int, size: int) -> tuple[list[tuple[float, ...]], str]:
+    """For each round: the seconds of steps with audits and without, of the processors of all ranks and of the clock.
+
+    And the cost that the audits state.
+    """
     trainings = [
         Training(rank, size, COST_RANKS, every, model=Wide(), samples=64 * 512, batch=512)
         for every in (COST_EVERY, None)
@@ -206,4 +209,4 @@ def timed(rank: int, size: int) -> list[tuple[float, ...]]:
             dist.all_reduce(seconds)
             spent += [float(seconds), wall]
         rounds.append(tuple(spent))
-    return rounds[1:]
+    return rounds[1:], *trainings[0].said

@@ -55,18 +55,28 @@ def test_a_rank_that_always_computes_wrongly_is_named_and_of_two_both(tmp_path: 
             assert result["ranks"] == [result["faulty"]] if size == 3 else sorted(result["ranks"]) == [0, 1]
 
 
-def proof(rank: int, size: int) -> dict[str, Any]:
-    """What is reported in the first step if rank 1 computes its micro-batch with other bits in the repetition."""
-    training = Training(rank, size, 4, 5, model=Unseeded() if rank == 1 else Net())
-    return outcome(training, training.step(0))
+def proof(rank: int, size: int, fault: str) -> tuple[dict[str, Any], int]:
+    """What is reported of the first step if rank 1 alone has a fault in its first or second computation, or in each."""
+    training = Training(rank, size, 4, 5, model=Unseeded() if rank == 1 and fault == "always" else Net())
+    call = {"first": 0, "second": 1}.get(fault)
+    flip = None if rank != 1 or call is None else Flip("backward", 4, 3, 30, call)
+    return outcome(training, training.step(0, flip)), training.saved
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("size", "code"), [(2, "audit-not-repeatable"), (3, "audit-wrong-numbers")])
-def test_in_the_proof_a_minority_of_the_ranks_is_wrong_and_others_not_repeatable(
-    tmp_path: Path, size: int, code: str
+@pytest.mark.parametrize(
+    ("size", "fault", "code"),
+    [
+        (2, "always", "audit-not-repeatable"),
+        (3, "always", "audit-wrong-numbers"),
+        (2, "first", "audit-wrong-numbers"),
+        (2, "second", "audit-wrong-numbers"),
+    ],
+)
+def test_a_third_computation_tells_a_fault_in_the_first_step_from_code_that_is_not_repeatable(
+    tmp_path: Path, size: int, fault: str, code: str
 ) -> None:
-    assert run_ranks(proof, size, tmp_path) == [{"code": code, "ranks": [1]}] * size
+    assert run_ranks(proof, size, tmp_path, fault) == [({"code": code, "ranks": [1]}, 1)] * size
 
 
 class Unseeded(Net):

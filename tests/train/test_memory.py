@@ -188,6 +188,7 @@ def test_a_loop_finds_what_fits_keeps_it_and_counts_no_trial(tmp_path, cgroup):
 COUNTING = {
     "number": ("counted, bodies = counted + s.samples, bodies + (s.samples > 0)", "counted += 1"),
     "enumerate": ("for x, y in train:", "for i, (x, y) in enumerate(train):"),
+    "enumerate generator": ("for x, y in train:", "for i, (x, y) in enumerate(__import__('heapq').merge(train)):"),
     "islice": ("for x, y in train:", "for x, y in __import__('itertools').islice(train, 2):"),
     "break": ("optimizer.step()", "optimizer.step(); break"),
     "scheduler": (
@@ -210,6 +211,7 @@ def test_a_loop_that_counts_trials_is_an_error_with_the_result(tmp_path, name):
     done = run_script(1, "loop.py", "auto", "2", cwd=tmp_path)
     code = {
         "enumerate": "micro-batch-in-iterator",
+        "enumerate generator": "micro-batch-in-iterator",
         "islice": "micro-batch-in-iterator",
         "break": "micro-batch-trial-left",
     }

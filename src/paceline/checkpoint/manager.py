@@ -201,11 +201,16 @@ class Checkpoints:
 
     def find_space_shortage(self, size_bytes: int) -> str | None:
         """None if the file system has `size_bytes` free for the folder, which may not exist yet; else a message."""
-        folder = next(path for path in (self.root, *self.root.absolute().parents) if path.is_dir())
-        free_bytes = shutil.disk_usage(folder).free
+        free_bytes = self.usable_bytes(0)
         if free_bytes >= size_bytes:
             return None
         return f"a checkpoint needs {size_bytes:,} bytes, and the file system of {self.root} has {free_bytes:,} free"
+
+    def usable_bytes(self, keep: int) -> int:
+        """The free space of the file system, and that of the newest `keep` checkpoints, which later ones replace."""
+        folder = next(path for path in (self.root, *self.root.absolute().parents) if path.is_dir())
+        held = [file.stat().st_size for _, path in self.entries()[:keep] for file in path.iterdir()]
+        return shutil.disk_usage(folder).free + sum(held)
 
     def begin(self, step: int) -> Path:
         """A new empty folder for the files of all ranks."""

@@ -16,7 +16,8 @@ from paceline.checkpoint.shards import ShardFileSource
 from paceline.checkpoint.snapshots import broadcast_snapshot, inherited_memory_files, newest_snapshot
 from paceline.collectives.control import all_gather_object, raise_on_all_ranks, report_on_one_rank
 from paceline.errors import UsageError
-from paceline.protocol.control import WorkerSpec, restart_count
+from paceline.protocol.control import WorkerSpec, restart_count, transfer
+from paceline.rank.guard import HangGuard
 from paceline.rank.world import World
 from paceline.runs import folder as run_folder
 
@@ -86,11 +87,14 @@ def newest_on_disk(
 
     For each newer, damaged checkpoint, rank 0 calls `report` with the damage.
     """
+    tick = HangGuard.of_process().page.tick
     candidates = [str(path) for step, path in checkpoints.entries() if after < step < before]
     paths: list[str] = all_gather_object(candidates, world)[0]
     complaints: list[str] = []
     for path in map(Path, paths):
-        manifest, damage = _check_portion(checkpoints, path, world)
+        fetch_failure = transfer("fetch", path, tick) if world.local_rank == 0 else ""
+        fetch_failure = "; ".join(filter(None, all_gather_object(fetch_failure, world)))
+        manifest, damage = (None, fetch_failure) if fetch_failure else _check_portion(checkpoints, path, world)
         damages = list(filter(None, all_gather_object(damage, world)))
         if manifest is not None and not damages:
             evaluated = int(manifest.scalars.get("evaluated", 0))
@@ -158,6 +162,10 @@ def lock_run_folder(
                 location = {"folder": str(folder.resolve()), "attempt": run_folder.attempt_number(attempt_dir)}
         location = all_gather_object(location, world)[0]
         path = Path(location["folder"]).resolve()
+        if world.local_size < world.size:
+            with raise_on_all_ranks(world):
+                if not path.is_dir():
+                    raise UsageError(code="run-dir-not-visible", host=os.uname().nodename, run_dir=path)
         yield RunLocation(path, location["attempt"], generation, attempt_dir, notices=notices)
     finally:
         if lock is not None:

@@ -1,14 +1,14 @@
 """Groups gradients into buckets; packs, divides and lays them out in memory."""
 
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from functools import partial
 from operator import attrgetter, is_not
 
 import torch
 from torch import Tensor, nn
 
-from paceline.collectives.torch_collectives import all_gather_json
+from paceline.collectives.torch_collectives import Group, all_gather_json
 from paceline.collectives.tree import Grads
 from paceline.errors import UsageError
 
@@ -16,6 +16,8 @@ BUCKET_BYTES = 25 << 20  # large enough for the full bandwidth of the network
 is_present, grad_of = partial(is_not, None), attrgetter("grad")
 FIRST_BUCKET_BYTES = 1 << 20  # of the first bucket, if buckets are larger: it is sent early
 ALIGNED_BYTES = 64
+Bucket = Sequence[nn.Parameter]
+Layout = tuple[Sequence[int], Sequence[int]]  # the shape and strides of a tensor
 
 
 def trainable_parameters(module: nn.Module) -> list[nn.Parameter]:
@@ -67,53 +69,55 @@ def buckets_of(
     return [[parameters[i] for i in bucket] for bucket in buckets]
 
 
-def pack(parameters: Sequence[nn.Parameter], grads: Sequence[Tensor | None] | None, padded: int = 0) -> Tensor:
-    """All gradients in one tensor, then one flag for each: 1 for a gradient, 0 for None.
+class PackedBucket:
+    """A bucket of gradients in one tensor: the elements of each gradient, then one flag for each: 0 for None, else 1.
 
     (2, 3) and (4,) float32, the second without gradient -> (34,): 6 numbers, 10 zeros; 4 zeros, 12 more; 1, 0. Each
     gradient begins at a multiple of 64 bytes, like those of autograd: a fused optimizer may choose its kernel by that.
-    After the sum over ranks, a flag is the number of ranks that used the parameter. A separate message would cost a
-    round trip. Zeros fill the tensor up to the length `padded`. `grads` may be None if no parameter has a gradient.
+    Its elements are in the memory order of its layout, so that a device copies all gradients in one kernel. After the
+    sum over ranks, a flag is the number of ranks that used the parameter. A separate message would cost a round trip.
     """
-    grads = [None] * len(parameters) if grads is None else grads
-    constant = partial(_constant, parameters[0].device, parameters[0].dtype)
-    used = constant(1, len(parameters))
-    pieces: list[Tensor] = []
-    for index, (parameter, grad) in enumerate(zip(parameters, grads, strict=True)):
-        if grad is None:
-            used = used.clone()
-            used[index] = 0
-        pieces.append((torch.zeros_like(parameter) if grad is None else grad).flatten())
-        pieces += [constant(0, gap)] if (gap := _gap(parameter)) else []
-    padding = max(0, padded - sum(p.numel() for p in pieces) - len(used))
-    return torch.cat([*pieces, used, constant(0, padding)])
+
+    def __init__(
+        self, parameters: Bucket, layouts: Sequence[Layout] | None = None, padded_size: Callable[[int], int] = int
+    ) -> None:
+        """`layouts`: the same on all ranks. None: contiguous. `padded_size`: from the size to that of the tensor."""
+        self._parameters = parameters
+        self._layouts = [_contiguous_layout(p) for p in parameters] if layouts is None else layouts
+        self._orders = [_memory_order(strides) for _, strides in self._layouts]
+        gaps = [-p.numel() % (ALIGNED_BYTES // p.element_size()) for p in parameters]
+        self._sizes = [size for p, gap in zip(parameters, gaps, strict=True) for size in (p.numel(), gap)]
+        self.size = sum(self._sizes) + len(parameters)
+        like = parameters[0].detach()
+        self._gaps = [(like.new_zeros(gap),) if gap else () for gap in gaps]
+        self._flags, self._padding = like.new_ones(len(parameters)), like.new_zeros(padded_size(self.size) - self.size)
+
+    def pack(self, grads: Sequence[Tensor | None] | None) -> Tensor:
+        """The tensor; `grads` may be None if no parameter has a gradient."""
+        grads = [None] * len(self._parameters) if grads is None else grads
+        flags, pieces = self._flags, list[Tensor]()
+        for index, (grad, order, gap) in enumerate(zip(grads, self._orders, self._gaps, strict=True)):
+            if grad is None:
+                grad = torch.zeros_like(self._parameters[index])
+                flags = flags.clone() if flags is self._flags else flags
+                flags[index] = 0
+            pieces.append((grad if order is None else grad.permute(order)).reshape(-1))
+            pieces += gap
+        return torch.cat([*pieces, flags, self._padding])
+
+    def unpack(self, flat: Tensor, used_here: Sequence[bool]) -> None:
+        """Set each .grad to its part of `flat`, a sum over ranks, or to None if no rank used the parameter."""
+        *pieces, flags = flat[: self.size].split([*self._sizes, len(self._parameters)])
+        # Read the flags only if this rank did not use all parameters: on a GPU the host would wait.
+        used_anywhere: Sequence[float] = used_here if all(used_here) else flags.tolist()
+        parts = zip(pieces[::2], self._layouts, used_anywhere, strict=True)
+        assign_grads(self._parameters, [piece.as_strided(*layout) if used else None for piece, layout, used in parts])
 
 
-@lru_cache(maxsize=256)
-def _constant(device: torch.device, dtype: torch.dtype, value: int, size: int) -> Tensor:
-    """(size,), read-only and cached: a step on a device does not create it again."""
-    return torch.full((size,), value, device=device, dtype=dtype)
-
-
-def packed_size(parameters: Sequence[nn.Parameter]) -> int:
-    return sum(p.numel() + _gap(p) for p in parameters) + len(parameters)
-
-
-def _gap(parameter: Tensor) -> int:
-    """The number of padding elements after the parameter, up to a multiple of 64 bytes."""
-    return -parameter.numel() % (ALIGNED_BYTES // parameter.element_size())
-
-
-def unpack(flat: Tensor, parameters: Sequence[nn.Parameter], used_here: Sequence[bool]) -> None:
-    """Set each .grad to its piece of `flat`, a sum of unpadded `pack`s, or to None if no rank used the parameter."""
-    *pieces, used = flat.split([*(n for p in parameters for n in (p.numel(), _gap(p))), len(parameters)])
-    # Read the flags only if this rank did not use all parameters: on a GPU the host would wait.
-    used_anywhere: Sequence[float] = used_here if all(used_here) else used.tolist()
-    for parameter, piece, is_used in zip(parameters, pieces[::2], used_anywhere, strict=True):
-        if is_used:
-            grad = piece.view(parameter.shape)
-            # torch's fused optimizers read parameter and gradient in memory order: their strides must be equal.
-            parameter.grad = grad if parameter.is_contiguous() else torch.empty_like(parameter).copy_(grad)
+def _memory_order(strides: Sequence[int]) -> list[int] | None:
+    """The dimensions in the order of memory. None: they are in this order."""
+    order = sorted(range(len(strides)), key=lambda dimension: -strides[dimension])
+    return None if order == [*range(len(strides))] else order
 
 
 def divide(total: Tensor, divisor: float | Tensor) -> Tensor:
@@ -147,21 +151,23 @@ def group_by_type(tensors: Iterable[Tensor], number: float | Tensor) -> Generato
         yield group, number.to(dtype) if isinstance(number, Tensor) and number.device.type != "cpu" else number
 
 
-Layout = tuple[Sequence[int], Sequence[int]]  # the shape and strides of a tensor
-
-
 def numels_and_dtypes(parameters: Sequence[nn.Parameter]) -> tuple[list[int], list[torch.dtype]]:
     return [p.numel() for p in parameters], [p.dtype for p in parameters]
 
 
-def agreed_layouts(parameters: Sequence[nn.Parameter], ranks: int) -> list[Layout]:
+def agreed_layouts(parameters: Bucket, ranks: int, group: Group = None) -> list[Layout]:
     """The layout of each gradient in a sum: that of its parameter, if dense and equal on all ranks (a collective)."""
+    if not parameters:
+        return []
     strides = [p.stride() if _is_dense(p) else () for p in parameters]
-    by_rank = all_gather_json(strides, ranks)
+    by_rank = all_gather_json(strides, ranks, parameters[0].device, group, name="layouts of gradients")
     agreed = [s != () and all(other[i] == by_rank[0][i] for other in by_rank) for i, s in enumerate(strides)]
-    contiguous = [torch.empty(p.shape, device="meta").stride() for p in parameters]
-    all_strides = [stride if same else other for stride, other, same in zip(strides, contiguous, agreed, strict=True)]
-    return [(p.shape, stride) for p, stride in zip(parameters, all_strides, strict=True)]
+    pairs = zip(parameters, strides, agreed, strict=True)
+    return [(p.shape, stride) if same else _contiguous_layout(p) for p, stride, same in pairs]
+
+
+def _contiguous_layout(parameter: Tensor) -> Layout:
+    return parameter.shape, torch.empty(parameter.shape, device="meta").stride()
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -5,28 +5,29 @@ from functools import cache
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 18  # words that are multiplied at once; a processor keeps them in its cache
+CHUNK = 1 << 17  # words that are multiplied at once; a processor keeps them in its cache
 FACTOR = 6364136223846793005  # odd, so that multiplying loses no bit of an int64
 
 
 def checksum(tensor: Tensor) -> Tensor:
     """() int64: a hash of the bits of a tensor, and of their order.
 
-    It is a sum of words of 64 bits, each times an odd number, modulo 2**64. So one changed word always changes it. Many
-    words with the same flipped bit do not cancel, as in a plain sum.
+    It is a sum of words of 32 bits, each times an odd number of 64 bits, modulo 2**64. So one changed word always
+    changes it. In words of 64 bits, the signs of two numbers would cancel: 2**63 times any odd number is 2**63.
     """
     flat = tensor.detach().resolve_conj().contiguous().reshape(-1)
-    data = flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # the stride of a single element can be anything
-    if data.storage_offset() % 8:
-        data = data.clone()
-    aligned = len(data) // 8 * 8
-    parts = data[:aligned].view(torch.int64).split(CHUNK)
-    if aligned < len(data):
-        rest = torch.nn.functional.pad(data[aligned:], (0, 8 - (len(data) - aligned)))
-        parts = (*parts, rest.view(torch.int64))
-    total = torch.zeros((), dtype=torch.int64, device=data.device)
-    for part in parts:
-        total = total * FACTOR + (part * _odd_numbers(data.device)[: len(part)]).sum()
+    data = flat.as_strided(flat.shape, (1,))  # the stride of a single element can be anything
+    if data.element_size() < 4:
+        data = data.view(torch.uint8)
+        if data.storage_offset() % 4 or len(data) % 4:
+            data = torch.nn.functional.pad(data, (0, -len(data) % 4))  # a copy
+    total: Tensor | None = None
+    for words in data.view(torch.int32).split(CHUNK):
+        odd = _odd_numbers(data.device)[: len(words)]
+        # `dot` needs no copy of the products, but a GPU has none for integers
+        part = torch.dot(words.long(), odd) if data.is_cpu else (words * odd).sum()
+        total = part if total is None else torch.add(part, total, alpha=FACTOR)
+    assert total is not None
     return total
 
 

@@ -22,22 +22,22 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.collectives import memory_sum
 from paceline.collectives import shared_memory as handshake
 from paceline.collectives.buckets import (
     BUCKET_BYTES,
+    Bucket,
+    PackedBucket,
     agreed_layouts,
     assign_grads,
     buckets_of,
     convert_to_layouts,
     divide,
     divide_tensors,
+    is_present,
     numels_and_dtypes,
-    pack,
-    packed_size,
-    unpack,
 )
 from paceline.collectives.hosts import (
     BUNDLE_BYTES,
@@ -79,7 +79,6 @@ TransportChoice = Literal["auto", "shared", "torch"]
 _SILENT_REASON_ENDINGS = ("switched off", "hosts")  # endings of the reasons that are not printed
 
 
-Bucket = Sequence[nn.Parameter]
 MAX_BUCKET_BYTES = 25 << 20  # between hosts
 
 
@@ -115,25 +114,28 @@ class TorchBucketReduction:
     def __init__(
         self, buckets: Sequence[Bucket], partition: LeafPartition, *, in_order: bool, group: Group = None
     ) -> None:
-        """`in_order`: add in the order of the tree, not in that of the backend's all-reduce."""
+        """A collective. `in_order`: add in the order of the tree, not in that of the backend's all-reduce."""
+        parameters = [parameter for bucket in buckets for parameter in bucket]
+        layouts = iter(agreed_layouts(parameters, len(partition.ranges), group))
+        padded_size = partition.padded if in_order else int
+        self._packed = [PackedBucket(bucket, [next(layouts) for _ in bucket], padded_size) for bucket in buckets]
         self.buckets, self._partition, self._in_order, self._group = buckets, partition, in_order, group
         self.discard_sums()
 
     def start_bucket(self, number: int, partials: list[Grads | None]) -> None:
-        bucket = self.buckets[number]
-        size = packed_size(bucket)
-        packed = [pack(bucket, grads, self._partition.padded(size) if self._in_order else size) for grads in partials]
-        self._used.append([any(grads and grads[i] is not None for grads in partials) for i in range(len(bucket))])
-        exchange = TreeAllReduce(self._partition, packed, self._group, f"bucket {number}", in_order=self._in_order)
+        flat = [*map(self._packed[number].pack, partials)]
+        present = [[*map(is_present, grads)] for grads in partials if grads is not None]
+        self._used.append([*map(any, zip(*present, strict=True))] or [False] * len(self.buckets[number]))
+        exchange = TreeAllReduce(self._partition, flat, self._group, f"bucket {number}", in_order=self._in_order)
         self._pending.append(exchange)
 
     def finish_buckets(self, divisor: float | Tensor | None) -> bool:
         for exchange in self._pending:
             exchange.start_gather()
-        for bucket, used, exchange in zip(self.buckets, self._used, self._pending, strict=True):
-            total = exchange.wait()[: packed_size(bucket)]
+        for packed, used, exchange in zip(self._packed, self._used, self._pending, strict=True):
+            total = exchange.wait()
             if divisor is not None:
-                unpack(divide(total, divisor), bucket, used)
+                packed.unpack(divide(total[: packed.size], divisor), used)
         self.discard_sums()
         return False
 

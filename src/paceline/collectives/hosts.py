@@ -114,7 +114,7 @@ Bundle = Sequence[Chunk]
 
 def make_leaf_order_plan(partition: LeafPartition, size: int) -> HierarchyPlan:
     """The plan in the order of the tree over all leaves. `partition` has all ranks, `size` on each host."""
-    nodes, number = partition.subtrees_by_rank(), partition.rank // size
+    nodes, number = partition.subtrees_by_rank, partition.rank // size
     firsts = range(0, len(partition.ranges), size)
     across = LeafPartition(
         [(partition.ranges[first][0], partition.ranges[first + size - 1][1]) for first in firsts], number
@@ -122,7 +122,7 @@ def make_leaf_order_plan(partition: LeafPartition, size: int) -> HierarchyPlan:
     lanes = assign_lanes(nodes[number * size : (number + 1) * size])
     within = [
         Subtree(stop - first, {(a - first, b - first): at for (a, b), at in lanes.items() if first <= a and b <= stop})
-        for first, stop in across.subtrees_by_rank()[number]
+        for first, stop in across.subtrees_by_rank[number]
     ]
     return HierarchyPlan(within, max(map(len, nodes)), across)
 

@@ -280,7 +280,7 @@ class TreeSum:
     ) -> None:
         """For up to `MAX_TENSORS` tensors with these sizes, types and layouts (default (n,)), the same on all ranks."""
         self._memory, self._leaves, self._sizes = memory, partition.leaf_count, sizes
-        nodes = partition.subtrees_by_rank()
+        nodes = partition.subtrees_by_rank
         self._nodes, self._own_nodes = assign_lanes(nodes), nodes[memory.rank]
         self._spares = spare_buffer_count(self._nodes, self._leaves)
         lanes = max(map(len, nodes))
@@ -544,7 +544,7 @@ def reduce_scatter(
         name: for the hang guard.
         as_gloo: add in the order of gloo's reduce_scatter (see `ring_sum`). Each rank then has one leaf.
     """
-    nodes, bulk, shard_size = partition.subtrees_by_rank(), memory.bulk, len(out)
+    nodes, bulk, shard_size = partition.subtrees_by_rank, memory.bulk, len(out)
     lanes, size = max(map(len, nodes)), memory.size
     slots = bulk.slots_as(out.dtype)
     room = bulk.data_bytes // out.element_size() // (lanes * size) // ALIGNMENT_ELEMENTS * ALIGNMENT_ELEMENTS

@@ -53,15 +53,17 @@ class Reducer:
         """
         self._buckets, self._partition, self._transport = transport.buckets, partition, transport
         self._at_start = at_start
-        self._bucket_of = {p: index for index, bucket in enumerate(self._buckets) for p in bucket}
+        self._parameters = [parameter for bucket in self._buckets for parameter in bucket]
+        # by id: a tensor computes its hash in Python
+        self._bucket_of = {id(p): index for index, bucket in enumerate(self._buckets) for p in bucket}
         self._names, self._tied = _named(module)
         self._numels = [[p.numel() for p in bucket] for bucket in self._buckets]
         self._single_leaf, self._put_aside = single_leaf, list[tuple[nn.Parameter, Tensor | None]]()
         # A tied parameter may get its gradient in several parts. None stays in the set: the bucket is sent last.
-        self._awaited = [{*b, *([None] if self._tied.intersection(b) else [])} for b in self._buckets]
+        self._awaited = [{*map(id, b), *([None] if self._tied.intersection(b) else [])} for b in self._buckets]
         self._sums = [partition.partial_sums(add_each) for _ in self._buckets]
         self._forget()
-        for parameter in self._bucket_of if transport.overlaps_backward else ():
+        for parameter in self._parameters if transport.overlaps_backward else ():
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
     def begin_backward(self, virtual_rank: int, *, is_last: bool, counted: bool = True) -> None:
@@ -75,7 +77,7 @@ class Reducer:
         if self._single_leaf is not None:
             virtual_rank, counted = self._single_leaf, True
         if not counted:
-            self._put_aside = [(parameter, parameter.grad) for parameter in self._bucket_of]
+            self._put_aside = [(parameter, parameter.grad) for parameter in self._parameters]
             for parameter, _ in self._put_aside:
                 parameter.grad = None
             return
@@ -129,13 +131,13 @@ class Reducer:
         self._sent, self._missing = 0, [*map(set.copy, self._awaited)]
 
     def _on_gradient(self, parameter: Tensor) -> None:
-        assert isinstance(parameter, nn.Parameter)
-        bucket = self._bucket_of[parameter]
+        bucket = self._bucket_of[id(parameter)]
         if bucket < self._sent:
-            raise UsageError(code="gradient-after-send", name=self._names.get(parameter, "a parameter"))
+            name = next((name for other, name in self._names.items() if other is parameter), "a parameter")
+            raise UsageError(code="gradient-after-send", name=name)
         if not self._leaving:
             return
-        self._missing[bucket].discard(parameter)
+        self._missing[bucket].discard(id(parameter))
         while self._sent < len(self._buckets) and not self._missing[self._sent]:
             with torch.no_grad():
                 self._send_next()

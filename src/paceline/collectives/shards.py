@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.collectives.buckets import BUCKET_BYTES, buckets_of, divide, trainable_parameters
-from paceline.collectives.communicator import Bucket, get_communicator
+from paceline.collectives.buckets import BUCKET_BYTES, Bucket, buckets_of, divide, trainable_parameters
+from paceline.collectives.communicator import get_communicator
 from paceline.collectives.owners import LocalShard, ParameterOwners, replace_parameters
 from paceline.collectives.torch_collectives import WaitFunction
 from paceline.collectives.tree import ALIGNMENT_ELEMENTS, Grads, LeafPartition, round_up

@@ -125,7 +125,7 @@ class TreeReduceScatter:
         self, partition: LeafPartition, partials: Sequence[Tensor], group: Group = None, name: str = ""
     ) -> None:
         """Start it. `partials`: the sums of this rank's subtrees, each (n,); n is a multiple of the number of ranks."""
-        self._nodes, self._own = partition.subtrees_by_rank(), partials[0]
+        self._nodes, self._own = partition.subtrees_by_rank, partials[0]
         world_size, counts = len(self._nodes), [len(nodes) for nodes in self._nodes]
         shard_size = self._shard_size = len(partials[0]) // world_size
         self._work: dist.Work | None = None
@@ -175,7 +175,7 @@ class TreeAllReduce:
         self._group, self._name, self._flat = group, name, partials[0]
         self._work: dist.Work | None = None
         self._scatter: TreeReduceScatter | None = None
-        counts = [len(nodes) for nodes in partition.subtrees_by_rank()]
+        counts = [len(nodes) for nodes in partition.subtrees_by_rank]
         if counts == [1, 1] or not in_order:  # a sum of two has only one order: an all-reduce is the tree
             self._work = dist.all_reduce(name_collective(self._flat, name), group=group, async_op=True)
         elif len(counts) > 1:

@@ -17,6 +17,7 @@ if its range does not begin with a large subtree. examples/textbook/tree.py is a
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Generic, Self, TypeVar
 
 import torch
@@ -152,10 +153,11 @@ class LeafPartition:
     def one_leaf_per_rank(cls, size: int, rank: int) -> Self:
         return cls([(leaf, leaf + 1) for leaf in range(size)], rank)
 
-    @property
+    @cached_property
     def leaf_count(self) -> int:
         return self.ranges[-1][1]
 
+    @cached_property
     def subtrees_by_rank(self) -> list[list[TreeNode]]:
         return [subtrees(owned, self.leaf_count) for owned in self.ranges]
 

@@ -15,6 +15,11 @@ A rank that another launcher started (`paceline watchover`) attaches to the agen
     rank -> agent    the same Rendezvous, on the other nodes
     rank -> agent    Goodbye, its last message; it waits until the agent closes the connection
 
+A node may have a run folder that node 0 does not see. Its ranks then ask their agent to copy files (agent/files.py):
+
+    rank -> agent    TransferRequest
+    agent -> rank    TransferReply without a result, every second while data moves; then one with the result
+
 They connect through an abstract Unix socket, which has no file. Its name is not secret, so each end asks the kernel for
 the user of the other end. Each message is one packet. No part of a message is executed or unpickled. `StopOrders`
 collects the requests of a launcher, a scheduler or a user to an agent: stop signals, and the lifeline.
@@ -29,9 +34,10 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Generator, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import ClassVar, Protocol
+from pathlib import Path
+from typing import ClassVar, Literal, Protocol
 
 import msgspec
 
@@ -87,6 +93,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     shares_gradients: bool = False  # DDP reduces gradients through shared memory: --collectives shared
     devices: tuple[int, ...] = ()  # index of the device of each local rank; empty: the local rank
     preload: int = -1  # only for the preloader: the socket on which the agent requests workers
+    transfers: str = ""  # name of the agent's socket for a `TransferRequest`; empty: the node sees node 0's run folder
+    keeps_copy: bool = False  # this node keeps a copy of each checkpoint, because node 0 does not see its run folder
 
     @classmethod
     def from_environment(cls, env: MutableMapping[str, str] = os.environ) -> WorkerSpec | None:
@@ -140,7 +148,18 @@ class Goodbye(msgspec.Struct, frozen=True, tag=True):
     code: int
 
 
-Message = Hello | Rendezvous | Goodbye
+class TransferRequest(msgspec.Struct, frozen=True, tag=True):
+    """Send the file at this path to node 0, or fetch the checkpoint in this folder from there."""
+
+    kind: Literal["send", "fetch"]
+    path: str
+
+
+class TransferReply(msgspec.Struct, frozen=True, tag=True):
+    failure: str | None = None  # empty: the transfer is complete; None: it continues
+
+
+Message = Hello | Rendezvous | Goodbye | TransferRequest | TransferReply
 
 
 def agent_address(env: Mapping[str, str], job: str) -> bytes:
@@ -174,6 +193,37 @@ def receive(connection: socket.socket) -> tuple[Message | None, list[int]]:
         return msgspec.json.decode(data, type=Message), descriptors
     except msgspec.MsgspecError:
         return None, descriptors
+
+
+def has_separate_folder() -> bool:
+    """Whether the run folder of this node is not that of node 0, because they share no file system."""
+    spec = WorkerSpec.from_environment()
+    return spec is not None and bool(spec.transfers)
+
+
+def transfer(kind: Literal["send", "fetch"], path: Path, on_progress: Callable[[], object] = lambda: None) -> str:
+    """Have the agent of this node copy a file or a checkpoint; see `TransferRequest`. Returns why it failed, or "".
+
+    Does nothing on a node that sees the run folder of node 0.
+    """
+    spec = WorkerSpec.from_environment()
+    if spec is None or not spec.transfers:
+        return ""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        try:
+            connection.connect(b"\0" + spec.transfers.encode())
+            if not peer_pid(connection):
+                return "another user listens at the socket of the agent"
+            send(connection, TransferRequest(kind, str(path)))
+        except OSError as error:
+            return f"the agent of this node does not answer: {error.strerror}"
+        while True:
+            reply, _ = receive(connection)
+            if not isinstance(reply, TransferReply):
+                return "the agent of this node has ended"
+            if reply.failure is not None:
+                return reply.failure
+            on_progress()
 
 
 class Readable(Protocol):

@@ -148,12 +148,16 @@ def _make_private(descriptor: int, path: Path) -> int:
     return descriptor
 
 
-def replace_file(path: Path, data: bytes, *, sync: bool = False) -> None:
-    """Write a file atomically. `sync`: wait until it is on disk, because other machines read it."""
+def replace_file(path: Path, data: bytes | Iterable[bytes], *, sync: bool = False) -> None:
+    """Write a file atomically, also if an iterable of its parts raises an exception.
+
+    `sync`: wait until it is on disk, because other machines read it.
+    """
     with replace_atomically(path) as (folder, partial):
         descriptor = _make_private(os.open(partial, NEW_FILE_FLAGS, FILE, dir_fd=folder), path)
         with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
+            for part in [data] if isinstance(data, bytes) else data:
+                file.write(part)
             file.flush()
             if sync:
                 os.fsync(descriptor)

@@ -13,7 +13,6 @@ import torch
 from paceline.collectives.control import all_gather_object, check_equal, raise_on_all_ranks, report_on_one_rank
 from paceline.compute.flops import can_count
 from paceline.compute.memory import is_out_of_memory
-from paceline.compute.phase_events import phase_events
 from paceline.config.choices import current_name
 from paceline.config.definition import EXACT_ONLY_SETTINGS, check_same_definition
 from paceline.data.fingerprint import UNSTABLE_DATASET_TEXT
@@ -34,13 +33,13 @@ from paceline.sessions.loader import Loader, StreamLoader
 from paceline.sessions.order import global_random_states, restore_global_random_states
 from paceline.sessions.session_step import POSITION_KEYS, LoopPosition, SessionStep
 from paceline.sessions.state import SessionState, json_copy
-from paceline.sessions.unsaved import changed_counters, counters, counting_iterators
+from paceline.sessions.unsaved import counted_numbers, counters, counting_iterators
 from paceline.stepping.audit import Audits
 from paceline.stepping.totals import ControlFlags
 from paceline.stepping.trained_model import make_loss_scale
 from paceline.train.determinism import hardware_facts
 from paceline.train.memory import MicroBatchSearch, explain_out_of_memory
-from paceline.train.step_record import PhaseClock, StepRecord
+from paceline.train.step_record import PhaseClock, StepRecord, phase_events
 from paceline.train.wording import audit_line, batch_line, report_hint
 
 TRACK_EVERY = 50  # steps between two reports of the loss
@@ -71,7 +70,9 @@ class TrainingLoop:
         self.step.loss_scale = make_loss_scale(run.precision)
         if config.audit_every is not None and run.observer is None and run.world.size > 1:
             save = partial(progress.save_before_stop, partial(self._checkpoint_values, run.world))
-            self.step.audits = Audits(config.audit_every, run.world, run.virtual_ranks, config.on_audit, save)
+            self.step.audits = Audits(
+                config.audit_every, run.world, run.virtual_ranks, config.on_audit, save, run.print
+            )
         self.position = LoopPosition(*(saved.get("where", {}).get(name, 0) for name in POSITION_KEYS))
         self._resumed = replace(self.position) if progress.origin else None  # until the loop reaches this position
         self._resumed_streams: dict[str, Any] | None = saved.get("streams")
@@ -182,19 +183,22 @@ class TrainingLoop:
             for micro_batches in loader.training_batches(plan, run.share, position.loop_in_run, position.batch):
                 if run.world.size > 1:
                     self.checks.values_to_compare(loader)
+                run.progress.micro_batches = micro_batches
+                numbers, proves = list[dict[str, float]](), False
                 for batch in step.run_micro_batches(position, micro_batches, one_each=one_each):
-                    proves = step.audits is not None and step.audits.is_proving and batch.work.is_repeated
-                    numbers = counters(sys._getframe()) if proves else {}  # pyright: ignore[reportPrivateUsage]
+                    if step.audits is not None and step.audits.is_proving:
+                        proves = True
+                        numbers += [counters(sys._getframe())] if batch.work.is_repeated or numbers else []  # pyright: ignore[reportPrivateUsage]
                     try:
                         yield batch.inputs if observer is None else observer.on_batch(batch.inputs, batch.work)
                     except GeneratorExit:
                         self._leave(loader, micro_batches, plan)
                         raise
-                    if proves and step.audits is not None:
-                        step.audits.counted = changed_counters(numbers, sys._getframe())  # pyright: ignore[reportPrivateUsage]
                     if observer is not None:
                         observer.on_batch_end()
                 self._end_step(loader, micro_batches, plan)
+                if proves:
+                    self._check_not_counted(*numbers, counters(sys._getframe()))  # pyright: ignore[reportPrivateUsage]
                 if run.progress.step >= run.max_steps:
                     break
                 if self._stopped:
@@ -209,6 +213,15 @@ class TrainingLoop:
             self._iterators -= 1
             self._restore_random_streams()
             step.keeps_stream = False
+
+    def _check_not_counted(self, *numbers: dict[str, float]) -> None:
+        """Raise a UsageError if the loop counts the body of an audit (a collective).
+
+        `numbers`: before the repeated body, after it, after the body that counts; fewer if no body was repeated.
+        """
+        with raise_on_all_ranks(self._run.world):
+            if len(numbers) > 2 and (names := counted_numbers(*numbers[:3])):
+                raise UsageError(code="audit-counted", names=names)
 
     def _split(self, loader: Loader) -> Generator[Any]:
         """Run the loop body on dummy batches, to find the largest micro-batch that fits (a collective)."""
@@ -226,26 +239,32 @@ class TrainingLoop:
         if iterators := counting_iterators(sys._getframe(1)):  # pyright: ignore[reportPrivateUsage]
             with raise_on_all_ranks(run.world):
                 raise UsageError(code="micro-batch-in-iterator", names=", ".join(iterators))
-        numbers, changed = counters(sys._getframe()), set[str]()  # pyright: ignore[reportPrivateUsage]
+        numbers = [counters(sys._getframe())]  # pyright: ignore[reportPrivateUsage]
         try:
             while size := search.next_size():
                 with search.trial():
-                    for batch in self.step.run_trial(load(size)):
-                        try:
-                            yield batch.inputs
-                        except GeneratorExit:  # the loop would not train in this epoch
-                            self.failure = UsageError(code="micro-batch-trial-left")
-                            raise
-                changed |= {*changed_counters(numbers, sys._getframe())}  # pyright: ignore[reportPrivateUsage]
+                    yield from self._try(load(size))
+                if len(numbers) == 1:  # the same again, to find what the loop counts
+                    numbers.append(counters(sys._getframe()))  # pyright: ignore[reportPrivateUsage]
+                    yield from self._try(load(size))
+                    numbers.append(counters(sys._getframe()))  # pyright: ignore[reportPrivateUsage]
         finally:
             self.in_trial = False
             self._page.enter(Phase.USER)
-        if changed:  # the loop would train with them
-            names, found = ", ".join(sorted(changed)), search.accumulation
-            with raise_on_all_ranks(run.world):
-                raise UsageError(code="micro-batch-trial-counted", names=names, accumulation=found)
+        with raise_on_all_ranks(run.world):
+            if names := counted_numbers(*numbers):  # the loop would train with them
+                found = search.accumulation
+                raise UsageError(code="micro-batch-trial-counted", names=", ".join(names), accumulation=found)
         loader.split(search.accumulation)
         run.print(search.describe("micro_batch='auto'", "accumulation="))
+
+    def _try(self, batch: MicroBatch) -> Generator[Any]:
+        for trial_batch in self.step.run_trial(batch):
+            try:
+                yield trial_batch.inputs
+            except GeneratorExit:  # the loop would not train in this epoch
+                self.failure = UsageError(code="micro-batch-trial-left")
+                raise
 
     def explain_error(self, error: BaseException | None) -> PacelineError | None:
         """An explanation of an error of the loop body."""
@@ -330,7 +349,7 @@ class TrainingLoop:
         words = f"strategy {config.strategy}; {plan.size_text}; {batch_line(plan, run.world.size)}"
         run.print(f"{config.program_name}: {processes}, {words}")
         if config.audit_every is not None and run.observer is None:
-            run.print(audit_line(config.audit_every, plan, run.world))
+            run.print(audit_line(config.audit_every, run.world))
         models = [model for part in state.models for model in (part.replica.model, part.replica.module)]
         if run.observer is None and progress.use.given and not config.is_exact and can_count(models):
             self.step.flop_counter = progress.use.count

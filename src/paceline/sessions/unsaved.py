@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from math import isclose
 from types import FrameType, GeneratorType, ModuleType
 from typing import Any
 
@@ -37,6 +38,7 @@ from paceline.sessions.sharded_tensors import local_shard
 MAX_SEARCH_DEPTH = 3  # of nested objects and containers, from a name in the user's code
 MOST_PARTS, MOST_OBJECTS = 1000, 20_000  # that are searched: in one container, and in total
 ALWAYS_SEARCHED_STEPS = 2
+SAME_CHANGE = 1e-6  # more than the rounding of float64
 Shapes = list[tuple[tuple[int, ...], bool]]
 
 
@@ -146,31 +148,47 @@ class UnsavedStateSearch:
         self._containers = containers
 
 
-def counters(frame: FrameType | None) -> dict[str, str]:
+def counters(frame: FrameType | None) -> dict[str, float]:
     """The numbers in the user's variables and objects other than modules, and the steps of schedulers, by name."""
     roots = [*_names(frame)]
     objects = [(name, value) for name, value in _walk(roots) if not isinstance(value, nn.Module)]
     parts = [part for name, value in objects for part in _parts(name, value)]
-    numbers: dict[str, str] = {}
+    numbers: dict[str, float] = {}
     for name, value in (*roots, *parts):
         if isinstance(value, LRScheduler):
-            numbers[f"{name}.last_epoch"] = repr(value.last_epoch)
+            numbers[f"{name}.last_epoch"] = value.last_epoch
         elif isinstance(value, AveragedModel):
-            numbers[f"{name}.n_averaged"] = repr(int(value.n_averaged))
+            numbers[f"{name}.n_averaged"] = int(value.n_averaged)
         elif type(value) in (int, float) or (isinstance(value, Tensor) and owns_storage(value) and value.numel() == 1):
-            numbers[name] = repr(value if not isinstance(value, Tensor) else value.item())
+            numbers[name] = value if not isinstance(value, Tensor) else value.item()
     return numbers
 
 
-def changed_counters(before: dict[str, str], frame: FrameType | None) -> list[str]:
-    now = counters(frame)
-    return [name for name, number in before.items() if now.get(name, number) != number]
+def counted_numbers(before: dict[str, float], once: dict[str, float], twice: dict[str, float]) -> list[str]:
+    """The numbers that a body, computed twice on the same samples, changes by the same amount or factor each time.
+
+    So it counts or adds up. A number that it sets does not change in the second computation: the last loss, a learning
+    rate. Times change by different amounts.
+    """
+    names = before.keys() & once.keys() & twice.keys()
+    return sorted(name for name in names if _are_in_progression(before[name], once[name], twice[name]))
+
+
+def _are_in_progression(a: float, b: float, c: float) -> bool:
+    if a == b or b == c:
+        return False
+    is_sum = isclose(b - a, c - b, rel_tol=SAME_CHANGE)
+    return is_sum or (a != 0 and b != 0 and isclose((b - a) / a, (c - b) / b, rel_tol=SAME_CHANGE))
 
 
 def counting_iterators(frame: FrameType) -> list[str]:
     """The iterators of Python through which the user iterates over a running generator: enumerate, zip, islice, ..."""
+    frames, outer_frame = {frame}, frame.f_back
+    while outer_frame is not None and code_owner(outer_frame.f_code.co_filename) is not USER:
+        frames.add(outer_frame)  # a generator such as tqdm's: while it runs, it is no referrer
+        outer_frame = outer_frame.f_back
     objects: list[Any] = gc.get_objects()
-    inner: list[Any] = [value for value in objects if type(value) is GeneratorType and value.gi_frame is frame]
+    inner: list[Any] = [value for value in objects if type(value) is GeneratorType and value.gi_frame in frames]
     found, seen = list[str](), {id(value) for value in inner}
     while inner:
         outer: list[Any] = gc.get_referrers(*inner)

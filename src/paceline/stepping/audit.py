@@ -9,9 +9,12 @@ comparison cannot find it. An audit compares loss, gradients and buffers of one 
 """
 
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.collectives.checksum import FACTOR, checksum
 from paceline.collectives.communicator import get_communicator
-from paceline.collectives.control import all_gather_object, raise_on_all_ranks, report_on_one_rank
+from paceline.collectives.control import all_gather_object, report_on_one_rank
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan, MicroBatchPlan
 from paceline.errors import ExitCode, FaultyRankError, PacelineError, TrainingError, UsageError
@@ -29,19 +32,25 @@ from paceline.strategies.base import Strategy
 LoadAgain = Callable[[BatchPlan, int, int, int], MicroBatch | None]
 """(plan, epoch, step, virtual rank) -> its first micro-batch, not counted; None if it has no samples."""
 Digest = tuple[float, float]  # the halves of 64 bits
+Cost = tuple[float, float]  # seconds of a repeated micro-batch, and of the digests in it
 COUNTED, REPEATED = 0, 1
+MEASURED_AUDITS = 3  # for the cost
 
 
 class Audits:
     """The audits of a training on this rank. All ranks make all calls at the same steps.
 
-    Before its first audit each rank repeats one of its own micro-batches. If the bits differ, the body is not
-    repeatable, and every comparison would raise a false alarm.
+    Before its first audit each rank repeats one of its own micro-batches. If the bits differ, the body may not be
+    repeatable, and every comparison would raise a false alarm. A third computation decides: a body that is not
+    repeatable gives other bits again, and a rank that has computed wrongly once does not.
     """
 
-    def __init__(self, every: int, world: World, virtual_ranks: int, on_audit: str, save: Callable[[], object]) -> None:
-        """`on_audit`: the setting. `save` saves the state before the step (a collective)."""
-        self._every, self._world, self.save = every, world, save
+    def __init__(
+        self, every: int, world: World, virtual_ranks: int, on_audit: str, save: Callable[[], object],
+        say: Callable[[str], object],
+    ) -> None:  # fmt: skip
+        """`on_audit`: the setting. `save` saves the state before the step (a collective). `say` prints on rank 0."""
+        self._every, self._world, self.save, self._say = every, world, save, say
         self._error_class = FaultyRankError if on_audit == "exclude" else TrainingError
         self._shares = world.shares(virtual_ranks)
         self._agreed: dict[int, str] = {}  # the last audit of each rank in which the bits agreed
@@ -49,10 +58,10 @@ class Audits:
         self._hooks: list[RemovableHandle] = []
         self._zero = torch.zeros((), dtype=torch.int64, device=world.device)
         self._proven = set[LoadAgain]()
+        self._costs: list[float] = []  # of the first audits: in repeated computations without digests
+        self._is_measuring, self._began, self._seconds = False, 0.0, [0.0, 0.0]  # for the cost, of this rank
         self.is_proving = self.is_running = self.is_disputed = False
         """Whether the current step repeats a micro-batch on each rank, is audited, and has different digests."""
-        self.counted: list[str] = []
-        """The names of the numbers that the repetition has changed in the user's code."""
 
     def use(self, load_again: LoadAgain, plan: BatchPlan) -> None:
         """The next micro-batches are of this plan, and `load_again` loads them."""
@@ -66,6 +75,8 @@ class Audits:
         self.is_running = steps_since == 0 or self.is_proving
         if not self.is_running:
             return micro_batches
+        self._is_measuring = not self.is_proving and len(self._costs) < MEASURED_AUDITS
+        self._began, self._seconds = self._now(), [0.0, 0.0]
         size, rank = self._world.size, self._world.rank
         self._replica, self._place = replica, (work.epoch, work.step)
         self._digests = [self._zero, self._zero]
@@ -91,59 +102,92 @@ class Audits:
         if not (work.is_counted or work.is_repeated):
             return
         self._role = REPEATED if work.is_repeated else COUNTED
-        loss = torch.stack([loss.detach().double(), torch.as_tensor(factor).to(loss.device).double()])
-        self._parts = [checksum(values) for values in (loss, *self._replica.model.buffers())]
+        self._timed(self._begin_digest, loss, factor)
+
+    def _begin_digest(self, loss: Tensor, factor: float | Tensor) -> None:
+        factor = torch.as_tensor(factor, dtype=torch.float64, device=loss.device)
+        self._parts = [checksum(values) for values in (loss, factor, *self._replica.model.buffers())]
         for parameter in self._replica.parameters:
             if parameter.requires_grad:
-                self._hooks.append(parameter.register_hook(partial(self._take, len(self._parts))))
+                self._hooks.append(parameter.register_hook(partial(self._timed, self._take, len(self._parts))))
                 self._parts.append(self._zero)
 
     def _take(self, number: int, values: Tensor) -> None:
-        before = self._parts[number]  # a hook may run for each of several parts
-        self._parts[number] = before * FACTOR + checksum(values)
+        # a hook may run for each of several parts
+        self._parts[number] = torch.add(checksum(values), self._parts[number], alpha=FACTOR)
 
     def end_backward(self) -> None:
         hooks, self._hooks = self._hooks, []
         for hook in hooks:
             hook.remove()
         if hooks:
-            self._digests[self._role] = self._digests[self._role] * FACTOR + checksum(torch.stack(self._parts))
+            digest = checksum(torch.stack(self._parts))
+            self._digests[self._role] = torch.add(digest, self._digests[self._role], alpha=FACTOR)
+            if self._role == REPEATED:
+                self._seconds[0] = self._now() - self._began
 
     def compare(self, where: str) -> bool:
         """Whether the ranks agree on the audited micro-batch of the step (a collective)."""
         digests = self._gather()
         if self.is_proving:
+            self._unproven = {rank: own for rank, own in enumerate(digests) if own[COUNTED] != own[REPEATED]}
+            self.is_disputed = self.is_proving = bool(self._unproven)
             assert self._load_again is not None
             self._proven.add(self._load_again)
-            self.is_proving = False
-            with raise_on_all_ranks(self._world):
-                if self.counted:
-                    raise UsageError(code="audit-counted", names=self.counted)
-            if unproven := [rank for rank, (counted, repeated) in enumerate(digests) if counted != repeated]:
-                raise self._unproven(where, unproven)
-            return True
+            return not self.is_disputed
         owner, auditor = self._ranks
         self._first = {owner: digests[owner][COUNTED], auditor: digests[auditor][REPEATED]}
         self.is_disputed = len({*self._first.values()}) > 1
-        self._agreed |= {} if self.is_disputed else dict.fromkeys(self._ranks, where)
+        if not self.is_disputed:
+            self._agreed |= dict.fromkeys(self._ranks, where)
+            if self._is_measuring:
+                self._measure(*digests[auditor][2])
         return not self.is_disputed
 
-    def _unproven(self, where: str, ranks: list[int]) -> PacelineError:
-        """The error for ranks that have computed their first micro-batch twice, with different bits (a collective)."""
-        if 2 * len(ranks) >= self._world.size:
-            return report_on_one_rank(UsageError(code="audit-not-repeatable", ranks=ranks), self._world)
-        return self._wrong_numbers(where, ranks, is_decided=True, times="once")
+    def _measure(self, repeated: float, digests: float) -> None:
+        """Print what audits cost: the second computation, whose seconds include its digests, and those of its rank."""
+        self._costs.append((repeated + digests) / max(repeated - digests, 1e-6))
+        if len(self._costs) == MEASURED_AUDITS:
+            cost = 100 * median(self._costs) / self._plan.accumulation / self._every
+            computed, waited = cost / self._plan.virtual_ranks, cost / max(map(len, self._shares))
+            self._say(
+                f"audits: about {computed:.2g} % more computation, steps at most {waited:.2g} % longer (measured)"
+            )
+
+    def _timed(self, act: Callable[..., object], *arguments: Any) -> None:
+        began = self._now()
+        act(*arguments)
+        self._seconds[1] += self._now() - began
+
+    def _now(self) -> float:
+        device = self._world.device
+        if not self._is_measuring:
+            return 0.0
+        if device.type == "cpu":
+            return time.process_time()  # without that of other processes
+        torch.get_device_module(device).synchronize(device)
+        return time.monotonic()
 
     def judge(self, where: str) -> PacelineError:
         """The error after all ranks have repeated the disputed micro-batch (a collective)."""
         self.is_disputed = False
-        again = [repeated for _, repeated in self._gather()]
+        again = [repeated for _, repeated, _ in self._gather()]
+        if self.is_proving:
+            return self._judge_proof(where, again)
         (right, votes), *_ = Counter(again).most_common()
         has_majority = 2 * votes > len(again)
         wrong = [r for r in range(len(again)) if right != again[r] or self._first.get(r, right) != right]
         named = wrong if has_majority else [*self._first]
         times = "always" if any(right != again[rank] for rank in named) else "once"
         return self._wrong_numbers(where, named, is_decided=has_majority, times=times)
+
+    def _judge_proof(self, where: str, again: list[Digest]) -> PacelineError:
+        unproven = self._unproven
+        never_equal = [rank for rank, before in unproven.items() if again[rank] not in before]
+        if 2 * len(never_equal) >= self._world.size:
+            return report_on_one_rank(UsageError(code="audit-not-repeatable", ranks=never_equal), self._world)
+        times = "always" if never_equal else "once"
+        return self._wrong_numbers(where, never_equal or [*unproven], is_decided=True, times=times)
 
     def _wrong_numbers(self, where: str, ranks: list[int], *, is_decided: bool, times: str) -> PacelineError:
         hosts: list[str] = all_gather_object(os.uname().nodename, self._world)
@@ -154,11 +198,13 @@ class Audits:
         )  # fmt: skip
         return report_on_one_rank(error, self._world, by=ranks[0])
 
-    def _gather(self) -> list[tuple[Digest, Digest]]:
+    def _gather(self) -> list[tuple[Digest, Digest, Cost]]:
         """The digests of each rank, (counted, repeated), since the last call."""
         halves: list[int] = torch.stack(self._digests).view(torch.int32).tolist()  # a float64 holds 32 bits exactly
-        self._digests, first = [self._zero, self._zero], 4 * self._world.rank
-        numbers = [0.0] * (4 * self._world.size)
-        numbers[first : first + 4] = map(float, halves)
-        gathered = iter(get_communicator(self._world.group).start_float_sum(numbers, "digests of an audit")())
-        return [((a, b), (c, d)) for a, b, c, d in zip(gathered, gathered, gathered, gathered, strict=True)]
+        own = [*map(float, halves), *self._seconds]
+        self._digests, size = [self._zero, self._zero], self._world.size
+        numbers = [0.0] * len(own) * size
+        numbers[self._world.rank * len(own) : (self._world.rank + 1) * len(own)] = own
+        gathered = get_communicator(self._world.group).start_float_sum(numbers, "digests of an audit")()
+        by_rank = zip(*[iter(gathered)] * len(own), strict=True)
+        return [((a, b), (c, d), (repeated, digests)) for a, b, c, d, repeated, digests in by_rank]

@@ -45,7 +45,7 @@ def parameters_by_optimizer(optimizer: Optimizer) -> list[list[nn.Parameter]]:
 
 
 def optimizer_names(optimizer: Optimizer) -> str:
-    return ", ".join(type(one).__name__ for one in each_optimizer(optimizer))
+    return ", ".join(type(opt).__name__ for opt in each_optimizer(optimizer))
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from paceline.checkpoint.export import saved_names, state_dict_names_by_saved_name
 from paceline.checkpoint.shards import full_state, parameter_of
 from paceline.checkpoint.state import TensorShard
-from paceline.collectives.buckets import pack, unpack
+from paceline.collectives.buckets import PackedBucket
 from paceline.collectives.control import Deferred, all_gather_object, raise_on_all_ranks
 from paceline.collectives.torch_collectives import name_collective
 from paceline.parallel.partition import Chain, LayerGroup, best_splits
@@ -114,13 +114,14 @@ class _Stage(WholeModelView):
         shared: Sequence[tuple[Any, list[nn.Parameter]]],
     ) -> None:
         super().__init__(model, world, {}, is_elsewhere)
-        self._called, self._shared = called, shared
+        self._called = called
+        self._shared = [(group, parameters, PackedBucket(parameters)) for group, parameters in shared]
 
     def after_reduction(self, finite: bool | Deferred[bool] | None) -> None:
-        for group, parameters in self._shared:
-            flat = pack(parameters, [p.grad for p in parameters])
+        for group, parameters, bucket in self._shared:
+            flat = bucket.pack([p.grad for p in parameters])
             dist.all_reduce(name_collective(flat, "gradients of shared parameters"), group=group)
-            unpack(flat, parameters, [p.grad is not None for p in parameters])
+            bucket.unpack(flat, [p.grad is not None for p in parameters])
 
     def weights(
         self, weights: Callable[[], Mapping[str, Tensor]], state: Callable[[], list[TensorShard]]

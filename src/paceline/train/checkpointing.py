@@ -9,6 +9,7 @@ The lowest rank that did not cause the hang then saves the state (`save_on_one_r
 parameters are those after the last complete step, and its buffers are restored.
 """
 
+import socket
 import sys
 import threading
 import time
@@ -20,6 +21,7 @@ from pathlib import Path
 import msgspec
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from paceline.checkpoint.format import FORMAT_VERSION, Manifest, ShardFile, shard_name
 from paceline.checkpoint.manager import Checkpoints, Claim, MessageCallback
@@ -27,15 +29,16 @@ from paceline.checkpoint.resume import ResumePoint, RunLocation, TrainerState, n
 from paceline.checkpoint.shards import ShardLayout, make_shard_layout, select_shards_to_save, write_shard_file
 from paceline.checkpoint.snapshots import InterNodeExchange, SnapshotWriter, inherited_memory_files
 from paceline.checkpoint.state import TensorShard
-from paceline.collectives.control import all_gather_object, raise_on_all_ranks
-from paceline.errors import ExitCode, PacelineError, TrainingError
+from paceline.collectives.control import all_gather_object, raise_on_all_ranks, report_on_one_rank
+from paceline.errors import ExitCode, PacelineError, TrainingError, UsageError
+from paceline.protocol.control import WorkerSpec, has_separate_folder, transfer
 from paceline.protocol.evidence import Phase
 from paceline.rank.guard import HangGuard
 from paceline.rank.world import World
 from paceline.runs import events
 from paceline.runs.folder import CHECKPOINTS
 from paceline.runs.writers import EventWriter
-from paceline.runs.writing import write_new
+from paceline.runs.writing import make_folder, write_new
 from paceline.stepping.totals import ControlFlags
 from paceline.stepping.trained_model import ModelInTraining
 from paceline.train.consistency import check_replicas
@@ -146,6 +149,7 @@ class CheckpointWriter:
         self._buffer: Tensor | None = None
         self._writing: _Writing | None = None
         self._publishing: threading.Thread | None = None
+        self._is_waiting = False
         self._done: list[events.Checkpointed] = []
         self.failed = ""
         """Why the last checkpoint could not be written; empty if it could. Set on rank 0 only."""
@@ -185,7 +189,9 @@ class CheckpointWriter:
 
     def wait(self) -> None:
         if self._writing is not None:
+            self._is_waiting = True
             self._writing.thread.join()
+            self._is_waiting = False
             self._publish()
         if self._publishing is not None:
             self._publishing.join()
@@ -211,9 +217,18 @@ class CheckpointWriter:
     def _write(self, writing: _Writing, buffer: Tensor, shard: ShardLayout) -> None:
         try:
             self._flush_events()  # the event files must contain every step that the checkpoint contains
-            writing.shard = _write_shard(writing.folder, buffer, shard, self._world.rank, self._world.size)
+            if has_separate_folder():
+                make_folder(writing.folder, exist_ok=True)
+            file = _write_shard(writing.folder, buffer, shard, self._world.rank, self._world.size)
+            if failure := transfer("send", writing.folder / file.name, self._on_transfer):
+                raise TrainingError(code="shard-not-sent", reason=failure)
+            writing.shard = file
         except Exception as error:  # rank 0 reports any error
             writing.failure = f"rank {self._world.rank}: {type(error).__name__}: {error}"
+
+    def _on_transfer(self) -> None:
+        if self._is_waiting:  # for a transfer over a slow network, which is no hang
+            HangGuard.of_process().page.tick()
 
     def _publish(self) -> None:
         """Collect the results of all ranks (collective). Rank 0 publishes the checkpoint in a thread."""
@@ -246,6 +261,44 @@ class CheckpointWriter:
     def _note(self, event: events.Checkpointed) -> None:
         self.failed = event.failure
         self._done.append(event)
+
+
+# ---- space for the copies of nodes with separate run folders
+
+
+def check_space(holder: CheckpointedModels, checkpoints: Checkpoints, keep: int) -> None:
+    """Raise an error if node 0, or the node that keeps a second copy, lacks space for checkpoints (a collective).
+
+    Checks nothing if all nodes see one run folder.
+    """
+    world, spec = holder.world, WorkerSpec.from_environment()
+    if world.local_size == world.size:
+        return
+    own_bytes = sum(shard.tensor.nbytes for shard in select_shards_to_save(holder.state(), world.rank, world.size))
+    optimizers = [one for part in holder.models for one in part.replica.optimizers]
+    if not any(one.state for one in optimizers):  # it is made in the first step
+        own_bytes *= 1 + max((_num_states(one) for one in optimizers), default=0)
+    is_separate, keeps_copy = has_separate_folder(), spec is not None and spec.keeps_copy
+    usable_bytes = checkpoints.usable_bytes(keep)
+    mine = [own_bytes, is_separate, keeps_copy or world.rank == 0, usable_bytes, socket.gethostname()]
+    by_rank = all_gather_object(mine, world)
+    if not any(separate for _, separate, *_ in by_rank):
+        return
+    size_bytes = sum(bytes for bytes, *_ in by_rank)
+    needed_bytes = (keep + 1) * size_bytes
+    for _, _, keeps, usable, host in by_rank:
+        if keeps and usable < needed_bytes:
+            error = UsageError(
+                code="no-space-for-checkpoints", host=host, folder=checkpoints.root, usable=usable, needed=needed_bytes,
+                count=keep + 1, size=size_bytes, keep_checkpoints=keep,
+            )  # fmt: skip
+            raise report_on_one_rank(error, world)
+
+
+def _num_states(optimizer: Optimizer) -> int:
+    """The number of tensors that a known optimizer will keep for each parameter; 0 for others."""
+    group = optimizer.param_groups[0]
+    return 2 if "betas" in group else int(bool(group.get("momentum")))
 
 
 # ---- work between steps
@@ -286,6 +339,7 @@ class CheckpointManager:
                     and (unwritten := self._ranks_missing_step(origin.step))
                 ):
                     writer.write(events.UnloggedStep(origin.step, unwritten))  # on behalf of the previous start
+        check_space(holder, self._checkpoints, policy.keep)
         self._checkpoint_writer = CheckpointWriter(
             self._checkpoints, self._world, holder.virtual_ranks, self._claim,
             keep=policy.keep, flush_events=writer.flush, say=say,

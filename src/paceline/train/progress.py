@@ -19,6 +19,7 @@ from paceline.checkpoint.state import TensorShard
 from paceline.collectives.control import all_gather_object, check_equal, report_on_one_rank
 from paceline.compute.flops import Utilization
 from paceline.compute.resources import peak_memory
+from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan
 from paceline.errors import ExitCode, PacelineError, TrainingError
 from paceline.protocol.evidence import Phase
@@ -69,6 +70,8 @@ class TrainingProgress(RunRecorder):
         self._saves_seen = self._saves_done = 0  # user requests for a checkpoint: at the last vote, and handled
         self.stream: Stream | None = None
         """The training data, if they are a stream."""
+        self.micro_batches: Sequence[MicroBatch] = ()
+        """of this rank in the current step of a session"""
         self.is_open = False
         """Whether the run has a folder and `open_run` has claimed it."""
         self._restore(origin)
@@ -119,6 +122,8 @@ class TrainingProgress(RunRecorder):
     def votes(self, *, end: float = 0.0) -> ControlFlags:
         """This rank's votes in the next step: on the pending checkpoint, on a stop, and on a requested save."""
         requests, checkpoints = self._guard.page.steps, self._checkpoints
+        if self.is_open and self._plan.own_order and self.micro_batches:
+            self.log_samples(self.step + 1, self.micro_batches)
         self._saves_seen = requests[SAVES_ASKED]
         stop = float((self.request is not None and bool(self.request.by)) or requests[REGROUPS] > 0)
         written, failed, due = (0.0, 0.0, 0.0) if checkpoints is None else checkpoints.votes()
@@ -154,6 +159,7 @@ class TrainingProgress(RunRecorder):
 
     def roll_back(self, origin: ResumePoint) -> None:
         self.write(events.RolledBack(self.step, origin.step))
+        self._listed_step = 0
         self.say(f"rolls back from step {self.step} to {origin.location_text}")
         self._restore(origin)
         self._guard.page.set_step(self.step)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from paceline.checkpoint.resume import RunLocation
 from paceline.collectives.control import all_gather_object
 from paceline.compute.memory import storage_bytes
+from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan
 from paceline.protocol.control import WorkerSpec
 from paceline.protocol.status_page import StatusPage
@@ -43,6 +44,7 @@ class RunRecorder:
         self._writer: EventWriter | None = None
         self._tracking = TrackerQueue([], Path(), {}, self.say)
         self._machine: NodeLog | None = None
+        self._listed_step = 0  # the last step whose samples are recorded
 
     def begin(self, place: RunLocation, report_to: str | None) -> EventWriter:
         self._writer = EventWriter(place.folder / f"events-{self._world.rank}.jsonl")
@@ -96,6 +98,15 @@ class RunRecorder:
             own_order=plan.own_order, stream_parts=plan.parts_of_stream,
         ))  # fmt: skip
 
+    def log_samples(self, step: int, micro_batches: Sequence[MicroBatch]) -> None:
+        """Record the samples of this rank. Before the exchange of the step: a killed rank may not record the step."""
+        if self._writer is None or step == self._listed_step or not self._world.is_leader:
+            return
+        self._listed_step = step
+        for work in (batch.work for batch in micro_batches if batch.work.is_counted):
+            indices: list[int] = work.indices.tolist()
+            self.write(events.Samples(step, work.epoch, work.virtual_rank, work.micro_batch, indices))
+
     def log_step(self, record: StepRecord, samples: int, share: range, *, listed: bool, tracked: bool = False) -> None:
         result = record.result
         if tracked:
@@ -106,10 +117,8 @@ class RunRecorder:
         epoch = record.microbatches[0].work.epoch
         reports_samples = self._world.is_leader  # one of several ranks that have used the same samples
         tokens, consumed = record.num_tokens_and_samples() if reports_samples else (0, 0)
-        for batch in record.microbatches if listed and reports_samples else ():
-            if (work := batch.work).is_counted:
-                indices: list[int] = work.indices.tolist()
-                self.write(events.Samples(record.step, epoch, work.virtual_rank, work.micro_batch, indices))
+        if listed:
+            self.log_samples(record.step, record.microbatches)
         if result.skip_cause is not None:
             self.write(events.Skipped(record.step, result.skip_cause.message, result.skip_cause.samples))
         self.write(events.Step(  # after the samples: the record of a step confirms that its samples are complete

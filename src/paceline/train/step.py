@@ -13,7 +13,6 @@ from torch import Tensor
 
 from paceline.collectives.batchnorm import SyncBatchNorm
 from paceline.compute.memory import is_out_of_memory
-from paceline.compute.phase_events import PhaseEvents
 from paceline.data.loader import MicroBatch, PrefetchTrigger
 from paceline.errors import PacelineError, UsageError
 from paceline.nested import batch_size
@@ -32,7 +31,7 @@ from paceline.strategies.base import Strategy
 from paceline.tasks.task import Loss, call_model
 from paceline.train.memory import explain_out_of_memory
 from paceline.train.optimizer import LRSchedule
-from paceline.train.step_record import PhaseClock, StepRecord
+from paceline.train.step_record import PhaseClock, PhaseEvents, StepRecord
 
 
 def ignore_phase(phase: Phase) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 from paceline.checkpoint.resume import ResumePoint, RunLocation
 from paceline.collectives.control import is_async_device
 from paceline.compute.flops import Utilization
-from paceline.compute.phase_events import phase_events
 from paceline.config.choices import steps_or_seconds
 from paceline.config.strategies import EXACT_STRATEGIES
 from paceline.data.workers import name_lost_workers
@@ -31,7 +30,7 @@ from paceline.train.preemption import record_stop_signals
 from paceline.train.prepare import TrainingComponents
 from paceline.train.progress import TrainingProgress
 from paceline.train.step import fit
-from paceline.train.step_record import StepRecord
+from paceline.train.step_record import StepRecord, phase_events
 from paceline.train.wording import closing_lines, data_wait_lines, opening_lines, stopped_line, summary_facts
 
 
@@ -67,7 +66,7 @@ class TaskTrainer:
         if (every := self._config.guard.audit_every) is not None and self._world.size > 1:
             save = partial(self._progress.save_before_stop, partial(self._numbers, self._world))
             on_audit = self._config.guard.on_audit
-            self._audits = Audits(every, self._world, parts.plan.virtual_ranks, on_audit, save)
+            self._audits = Audits(every, self._world, parts.plan.virtual_ranks, on_audit, save, self._display.say)
             self._audits.use(self._data.load_again, parts.plan)
 
     def run(self) -> ExitCode:

@@ -35,7 +35,7 @@ def opening_lines(parts: "TrainingComponents") -> list[str]:
         lines.append(line)
     lines += parts.compute.notices
     if (every := config.guard.audit_every) is not None:
-        lines.append(audit_line(every, plan, world))
+        lines.append(audit_line(every, world))
     o = config.optimizer
     if o.lr_scaling != "none":
         peak_lr = scaled_lr(o.lr, o.lr_scaling, plan.global_batch, o.lr_base_batch)
@@ -52,13 +52,10 @@ def opening_lines(parts: "TrainingComponents") -> list[str]:
     return lines
 
 
-def audit_line(every: int, plan: BatchPlan, world: World) -> str:
+def audit_line(every: int, world: World) -> str:
     if world.size == 1:
         return "no audits, because one rank is left"
-    most = max(map(len, world.shares(plan.virtual_ranks)))
-    computed, waited = (100 / (ranks * plan.accumulation * every) for ranks in (plan.virtual_ranks, most))
-    steps = "step" if every == 1 else f"{every} steps"
-    return f"audit every {steps}: {computed:.2g} % more computation, at most {waited:.2g} % longer steps"
+    return f"audit every {'step' if every == 1 else f'{every} steps'}"
 
 
 def batch_line(plan: BatchPlan, world_size: int) -> str:

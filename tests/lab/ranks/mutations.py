@@ -251,7 +251,7 @@ def never_reduced() -> AbstractContextManager[None]:
         scale_gradients(parameters, dist.get_world_size() / divisor)
 
     def finish(self: Reducer, divisor: Tensor) -> None:
-        local(self._bucket_of, divisor)
+        local(self._parameters, divisor)
 
     return planted(
         (manual_module, "all_reduce_gradients", local),

@@ -191,10 +191,10 @@ def test_the_end_of_the_other_side_is_seen(pair: tuple[Link, Link]) -> None:
 
 
 def test_a_side_that_reads_nothing_is_taken_for_lost_in_words_that_the_score_of_faults_knows(
-    pair: tuple[Link, Link], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[Link, Link],
 ) -> None:
     _, node = pair
-    monkeypatch.setattr(channel, "SEND_SECONDS", 0.2)
+    node.send_seconds = 0.2
     began = time.monotonic()
     while not node.ended:
         node.send(StartReply(1, "x" * (1 << 20)))

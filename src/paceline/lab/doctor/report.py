@@ -118,7 +118,8 @@ RULES: tuple[Rule[Any], ...] = (
          "and the rendezvous of torchrun can start only a part of a job",
          "synchronise it: timedatectl set-ntp true, or chronyc makestep"),
     Rule("run folder", "error", Host.folder, lambda access: access[1], "{0[0]}: {0[1]}".format,
-         "choose a writable --run-dir on a file system that all hosts mount (NFS, Lustre)"),
+         "choose a writable --run-dir on a file system that all hosts mount (NFS, Lustre). Only `paceline train --on "
+         "ssh` also works with separate file systems"),
     Rule("disk", "error", Host.disk, lambda disk: disk.disk_free < NO_SPACE_BYTES, _free_space, FREE_SPACE_ADVICE),
     Rule("disk", "warning", Host.disk, lambda disk: NO_SPACE_BYTES <= disk.disk_free < LOW_SPACE_BYTES, _free_space,
          FREE_SPACE_ADVICE),

@@ -289,11 +289,10 @@ def _disagreements(start: GenerationLogs, plan: BatchPlan) -> Iterator[str]:
 def _add_unlogged_steps(start: GenerationLogs, plan: BatchPlan) -> Iterator[str]:
     """Complete the logs of ranks that ended before they recorded a step. A different rank reports that they took it.
 
-    Such a rank used its usual portion of the plan, if that is known, otherwise the portion of no other rank. Yields a
-    note for each such step.
+    Such a rank used its usual portion of the plan, if that is known, otherwise the portion of no other rank. If the
+    order is that of a sampler or a stream, it recorded its samples before the exchange of the step. Yields a note for
+    each such step.
     """
-    if start.start_event.own_order:
-        return
     for step in sorted({step for log in start.logs for step in log.unlogged}):
         reported = {rank for log in start.logs for rank in log.unlogged.get(step, ())}
         incomplete = [
@@ -302,6 +301,9 @@ def _add_unlogged_steps(start: GenerationLogs, plan: BatchPlan) -> Iterator[str]
         ]  # fmt: skip
         if not incomplete:
             continue
+        used = [log.samples.get(missing) for log in incomplete for missing in _missing_steps(log, step)]
+        if start.start_event.own_order and None in used:
+            continue  # an older version has not recorded them, or they were lost with the host
         initial = {number: next(iter(log.steps.values()))[:1] for number, log in enumerate(start.logs) if log.steps}
         shares = {number: record.share for number, records in initial.items() for record in records if record.share}
         portions = sorted(portion for portion in shares.values() if portion[0] < portion[1])
@@ -310,22 +312,30 @@ def _add_unlogged_steps(start: GenerationLogs, plan: BatchPlan) -> Iterator[str]
         first_step = step
         for log in incomplete:
             portion = shares.get(start.logs.index(log)) or next(gaps, (0, 0))
-            first_missing = 1 + max(log.steps, default=log.started.start_step)
-            first_step = min(first_step, first_missing)
-            for missing_step in range(first_missing, step + 1):
+            first_step = min(first_step, (missing := _missing_steps(log, step)).start)
+            for missing_step in missing:
                 _add_step(log, missing_step, portion, start, plan)
         ranks = f"rank{'s' if len(incomplete) > 1 else ''} {', '.join(str(log.started.rank) for log in incomplete)}"
         steps, them = (f"steps {first_step} to {step}", "them") if first_step < step else (f"step {step}", "it")
         yield (
             f"{steps}: {ranks} took part in {them}, but ended before recording {them}. The rank that saved or loaded "
-            "the checkpoint reported this. The audit assumes the samples that the plan gives to no other rank"
+            "the checkpoint reported this. The audit assumes the samples that "
+            f"{'it had recorded' if start.start_event.own_order else 'the plan gives to no other rank'}"
         )
 
 
+def _missing_steps(log: RankLog, until: int) -> range:
+    return range(1 + max(log.steps, default=log.started.start_step), until + 1)
+
+
 def _add_step(log: RankLog, step: int, portion: tuple[int, int], start: GenerationLogs, plan: BatchPlan) -> None:
-    used = _portion_samples(portion, range(step, step + 1), plan) if portion[1] else torch.empty(0, dtype=torch.int64)
-    epoch, digest = (step - 1) // plan.steps_per_epoch, f"{fingerprint(used):016x}"
-    skipped = any(record.skipped for other in start.logs for record in other.steps.get(step, ()))
+    others = [record for other in start.logs for record in other.steps.get(step, ())]
+    if start.start_event.own_order:
+        used, epoch = torch.tensor(log.samples[step], dtype=torch.int64), others[0].epoch if others else 0
+    else:
+        used = _portion_samples(portion, range(step, step + 1), plan) if portion[1] else torch.empty(0).long()
+        epoch = (step - 1) // plan.steps_per_epoch
+    digest, skipped = f"{fingerprint(used):016x}", any(record.skipped for record in others)
     log.steps[step] = [Step(step, epoch, 0.0, 0, 0.0, 0.0, 0.0, 0.0, None, portion, len(used), digest, skipped=skipped)]
     if any(other.samples for other in start.logs):
         log.samples[step] = used.tolist()

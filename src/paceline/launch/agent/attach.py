@@ -279,7 +279,7 @@ class AttachedFollower(Follower):
         super().__init__(plan, attached, InheritedResources(), lambda: None)
         self._ranks, self._attached, self._over_seconds = attached.ranks, attached, 0.0
 
-    def _start(self, start: StartOrder) -> StartReply:
+    def _start(self, start: StartOrder, link: Link) -> StartReply:
         self._number, self._workers = start.generation, self._attached
         return StartReply(start.generation)
 

@@ -1,11 +1,11 @@
-"""The protocol between the agents of one job: short JSON messages over TCP, authenticated with the job's secret.
+"""The protocol between the agents of one job: short messages (msgpack) over TCP, authenticated with the job's secret.
 
 coordinator.py and follower.py send these messages.
 
     handshake  coordinator -> node   MAGIC, nonce
                node -> coordinator   nonce, HMAC(secret, "node" + both nonces)
                coordinator -> node   HMAC(secret, "coordinator" + both nonces)
-    message    length (4 bytes), HMAC(session key, direction + number of the message + JSON), JSON
+    message    length (4 bytes), HMAC(session key, direction + number of the message + msgpack), msgpack
 
 Each side authenticates the other. No message can be replayed, reordered or taken from a different connection. Messages
 are not encrypted and contain no secret. They contain no pickle, and their size is checked before they are read.
@@ -67,6 +67,7 @@ class StartReply(msgspec.Struct, frozen=True, tag=True):
 
     generation: int
     refusal: str = ""
+    copies_files: bool = False  # the node has a separate run folder, whose files it sends to node 0: see files.py
 
 
 class NodeHeartbeat(msgspec.Struct, frozen=True, tag=True):
@@ -91,6 +92,28 @@ class EvidenceReply(msgspec.Struct, frozen=True, tag=True):
 
 class StopSignalNotice(msgspec.Struct, frozen=True, tag=True):
     signal: int  # the stop signal that the agent has received; 0: its launcher has ended
+
+
+class FileRequest(msgspec.Struct, frozen=True, tag=True):
+    """Send this file of the run folder. The answer is its parts, or a `FileReply`."""
+
+    path: str
+
+
+class CheckpointListRequest(msgspec.Struct, frozen=True, tag=True):
+    """Send the names of the published checkpoints."""
+
+
+# ---- in both directions, on a separate link for files: see files.py ----
+
+
+class FilePart(msgspec.Struct, frozen=True, tag=True):
+    """A part of a file. All its parts follow each other."""
+
+    path: str  # relative to the run folder
+    data: bytes
+    sha256: str = ""  # of the whole file, in its last part
+    appends_at: int = -1  # the file has grown by this part, at this offset; -1: the parts replace the file
 
 
 # ---- coordinator to node ----
@@ -152,6 +175,17 @@ class StopStep(msgspec.Struct, frozen=True, tag=True):
     step: int = 0
 
 
+class FileReply(msgspec.Struct, frozen=True, tag=True):
+    """Why a file could not be stored or sent; empty if it has been stored."""
+
+    failure: str = ""
+    errno: int = 0
+
+
+class CheckpointList(msgspec.Struct, frozen=True, tag=True):
+    names: tuple[str, ...]
+
+
 class CoordinatorHeartbeat(msgspec.Struct, frozen=True, tag=True):
     unix_time: float | None = None  # send time, by the coordinator's clock
 
@@ -166,7 +200,8 @@ class RunOver(msgspec.Struct, frozen=True, tag=True):
 Message = (
     Hello | StoreConnectionRequest | JoinOrder | ReachabilityRequest | ReachabilityReply | StartOrder
     | StartReply | NodeHeartbeat | EvidenceRequest | EvidenceReply | UnblockOrder | StopSignalNotice | StopOrder
-    | StopStep | CoordinatorHeartbeat | RunOver
+    | StopStep | CoordinatorHeartbeat | RunOver | FilePart | FileRequest | FileReply | CheckpointListRequest
+    | CheckpointList
 )  # fmt: skip
 
 
@@ -179,7 +214,7 @@ SEND_SECONDS = 5.0  # a peer whose buffers stay full for this time is lost
 LENGTH_FORMAT = struct.Struct("!I")
 MESSAGE_NUMBER_FORMAT = struct.Struct("!Q")
 
-_decoder = msgspec.json.Decoder(Message)
+_decoder = msgspec.msgpack.Decoder(Message)
 
 
 class Link:
@@ -190,6 +225,7 @@ class Link:
         self._sent = self._received = 0
         self._buffer = bytearray()
         self.ended = ""  # why the link has ended; empty while it is open
+        self.send_seconds, self.silence_seconds = SEND_SECONDS, SILENCE_SECONDS
         self.heard_seconds = time.monotonic()  # time of the last data from the other side
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -202,11 +238,11 @@ class Link:
 
     def send(self, message: Message) -> None:
         """Send a message. On failure, end the link with the reason."""
-        payload = msgspec.json.encode(message)
+        payload = msgspec.msgpack.encode(message)
         mac = self._mac(self._mine, self._sent, payload)
         self._sent += 1
         data = memoryview(LENGTH_FORMAT.pack(len(payload)) + mac + payload)
-        deadline = time.monotonic() + SEND_SECONDS
+        deadline = time.monotonic() + self.send_seconds
         while data and not self.ended:
             try:
                 data = data[self._socket.send(data) :]
@@ -214,13 +250,13 @@ class Link:
                 poll = select.poll()
                 poll.register(self._socket, select.POLLOUT)
                 if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
-                    self.end(f"it has read nothing for {SEND_SECONDS:.0f} s")
+                    self.end(f"it has read nothing for {self.send_seconds:.0f} s")
             except OSError as error:
                 self.end(f"the connection broke: {error.strerror}")
 
     def receive(self) -> list[Message]:
-        """All received messages, without waiting. A long silence ends the link."""
-        while not self.ended:
+        """The received messages, without waiting. A long silence ends the link."""
+        while not self.ended and len(self._buffer) < 2 * MAX_MESSAGE_BYTES:
             try:
                 data = self._socket.recv(1 << 16)
             except BlockingIOError:
@@ -236,7 +272,7 @@ class Link:
             if len(data) < 1 << 16:
                 break
         silent = time.monotonic() - self.heard_seconds
-        if silent > SILENCE_SECONDS:
+        if silent > self.silence_seconds:
             self.end(f"it has not been heard of for {silent:.0f} s: powered off, or cut off from the network?")
         return list(self._messages())
 

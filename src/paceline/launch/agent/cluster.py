@@ -21,6 +21,7 @@ from paceline.guard.collect import ADVANCE_INTERVAL_SECONDS, NATIVE_STACK_SECOND
 from paceline.guard.deaths import diagnosis_due_seconds
 from paceline.host.procfs import raise_open_file_limit
 from paceline.launch.agent import channel
+from paceline.launch.agent.files import FileServer
 from paceline.launch.agent.workers import InheritedResources, Workers
 from paceline.protocol.balance import speeds_of_ranks
 from paceline.protocol.control import LIFELINE_GRACE_SECONDS, STOP_SIGNALS, StopOrders
@@ -130,11 +131,14 @@ class RemoteNodes:
     def __init__(self, plan: NodePlan, orders: StopOrders) -> None:
         self.members: dict[int, RemoteNode] = {}
         self.gate: StoreProxy | None = None  # to the store of the present generation
+        self.files: FileServer | None = None  # for nodes that do not see the run folder
         self.waiting: list[RemoteNode] = []  # nodes that came while the run is running, and are not members yet
         self.place_for: Callable[[RemoteNode], object] | None = None  # assigns a number to such a node; see `JoinQueue`
         self.wrong: list[str] = []  # errors of nodes that have the secret but cannot be accepted
         self._plan, self._orders = plan, orders
         self._listener: channel.Listener | None = None
+        if must_share_folder(plan):
+            self.files = FileServer(Path(plan.run_dir).resolve())
         if plan.nodes > 1:  # the ranks of a single node keep the limit of the user
             raise_open_file_limit(NUM_OTHER_OPEN_FILES + plan.nodes)
             self._listener = channel.Listener(plan.node0_ports, bytes.fromhex(plan.secret))
@@ -215,6 +219,10 @@ class RemoteNodes:
                 return link.end("there is no store")
             link.send(channel.CoordinatorHeartbeat())
             return self.gate.relay_connection(link.detach())
+        if self.files is not None and isinstance(
+            hello, channel.FilePart | channel.FileRequest | channel.CheckpointListRequest
+        ):
+            return self.files.serve(link, messages)
         if not isinstance(hello, channel.Hello):
             return link.end("its first message was not Hello")
         if self.place_for is not None:
@@ -279,13 +287,19 @@ class RemoteNodes:
         return all(member.beat.stopped for member in self.present_nodes)
 
     def end(self, code: int) -> None:
-        """Order all nodes to end, and wait some seconds for them, since they must end before the coordinator."""
+        """Order all nodes to end, and wait for them some seconds, or as long as they send or receive files.
+
+        They must end before the coordinator.
+        """
         for member in (*self.present_nodes, *self.waiting):
             member.link.send(channel.RunOver(code))
-        deadline = time.monotonic() + NODE_END_SECONDS
-        while time.monotonic() < deadline and (links := [n.link for n in self.present_nodes if not n.link.ended]):
+        last_seconds = time.monotonic()
+        while links := [n.link for n in self.present_nodes if not n.link.ended]:
+            last_seconds = max(last_seconds, self.files.active_seconds if self.files else 0.0)
+            if time.monotonic() > last_seconds + NODE_END_SECONDS:
+                break
             self._poller.set_links(links)
-            select.select([self._poller], [], [], max(0.0, deadline - time.monotonic()))
+            select.select([self._poller], [], [], NODE_END_SECONDS / 10)
             for link in self._poller.readable_links():
                 link.receive()
         for link in (*(member.link for member in (*self.members.values(), *self.waiting)), *self._dismissed):
@@ -493,9 +507,13 @@ class Generation:
         self.own.stop(grace_seconds, number)
 
 
+def must_share_folder(plan: NodePlan) -> bool:
+    return plan.nodes > 1 and bool(plan.run_dir) and not plan.plain_store
+
+
 def _proof(plan: NodePlan) -> str:
     """Write a random proof into the attempt's folder. The other nodes read it to check that they share the folder."""
-    if plan.nodes == 1 or not plan.run_dir or plan.plain_store:
+    if not must_share_folder(plan):
         return ""
     proof = secrets.token_hex(8)
     writing.replace_file(Path(plan.attempt_dir) / channel.PROOF_FILE, proof.encode(), sync=True)

@@ -19,7 +19,7 @@ from typing import Any, Literal, Self
 import msgspec
 from msgspec.structs import replace
 
-from paceline.errors import ExitCode, FaultyRankError, UsageError, plural
+from paceline.errors import ExitCode, FaultyRankError, UsageError, first_few, plural
 from paceline.guard.deaths import RankEnd, diagnosis_due_seconds, first_to_fail, rank_end
 from paceline.guard.judge import diagnose_samples
 from paceline.guard.report import RunEvent, same_diagnosis
@@ -35,7 +35,7 @@ from paceline.protocol.evidence import LOADER_KILLED, SUCCESS_EXIT_CODES, Diagno
 from paceline.protocol.job import EVENT_SECONDS, NodePlan
 from paceline.runs import writing
 from paceline.runs.attempt import AttemptEnd, write_attempt_end
-from paceline.runs.console import print_to_stderr
+from paceline.runs.console import MAX_NAMES, print_to_stderr
 
 JOIN_TRIAL_SECONDS = 600.0  # a generation that fails in this time without a step fails because of the nodes that joined
 EVENT_LOG, SCONTROL_SECONDS = "on-event.log", 3.0
@@ -254,6 +254,7 @@ class Coordinator:
         self._is_balance_checked = not plan.balance
         self._regrouped = False  # whether the last generation saved its state and ended for the present one
         self._entered: Sequence[RemoteNode] = ()  # nodes that joined with the present generation
+        self._separate: Sequence[RemoteNode] = ()  # nodes that do not see the run folder of node 0
 
     def run(self) -> int:
         """Run the workers to their end, with restarts after failures if that may help; return the exit code."""
@@ -333,6 +334,7 @@ class Coordinator:
             generation.stop(0.0)
             return self._continue(generation, self._with_remaining_nodes(), ExitCode.FAILED)
         self._on_started()
+        self._print_separate_folders(generation)
         self._began_seconds = time.monotonic()
         outcome = self._watch(generation)
         self._regrouped = False
@@ -343,6 +345,16 @@ class Coordinator:
             decision = Restart(generation.plan.nproc) if is_fixed else self._with_remaining_nodes()
             return self._continue(generation, decision, ExitCode.SAVED)
         return outcome if isinstance(outcome, int) else self._decide_restart(generation, self._end(generation, outcome))
+
+    def _print_separate_folders(self, generation: Generation) -> None:
+        separate = [m for m in generation.members if m.started is not None and m.started.copies_files]
+        if names := [member.name for member in separate if member not in self._separate]:
+            copy = "; node 1 keeps a copy" if generation.members[0] in separate else ""
+            print_to_stderr(
+                f"{first_few(names, MAX_NAMES)} {'has' if len(names) == 1 else 'have'} no shared file system: paceline "
+                f"copies checkpoints, events and logs to node 0{copy}"
+            )
+        self._separate = separate
 
     def _watch(self, generation: Generation) -> int | StopReport:
         monitor, status = Monitor(generation), LiveStatus(generation)

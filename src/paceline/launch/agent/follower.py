@@ -1,5 +1,6 @@
 """The agent of every node except node 0. It follows the coordinator, and ends its workers if that is lost."""
 
+import dataclasses
 import math
 import os
 import socket
@@ -15,6 +16,7 @@ from paceline.guard.collect import ADVANCE_INTERVAL_SECONDS, EvidenceCollection
 from paceline.guard.detectors import heartbeat_interval_seconds, sample_interval_seconds
 from paceline.host.facts import gather_facts as gather_facts
 from paceline.launch.agent import channel
+from paceline.launch.agent.files import SeparateFolder
 from paceline.launch.agent.joining import interface_of, join, try_to_reach
 from paceline.launch.agent.workers import InheritedResources, Workers
 from paceline.protocol.balance import AUTO, SAMPLE_SECONDS
@@ -24,6 +26,7 @@ from paceline.runs import writing
 from paceline.runs.console import print_to_stderr
 from paceline.runs.reading import read_file
 
+LATE_FILE_SECONDS = 20.0  # a network file system may show a new file with a delay
 COORDINATOR_STOP_SECONDS = 20.0  # beyond the grace: within it the coordinator ends the run after an order
 
 
@@ -45,6 +48,7 @@ class Follower:
         self._ranks: tuple[int, ...] = ()  # of workers that another launcher has started
         self._number = -1  # of the generation, even if it could not be started
         self._workers: Workers | None = None  # of this generation; None if they could not be started
+        self._files: SeparateFolder | None = None  # None: this node sees the run folder of node 0, or needs none
         self._news: Sequence[object] = []
         self._sent_seconds = 0.0
         self._alive_took_seconds: float | None = None  # for the coordinator to compare clocks
@@ -59,6 +63,8 @@ class Follower:
         finally:
             if self._workers is not None:
                 self._workers.sweep()
+            if self._files is not None and self._code is not None:
+                self._files.finish(copies=not self.orders.launcher_gone)
             link.end("the run is over")
 
     def _follow(self, link: channel.Link) -> int:
@@ -88,7 +94,7 @@ class Follower:
             case channel.JoinOrder():
                 link.send(self._enter(message))
             case channel.StartOrder():
-                link.send(self._start(message))
+                link.send(self._start(message, link))
             case channel.EvidenceRequest() | channel.UnblockOrder():
                 if self._workers is not None:
                     self._answer(link, self._workers, message)
@@ -116,7 +122,7 @@ class Follower:
         print_to_stderr(f"node {order.node} ({os.uname().nodename}) has found the run, and joins after its next step")
         return channel.StartReply(-1)
 
-    def _start(self, start: channel.StartOrder) -> channel.StartReply:
+    def _start(self, start: channel.StartOrder, link: channel.Link) -> channel.StartReply:
         plan = replace(self.plan, ranks=start.ranks, attempt_dir=str(Path(start.attempt_dir).resolve()))
         self._number = start.generation
         if self._workers is not None:
@@ -125,23 +131,30 @@ class Follower:
         node = f"node {plan.node} ({os.uname().nodename})"
         try:
             self._find_folder(Path(start.attempt_dir).resolve(), start.proof)
-            self._workers = Workers.start(plan, start.generation, self._inherited)
+            inherited = self._inherited
+            if (files := self._files) is not None:
+                files.begin(start.ranks, lambda: self._report(link))
+                inherited = dataclasses.replace(inherited, transfers=files.transfers, keeps_copy=files.keeps_copy)
+            self._workers = Workers.start(plan, start.generation, inherited)
             self._on_started()
         except UsageError as error:
             return channel.StartReply(start.generation, f"{node}: {error}")
         except OSError as error:
             return channel.StartReply(start.generation, f"{node}: cannot start the workers: {error}")
-        return channel.StartReply(start.generation)
+        return channel.StartReply(start.generation, copies_files=self._files is not None)
 
     def _find_folder(self, attempt_dir: Path, proof: str) -> None:
         if not proof:  # the run of a script: each host may keep its logs locally
             writing.make_folder(attempt_dir, exist_ok=True)
             return
-        deadline = time.monotonic() + 5.0  # a network file system may show a new file with a delay
-        while True:
+        deadline, is_shared = time.monotonic() + LATE_FILE_SECONDS, False
+        while self._files is None:
             with suppress(OSError):  # the file does not exist yet
                 if read_file(attempt_dir / channel.PROOF_FILE, limit_bytes=100, ours=True) == proof.encode():
                     return
+            if not is_shared:
+                self._files = SeparateFolder.find(self.plan, attempt_dir)
+                is_shared = self._files is None
             if time.monotonic() > deadline:
                 raise UsageError(code="run-dir-not-shared", run_dir=attempt_dir.parent)
             time.sleep(0.1)

@@ -123,6 +123,8 @@ class InheritedResources:
     janitor_fd: int = -1  # not inherited: descriptor on which the janitor reads the attempt's folder
     temporary_folder: str = ""  # a folder that is deleted when the agent ends, for any reason
     preloader: Preloader | None = None  # not inherited: the process from which workers are forked
+    transfers: str = ""  # see `WorkerSpec`
+    keeps_copy: bool = False
 
     @property
     def descriptors(self) -> list[int]:
@@ -258,6 +260,8 @@ def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inhe
             speeds=plan.ranks.speeds,
             balance=plan.balance,
             devices=plan.devices,
+            transfers=inherited.transfers,
+            keeps_copy=inherited.keeps_copy,
         )
         env = worker_environment(plan, local_rank, store.port_number(plan), generation) | spec.to_environment()
         env["MASTER_ADDR"] = store.address(plan)

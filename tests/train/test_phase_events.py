@@ -4,11 +4,10 @@ import os
 from collections.abc import Callable
 from contextlib import closing
 
-from paceline.compute.phase_events import PhaseEvents
 from paceline.guard.detectors import find_slow_rank
 from paceline.protocol.evidence import Phase
 from paceline.protocol.status_page import StatusPage, make_status_page, read_counters
-from paceline.train.step_record import PhaseClock
+from paceline.train.step_record import PhaseClock, PhaseEvents
 
 STEP = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.SYNC, Phase.OPTIMIZER)
 
