@@ -5,6 +5,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler, default_collate
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    default_collate,
+)
 
 import paceline
 
@@ -1296,6 +1305,108 @@ CASES |= {f"weightless_{name}": lambda name=name: weightless(name) for name in (
 )}  # fmt: skip
 
 
+class RowStream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        yield from (Rows(12)[n] for n in range(12))
+
+
+@case
+def stream_before_shuffled() -> Any:
+    """Loops over a stream and over shuffled samples, in turn."""
+
+    def loaders() -> list[Any]:
+        torch.manual_seed(5)
+        return [DataLoader(RowStream(), batch_size=4), DataLoader(Rows(), batch_size=8, shuffle=True)]
+
+    plain = net()
+    batches = (batch for given in (loaders(),) for _ in range(2) for loader in given for batch in loader)
+    wanted = plain_loop(plain, sgd(plain.parameters()), batches, lambda m, batch: loss_of(m, *batch))
+    with paceline.session() as s:
+        model, optimizer = s.prepare(net(), sgd)
+        distributed = [s.loader(loader) for loader in loaders()]
+        for _ in s.epochs(2):
+            for loader in distributed:
+                for x, i in loader:
+                    take_step(s, model, optimizer, x, i)
+    return apart(flat(model), wanted)
+
+
+MEANS: dict[str, Callable[[Tensor, Tensor], Any]] = {  # of outputs and indices: a loss, or with its weight
+    "sum_by_global_batch": lambda out, i: (out**2).sum() / 8,
+    "sum_of_losses": lambda out, i: nn.functional.mse_loss(out, i[:, None] / COUNT, reduction="sum"),
+    "share_of_mean": lambda out, i: (out**2).mean() * len(i) / 8,
+    "root": lambda out, i: nn.functional.mse_loss(out, i[:, None] / COUNT).sqrt(),
+    "subset": lambda out, i: (out[i % 3 > 0] ** 2).mean(),
+    "own_weights": lambda out, i: (out[:, 0] ** 2 * (i + 1.0)).sum() / (i + 1).sum(),
+    "own_weights_given": lambda out, i: ((out[:, 0] ** 2 * (i + 1.0)).sum() / (i + 1).sum(), (i + 1.0).sum()),
+    "sum_by_samples": lambda out, i: (out**2).sum() / len(i),
+    "sum_by_elements": lambda out, i: (torch.cat([out, out], 1) ** 2).sum() / (2 * len(i)),
+    "half": lambda out, i: (out**2).mean() / 8,
+    "tasks": lambda out, i: torch.stack([(out**2).mean(), out.mean(), out.mean(), out.mean()]).sum(),
+    "tasks_mean": lambda out, i: torch.stack([(out**2).mean(), out.mean(), out.mean()]).mean(),
+}
+
+
+def mean_loss(kind: str) -> Any:
+    """A loss that is a mean over samples, or is not. The last batch has four samples."""
+
+    def loss_and_weight(model: nn.Module, x: Tensor, i: Tensor) -> Any:
+        loss = MEANS[kind](model(x), i)
+        return loss if isinstance(loss, tuple) else (loss, None)
+
+    plain, rows = net(), Rows(20)
+    batches = DataLoader(rows, batch_size=8)
+    wanted = plain_loop(plain, sgd(plain.parameters()), batches, lambda m, batch: loss_and_weight(m, *batch)[0])
+    s, model, optimizer = start()
+    for x, i in s.loader(rows, global_batch=8, shuffle=False):
+        optimizer.zero_grad()
+        s.backward(*loss_and_weight(model, x, i))
+        optimizer.step()
+    return apart(flat(model), wanted)
+
+
+CASES |= {f"mean_{name}": lambda name=name: mean_loss(name) for name in MEANS}
+
+
+def counted(take: Callable[[Any, int], Iterator[Any]]) -> None:
+    """Two steps, counted by the loop; a rank has several micro-batches in each."""
+    with paceline.session(virtual_ranks=4) as s:
+        model, optimizer = s.prepare(net(), sgd)
+        for x, i in take(s.loader(Rows(), global_batch=8, shuffle=False), 4):
+            take_step(s, model, optimizer, x, i)
+
+
+def taken(batches: Any, count: int) -> Iterator[Any]:
+    iterator = (batch for batch in batches)
+    for _ in range(count):
+        yield next(iterator)
+
+
+CASES |= {
+    "counted_next": lambda: counted(taken),
+    "counted_islice": lambda: counted(islice),
+    "counted_zip": lambda: counted(
+        lambda loader, count: (batch for _, batch in zip(range(count), loader, strict=False))
+    ),
+}
+
+
+def projected(project: Callable[[nn.Module], Any]) -> Any:
+    """The loop projects the weights after each body; a rank has several micro-batches in a step."""
+    with paceline.session(virtual_ranks=4) as s:
+        model, optimizer = s.prepare(net(), sgd)
+        for x, i in s.loader(Rows(), global_batch=8, shuffle=False):
+            take_step(s, model, optimizer, x, i)
+            with torch.no_grad():
+                project(model)
+
+
+CASES |= {
+    "projected": lambda: projected(lambda model: model[0].weight.clamp_(-0.1, 0.1)),
+    "projected_data": lambda: projected(lambda model: model[2].bias.data.add_(0.1)),
+}
+
+
 def changed_by_the_loop(start: float | int, by: float) -> Any:
     """A buffer, once a step, outside of the model's forward."""
     model = net()
@@ -1414,6 +1525,15 @@ class Branches(nn.Module):
 
     def forward(self, x: Tensor, layer: int) -> Tensor:
         return self.head(torch.tanh(self.layers[layer](x)))
+
+
+@case
+def unused() -> Any:
+    s, model, optimizer = start(strategy="ddp", model=Branches())
+    for x, _ in s.loader(Rows(), global_batch=4, shuffle=False):
+        optimizer.zero_grad()
+        s.backward((model(x, 0) ** 2).mean())
+        optimizer.step()
 
 
 @case

@@ -16,7 +16,7 @@ from paceline.train import compute_settings
 
 KIND, PRECISION, STRATEGY = (*sys.argv[1:], "bucketed")[:3]
 OVERFLOWS, ENDS = 3, 5  # steps
-SCALER = torch.amp.GradScaler("cpu", enabled=KIND == "scaler")
+SCALER = torch.amp.GradScaler("cpu", enabled=KIND == "scaler")  # found by the session because it exists
 if PRECISION == "auto":  # some processors have bf16
     compute_settings.bf16_unsupported_reason = lambda device: f"a {device.type} has none"
 

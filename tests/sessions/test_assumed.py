@@ -52,7 +52,7 @@ EQUAL = [
     "dropped_tuple", "dropped_dict", "dropped_list", "dropped_record", "dropped_zip", "dropped_samples",
     "average_batch_norm_merged", "two_backwards_alone",
     "weightless_labels", "weightless_masked", "weightless_constant", "weightless_class_weights", "statistics_data",
-    "adagrad",
+    "adagrad", "stream_before_shuffled",
 ]  # fmt: skip
 
 
@@ -72,6 +72,10 @@ ALSO = [
     *((3, f"layout_{kind}") for kind in LAYOUTS),
     *((2, "weightless_masked", strategy) for strategy in ("exact", "manual", "ddp")),
     *((2, "zeroed", strategy) for strategy in ("bucketed", "zero", "fsdp")),
+    *(
+        (3, f"mean_{kind}")
+        for kind in ("own_weights_given", "sum_by_samples", "sum_by_elements", "half", "tasks", "tasks_mean")
+    ),
     *((1, kind) for kind in ("hook_all", "hook_any", "max_norm")),  # on several ranks they are errors
 ]
 
@@ -100,6 +104,10 @@ WRONG = {
     "unsavable_state": USAGE, "unsavable_saved": USAGE,
     "unprepared_weights": USAGE, "unprepared_in_parts": USAGE, "losses_stacked": USAGE,
     "outside_epochs": USAGE,
+    "mean_sum_by_global_batch": USAGE, "mean_sum_of_losses": USAGE, "mean_share_of_mean": USAGE,
+    "mean_root": USAGE, "mean_subset": USAGE, "mean_own_weights": USAGE,
+    "counted_next": USAGE, "counted_islice": USAGE, "counted_zip": USAGE,
+    "projected": USAGE, "projected_data": USAGE,
     "weightless_class_unweighted": USAGE, "weightless_unweighted": USAGE, "weightless_shifted": USAGE,
     "iterator_kept": USAGE,
     "few_one": USAGE, "eval_mode": USAGE, "statistics_loader": USAGE, "constant_everywhere": USAGE,
@@ -112,6 +120,12 @@ WRONG = {
 def test_it_is_an_error(tmp_path: Path, kind: str) -> None:
     code, found, told = run(2, kind, tmp_path)
     assert code == WRONG[kind] and not found, told
+
+
+@pytest.mark.ranks
+def test_parameters_that_ddp_has_not_summed_are_named(tmp_path: Path) -> None:
+    code, _, told = run(2, "unused", tmp_path)
+    assert code == USAGE and {*codes(told)} == {"ddp-unused-parameters"} and "layers.1.weight" in told, told
 
 
 @pytest.mark.ranks

@@ -54,8 +54,9 @@ SAME_LOOP_POSITION = Assumption(
 LOSS_WEIGHTS = Assumption(
     "The weight of a mean is the number of samples in the batch, or weight=.",
     "In each batch of a custom collate function: samples are counted by the sizes of its tensors. "
-    "Otherwise it is the planned number. In steps 1, 2, 3, 4, 5, 8, 9, ...: if losses are means of cross_entropy or "
-    "nll_loss, the weights must be proportional to the counted targets. A sum or a product of losses is not checked.",
+    "Otherwise it is the planned number. In steps 1, 2, 3, 4, 5, 8, 9, ...: if torch computed the loss as a mean or a "
+    "quotient, the weights must be proportional to its targets, elements or divisors. A sum over samples, and the root "
+    "of a mean, are errors. Sums of losses, and values of the batch that enter a loss, are not checked.",
     "reading the shapes of the batch's tensors; one message in these steps",
     "weights-not-of-targets",
 )

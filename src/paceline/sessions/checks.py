@@ -177,15 +177,21 @@ class LoopChecks:
         self._foreign_tensors.keep(leaves if begins else ())
 
     def _check_loss_weights(self) -> None:
-        targets = [None if count is None else (float(count), float(weight)) for count, weight in self._step.targets]
-        by_rank: list[list[Any]] = all_gather_object(targets, self._world)
-        if any(target is None for rank_targets in by_rank for target in rank_targets):
+        means = [
+            None if mean is None else (float(mean.count), float(weight), mean.is_of_targets)
+            for mean, weight in self._step.means
+        ]
+        by_rank: list[list[Any]] = all_gather_object(means, self._world)
+        if any(mean is None for rank_means in by_rank for mean in rank_means):
             return  # a different loss, or several: their weights cannot be checked
-        ratios = [count / weight for rank_targets in by_rank for count, weight in rank_targets if weight]
+        used = [mean for rank_means in by_rank for mean in rank_means if mean[1]]
+        if len({count for count, _, _ in used}) == 1 and not all(is_of_targets for _, _, is_of_targets in used):
+            return  # perhaps a mean over tasks or layers
+        ratios = [count / weight for count, weight, _ in used]
         if ratios and max(ratios) - min(ratios) > WEIGHT_RATIO_TOLERANCE * max(ratios):
             counts = "; ".join(
-                f"rank {rank}: " + ", ".join(f"{count:g} (weight {weight:g})" for count, weight in rank_targets)
-                for rank, rank_targets in enumerate(by_rank)
+                f"rank {rank}: " + ", ".join(f"{count:g} (weight {weight:g})" for count, weight, _ in rank_means)
+                for rank, rank_means in enumerate(by_rank)
             )
             raise report_on_one_rank(LOSS_WEIGHTS.make_error(counts), self._world)
 

@@ -79,7 +79,7 @@ def make_loader(
             ENDLESS_NUM_SAMPLES, batch, virtual_ranks, accumulation, seed, False, last_batch, is_split=split,
             parts_of_stream=virtual_ranks if split else max(1, loading.num_workers), sets_epoch=data is dataset,
         )  # fmt: skip
-        return StreamLoader(iterate, dataset, plan, loading, run.world, run.print)
+        return StreamLoader(iterate, dataset, plan, loading, run.world, run.print, existing)
     if split:
         raise UsageError(code="samples-split")
     size: int = len(dataset)

@@ -36,6 +36,7 @@ from paceline.sessions.order import (
     check_not_sharded,
     covers_each_sample_once,
     dataloader_length,
+    draw_worker_seed,
     global_random_states,
     has_torch_sampler,
     is_sequential,
@@ -305,7 +306,10 @@ class StreamLoader(Stream, Loader):
         loading: LoadingOptions,
         world: World,
         say: Callable[[str], None],
+        dataloader: DataLoader[Any] | None,
     ) -> None:
+        """`dataloader`: of the script, which reads the stream."""
+        self._dataloader, self._has_workers = dataloader, False
         Loader.__init__(self, run, stream, plan, loading, None)
         Stream.__init__(self, stream, plan, loading, world, say)
 
@@ -317,6 +321,9 @@ class StreamLoader(Stream, Loader):
         self, world: World, saved_position: dict[str, Any] | None, start: int = 0, *, is_training: bool = False
     ) -> BatchPlan:
         """The plan. The stream uses the state of a checkpoint when it is read."""
+        if self._dataloader is not None and not self._has_workers:
+            draw_worker_seed(self._dataloader)
+            self._has_workers = self._dataloader.persistent_workers
         self.saved = saved_position or {}
         return self.plan
 

@@ -33,7 +33,7 @@ from paceline.sessions.loader import Loader, StreamLoader
 from paceline.sessions.order import global_random_states, restore_global_random_states
 from paceline.sessions.session_step import POSITION_KEYS, LoopPosition, SessionStep
 from paceline.sessions.state import SessionState, json_copy
-from paceline.sessions.unsaved import counted_numbers, counters, counting_iterators
+from paceline.sessions.unsaved import counted_numbers, counters, counting_iterators, next_calls
 from paceline.stepping.audit import Audits
 from paceline.stepping.totals import ControlFlags
 from paceline.stepping.trained_model import make_loss_scale
@@ -181,6 +181,8 @@ class TrainingLoop:
                 part.check_parameters()
             self._clock.start()
             for micro_batches in loader.training_batches(plan, run.share, position.loop_in_run, position.batch):
+                before = run.progress.step
+                step.checks_losses = before & (before + 1) == 0 or before & (before - 1) == 0
                 if run.world.size > 1:
                     self.checks.values_to_compare(loader)
                 run.progress.micro_batches = micro_batches
@@ -196,6 +198,10 @@ class TrainingLoop:
                         raise
                     if observer is not None:
                         observer.on_batch_end()
+                    if len(micro_batches) > 1 and step.checks_losses and step.is_after_backward:
+                        frame = sys._getframe()  # pyright: ignore[reportPrivateUsage]
+                        if counting := next_calls(frame) or {*counting_iterators(frame)} & {"islice", "zip"}:
+                            raise UsageError(code="micro-batches-counted", how=", ".join(sorted(counting)))
                 self._end_step(loader, micro_batches, plan)
                 if proves:
                     self._check_not_counted(*numbers, counters(sys._getframe()))  # pyright: ignore[reportPrivateUsage]
@@ -421,7 +427,7 @@ class TrainingLoop:
         state, position, progress = self._state, self.position, self._run.progress
         number = progress.step + 1
         begins, follows = number & (number - 1) == 0, (number - 1) & (number - 2) == 0
-        if begins or follows:
+        if self.step.checks_losses:
             self.checks.check_losses(begins=begins, follows=follows)
         done = self.step.end()
         batch = position.batch

@@ -32,6 +32,11 @@ GLOBAL_STREAMS = {"torch": torch.default_generator, "python": random, "numpy": n
 _to_list = methodcaller("tolist")  # an array of a generator's state, for JSON
 
 
+def draw_worker_seed(loader: DataLoader[Any]) -> None:
+    """Draw the number that DataLoader draws when an epoch begins, so that later draws are those of a plain loop."""
+    torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+
+
 class SampleOrder:
     """The batches of one epoch, drawn on demand."""
 
@@ -45,7 +50,7 @@ class SampleOrder:
         """
         self._batches = chain.from_iterable(_batches(loader))
         if draws_seed:
-            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+            draw_worker_seed(loader)
         self._drawn: dict[int, tuple[Tensor, int]] = {}
         self._next = self._hash = 0
         self._is_over, self.needed = False, 0

@@ -68,6 +68,10 @@ class SessionStep(Step):
         return self.micro_step is None or self.phases.is_final(self.micro_step)
 
     @property
+    def is_after_backward(self) -> bool:
+        return self.micro_step is not None and bool(self.micro_step.weights)
+
+    @property
     def is_untouched(self) -> bool:
         """Whether this rank has not yet computed anything of the step that other ranks may need."""
         return self._first is None and (self.micro_step is None or self.micro_step.completed_calls == (0, ()))

@@ -4,6 +4,7 @@ A list that the loop creates in each step is not state. A container is state if 
 and its tensors have changed in between. A reference keeps it alive between searches, so that its id stays unique.
 """
 
+import dis
 import gc
 import inspect
 import sys
@@ -192,10 +193,28 @@ def counting_iterators(frame: FrameType) -> list[str]:
     found, seen = list[str](), {id(value) for value in inner}
     while inner:
         outer: list[Any] = gc.get_referrers(*inner)
-        inner = [value for value in outer if isinstance(value, Iterator) and id(value) not in seen]
+        # zip has a tuple of its iterators
+        inner = [value for value in outer if isinstance(value, (Iterator, tuple)) and id(value) not in seen]
         seen |= {id(value) for value in inner}
-        found += [type(value).__name__ for value in inner if type(value).__module__ in ("builtins", "itertools")]
+        iterators = [value for value in inner if isinstance(value, Iterator)]
+        found += [type(value).__name__ for value in iterators if type(value).__module__ in ("builtins", "itertools")]
     return [name for name in found if name != GeneratorType.__name__]
+
+
+def next_calls(frame: FrameType) -> set[str]:
+    """{"next"} if the user resumes a running generator by a call, also through other generators and iterators."""
+    caller = frame.f_back
+    while caller is not None:
+        code, at = caller.f_code, caller.f_lasti
+        while dis.opname[code.co_code[at]] == "CACHE":  # belongs to the instruction before it
+            at -= 2
+        is_iterator = code.co_name == "__next__"
+        if "CALL" in dis.opname[code.co_code[at]] and not is_iterator:
+            return {"next"}
+        if not (is_iterator or code.co_flags & inspect.CO_GENERATOR):
+            break
+        caller = caller.f_back
+    return set()
 
 
 def _names(frame: FrameType | None) -> Iterator[tuple[str, Any]]:

@@ -1,5 +1,6 @@
 """The computation of one micro-batch in a loop body: its backwards, optimizer steps and losses."""
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -14,6 +15,13 @@ from paceline.errors import UsageError
 Reduction = Literal["mean", "sum"]
 HALF_PRECISION = (torch.float16, torch.bfloat16)
 TORCH_MEAN_REDUCTION = 1  # torch's number of reduction="mean"
+# names of torch's functions in a graph
+TARGET_FUNCTIONS = ("NllLossBackward0", "NllLoss2DBackward0")
+REDUCING_FUNCTIONS = (
+    *TARGET_FUNCTIONS, "MseLossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0",
+    "BinaryCrossEntropyBackward0", "BinaryCrossEntropyWithLogitsBackward0",
+)  # fmt: skip
+NONLINEAR_FUNCTIONS = ("SqrtBackward0", "PowBackward0", "ExpBackward0", "LogBackward0", "LinalgVectorNormBackward0")
 
 
 class MicroStep(Struct):
@@ -71,18 +79,58 @@ def check_same_calls(micro_step: MicroStep, first: MicroStep) -> None:
         raise UsageError(code="bodies-differ", first=first.completed_calls_text, other=micro_step.completed_calls_text)
 
 
-def averaged_target_count(loss: Tensor) -> Tensor | None:
-    """The number of targets over which torch's cross_entropy or nll_loss averaged `loss`; None for all other losses.
+class AveragedCount(Struct, frozen=True):
+    """What a mean was divided by."""
+
+    count: float | Tensor
+    is_of_targets: bool = False
+    """whether torch counted targets; otherwise the elements may not belong to samples"""
+
+
+def check_mean(loss: Tensor, micro_step: MicroStep, *, has_weight: bool) -> AveragedCount | None:
+    """What the last functions of torch divided `loss` by; None if it is not known.
 
     Targets that are ignored do not count. With class weights it is the sum of the weights of the targets.
+
+    Raises:
+        UsageError: `loss` is not a mean over samples.
     """
-    node: Any = loss.grad_fn
-    if (
-        type(node).__name__ not in ("NllLossBackward0", "NllLoss2DBackward0")
-        or node._saved_reduction != TORCH_MEAN_REDUCTION
-    ):
+    node, divisor, factor = _without_constants(loss.grad_fn)
+    name, whole = type(node).__name__, micro_step.work.global_samples
+    local = 0 if (micro_step.batch.samples or 0) < 0 else micro_step.samples
+    if name in NONLINEAR_FUNCTIONS and local > 1:
+        raise UsageError(code="loss-not-linear", function=name.removesuffix("Backward0"))
+    shape, is_mean = (), name == "MeanBackward0"
+    if is_mean or name == "SumBackward0":
+        shape = node._saved_self_sym_sizes
+    elif name in REDUCING_FUNCTIONS:
+        shape, is_mean = node._saved_self.shape, node._saved_reduction == TORCH_MEAN_REDUCTION
+    if not shape:
         return None
-    return node._saved_total_weight
+    if micro_step.work.is_counted and not has_weight and 0 < local < whole:
+        divided_by = None if divisor is None else float(divisor)
+        is_of_whole = divided_by == whole and divided_by != math.prod(shape)
+        is_sum = shape[0] == local and not is_mean
+        # a vector may be the losses of several tasks, not of samples
+        is_bare_sum = is_sum and divisor is None and (len(shape) > 1 or name in REDUCING_FUNCTIONS)
+        is_share_of_mean = is_mean and factor is not None and float(factor) == local
+        if is_bare_sum or (is_of_whole and (is_sum or is_share_of_mean)):
+            raise UsageError(code="loss-is-sum", divisor=divided_by or 1, samples=local, whole=whole)
+    if is_mean and name in TARGET_FUNCTIONS:
+        return AveragedCount(node._saved_total_weight, is_of_targets=True)
+    if is_mean:
+        return AveragedCount(math.prod(shape))
+    return None if divisor is None else AveragedCount(divisor)
+
+
+def _without_constants(node: Any) -> tuple[Any, Tensor | None, Tensor | None]:
+    """(the last function before a division and a multiplication by constants, the divisor, the factor)."""
+    constants: dict[str, Tensor] = {}
+    while (name := type(node).__name__) in ("MulBackward0", "DivBackward0") and name not in constants:
+        if node.next_functions[0][0] is None or node.next_functions[1][0] is not None or node._saved_other is None:
+            break
+        constants[name], node = node._saved_other.detach(), node.next_functions[0][0]
+    return node, constants.get("DivBackward0"), constants.get("MulBackward0")
 
 
 class WeightedLoss(Struct, frozen=True):

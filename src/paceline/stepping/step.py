@@ -51,9 +51,10 @@ from paceline.stepping.hooks import (
     restore_hooks,
 )
 from paceline.stepping.micro_step import (
+    AveragedCount,
     MicroStep,
     Reduction,
-    averaged_target_count,
+    check_mean,
     check_same_calls,
     make_weighted_loss,
     zero_gradient_loss,
@@ -124,8 +125,10 @@ class Step:
         self._value: Tensor | None = None  # the last loss, with its graph
         self._own_code, self._linear_checks = "", 0  # a custom autograd function in graphs of earlier losses
         self.micro_step: MicroStep | None = None
-        self.targets: list[tuple[Tensor | None, float | Tensor]] = []
-        """for each backward in the step: the targets over which its loss is a mean, and its weight"""
+        self.checks_losses = False
+        """whether to check in this step that losses are means over samples"""
+        self.means: list[tuple[AveragedCount | None, float | Tensor]] = []
+        """for each backward in such a step: what its mean was divided by, and its weight"""
         self.stream = SeededStream(world.device)
         """of the current micro-batch"""
         self.keeps_stream = False
@@ -222,7 +225,7 @@ class Step:
         self._host = None if self._may_skip or first.scale else first.replica.local_step_node
         self._first: MicroStep | None = None
         self._summed_up: list[ModelInTraining] = []
-        self.targets, self._own_code, self.in_step = [], "", True
+        self.means, self._own_code, self.in_step = [], "", True
         return micro_batches
 
     def _enter_batch(self, batch: MicroBatch, is_last: bool) -> None:
@@ -230,6 +233,8 @@ class Step:
         self._is_entered = True
         self.stream.enter(batch.random_seed)
         for part in self.parts:
+            if not is_last:
+                part.begin_micro_batch()
             part.replica.enter(batch, is_last)
 
     def _leave_batch(self, error: BaseException | None = None) -> None:
@@ -323,9 +328,10 @@ class Step:
             micro_step.has_failed = False
             return
         last, self._value = micro_step.is_last and not more, loss
-        if not self._sums.is_alone:
-            count = averaged_target_count(loss) if reduction == "mean" and not micro_step.weights else None
-            self.targets.append((count, weighed.weight))
+        if self.checks_losses and not self._sums.is_alone:
+            is_only_mean = reduction == "mean" and not micro_step.weights and loss.numel() == 1
+            mean = check_mean(loss, micro_step, has_weight=weight is not None) if is_only_mean else None
+            self.means.append((mean, weighed.weight))
         # a mean; or the (B,) of a task, which was checked to have one value per sample
         plain = weight is None and reduction == "mean" and loss.ndim <= int(self._forward is not None)
         is_weightless = self._sums.add_loss(loss, weighed, reduction, micro_step, plain=plain, is_last=last)

@@ -173,6 +173,9 @@ class ModelInTraining:
         message = "" if self.scale is None else self.scale.halve_after_overflow(where)
         return NonFiniteCause(message, is_loss_scale_overflow=True) if message else None
 
+    def begin_micro_batch(self) -> None:
+        """Before a micro-batch that is not the last of its step."""
+
     def check_between_micro_batches(self) -> None:
         """Between two micro-batches of a step: raise UsageError for a gradient that is not the step's."""
 

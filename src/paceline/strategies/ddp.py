@@ -70,6 +70,11 @@ class DDP(Strategy):
         if (pointers := [*map(Tensor.data_ptr, self.parameters)]) != self._pointers:
             _check_hooked(self.model, self._accumulators)
             self._pointers = pointers
+        try:
+            self.module._check_reducer_finalized()  # pyright: ignore[reportPrivateUsage]
+        except RuntimeError as error:  # otherwise only the next forward would raise it
+            unused = [name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
+            raise UsageError(code="ddp-unused-parameters", names=", ".join(unused[:8]) or "some") from error
         # DDP has already divided the sum by the world size
         return scale_gradients(self.parameters, self._ranks / divisor, self.world.device)
 
