@@ -308,7 +308,7 @@ def test_a_late_step_that_cannot_be_read_leaves_no_state_to_save(world: World, m
     def lost(self: UnreadStep) -> bool:
         raise RuntimeError("the device is lost")
 
-    monkeypatch.setattr(UnreadStep, "read_file", lost)
+    monkeypatch.setattr(UnreadStep, "read", lost)
     phases: list[Phase] = []
     replica = normalized(world)
     with on_the_cpu(), pytest.raises(RuntimeError, match="lost"):
