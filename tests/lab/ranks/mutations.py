@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.collectives import batchnorm, communicator
 from paceline.collectives.batchnorm import Moments, SyncBatchNorm
-from paceline.collectives.buckets import trainable_parameters
+from paceline.collectives.buckets import PackedBucket, trainable_parameters
 from paceline.collectives.control import Deferred
 from paceline.collectives.control import scale_gradients as scaled_on
 from paceline.collectives.reducer import Reducer
@@ -349,15 +349,15 @@ def divided_by_samples_not_weights() -> AbstractContextManager[None]:
 
 
 def mean_of_rank_means() -> AbstractContextManager[None]:
-    right_pack = communicator.pack
+    right_pack = PackedBucket.pack
     seen: list[MicroBatchPlan] = []  # of this rank in this step: buckets leave before the step synchronises
 
     def count() -> int:
         return max(1, samples_of(seen))
 
-    def pack(parameters: Sequence[nn.Parameter], grads: Sequence[Tensor | None] | None, padded: int) -> Tensor:
-        flat = right_pack(parameters, grads, padded)
-        flat[: -len(parameters)] /= count()  # after the gradients come the flags
+    def pack(bucket: PackedBucket, grads: Sequence[Tensor | None] | None) -> Tensor:
+        flat = right_pack(bucket, grads)
+        flat[: bucket.size - len(bucket._parameters)] /= count()  # after the gradients come the flags
         return flat
 
     def hook(_, bucket):  # unannotated: DDP takes annotations that are strings for wrong ones
@@ -389,7 +389,7 @@ def mean_of_rank_means() -> AbstractContextManager[None]:
     return planted(
         *strategies(manual, Manual),
         *strategies(lambda right: change(right, before_sync=lambda: None), Bucketed),
-        (communicator, "pack", pack),
+        (PackedBucket, "pack", pack),
         *strategies(ddp, DDP),
     )
 
@@ -489,10 +489,11 @@ def no_gradient_without_samples() -> AbstractContextManager[None]:
 
 
 def unpacked_in_another_order() -> AbstractContextManager[None]:
-    original = communicator.unpack
-    return planted(
-        (communicator, "unpack", lambda flat, parameters, used: original(flat, parameters[::-1], used[::-1]))
-    )
+    def unpack(bucket: PackedBucket, flat: Tensor, used_here: Sequence[bool]) -> None:
+        original(PackedBucket(bucket._parameters[::-1]), flat, used_here[::-1])
+
+    original = PackedBucket.unpack
+    return planted((PackedBucket, "unpack", unpack))
 
 
 def order_differs_on_one_rank() -> AbstractContextManager[None]:
@@ -509,7 +510,7 @@ def order_differs_on_one_rank() -> AbstractContextManager[None]:
 
 
 def reduced_in_half_precision() -> AbstractContextManager[None]:
-    right_pack = communicator.pack
+    right_pack = PackedBucket.pack
 
     def sync(right: Right, works: list[MicroBatchPlan], total_weight: Tensor) -> None:
         for grad in gradients_of(right):
@@ -521,7 +522,7 @@ def reduced_in_half_precision() -> AbstractContextManager[None]:
 
     return planted(
         *wrong_sync(sync, Manual),
-        (communicator, "pack", lambda *arguments: (flat := right_pack(*arguments)).half().to(flat.dtype)),
+        (PackedBucket, "pack", lambda *arguments: (flat := right_pack(*arguments)).half().to(flat.dtype)),
         *strategies(ddp, DDP),
     )
 
