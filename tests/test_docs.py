@@ -1,6 +1,7 @@
 """The documents are true: links lead somewhere, code runs, commands and their flags exist, pictures are shown."""
 
 import ast
+import importlib
 import importlib.util
 import json
 import os
@@ -73,9 +74,12 @@ def test_links_lead_to_files(page):
 
 
 @pages
-def test_python_compiles(page):
+def test_python_compiles_and_imports_what_exists(page):
     for code in blocks(page, "python"):
-        compile(code, page.name, "exec")
+        for node in ast.walk(ast.parse(code, page.name)):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("paceline"):
+                for alias in node.names:
+                    assert hasattr(importlib.import_module(node.module), alias.name), f"{node.module}.{alias.name}"
 
 
 @pages

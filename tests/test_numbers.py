@@ -173,11 +173,9 @@ def causes() -> list[str]:
     return [str(sum(named)), str(len(named))]
 
 
-def audit() -> list[str]:
-    cost = record("audit.json")["summary"]["cost"]
-    return [
-        f"{cost['measured_percent_of_processor_time']:.1f}", f"{cost['stated_percent_of_computation']:.1f}"
-    ]  # fmt: skip
+def balance() -> list[str]:
+    of_the_limit = record("balance.json")["sleeps"]["of_the_limit"]
+    return [f"{of_the_limit[name]:.3f}" for name in ("auto", "equal")]
 
 
 def thousand() -> list[str]:
@@ -302,7 +300,10 @@ TYPED = (
     Typed("report.md", "report-causes.json", "(../benchmarks/results/report-causes.json) # of # times", causes),
     Typed("report.md", "report.json", "A folder of # events on # ranks", long_run),
     Typed(
-        "audit.md", "audit.json", "took # % more processor time on a quiet machine, and the run had printed # %", audit
+        "balance.md",
+        "balance.json",
+        "`auto` reached # of the speed that is possible with two such ranks, and equal numbers #",
+        balance,
     ),
     Typed("design.md", "thousand.json", "cost the coordinator # % of a core and # MB", thousand),
     Typed(
@@ -337,7 +338,8 @@ TYPED = (
 TABLES = {"exactness.json", "slow-network.json", "congestion.json"}  # compared row by row below
 NO_NUMBERS = {  # the page links to the record and states no number of it
     "check.md", "same.json", "silent.md", "strangers.json", "ends.md", "hostile-0.json", "connections.json",
-    "peers-4.json", "verify-mnist-cnn.txt", "verify-mnist-resnet18.txt", "verify-own_task.txt", "ladder.json",
+    "audit.json", "peers-4.json", "verify-mnist-cnn.txt", "verify-mnist-resnet18.txt", "verify-own_task.txt",
+    "ladder.json",
 }  # fmt: skip
 
 

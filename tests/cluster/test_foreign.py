@@ -18,10 +18,10 @@ import os, sys
 os.environ["GLOO_SOCKET_IFNAME"] = "eth0" if os.uname().nodename in ("n1", "n2", "n3", "n4") else "lo"
 from paceline.rank.attach import report_error
 from paceline.rank.attach import exit_worker
-from paceline.rank.world import World, joined
+from paceline.rank.world import World, process_group
 try:
     world = World.from_env(device="cpu")
-    with joined(world, timeout_seconds=40, meeting_seconds=40):
+    with process_group(world, timeout_seconds=40, meeting_seconds=40):
         import torch, torch.distributed as dist
         total = torch.tensor([float(world.rank)])
         dist.all_reduce(total)

@@ -21,9 +21,9 @@ import sys
 import paceline.rank.rendezvous as meeting
 meeting.FIRST_NOTICE_SECONDS = meeting.NOTICE_INTERVAL_SECONDS = 0.5  # 10 s and 30 s for people
 from paceline.rank.attach import exit_worker, report_error
-from paceline.rank.world import World, joined
+from paceline.rank.world import World, process_group
 try:
-    with joined(World.from_env(device="cpu"), timeout_seconds=20, meeting_seconds=float(sys.argv[1])):
+    with process_group(World.from_env(device="cpu"), timeout_seconds=20, meeting_seconds=float(sys.argv[1])):
         import torch
         import torch.distributed as dist
         total = torch.ones(1)

@@ -196,7 +196,7 @@ def receive(connection: socket.socket) -> tuple[Message | None, list[int]]:
 
 
 def has_separate_folder() -> bool:
-    """Whether the run folder of this node is not that of node 0, because they share no file system."""
+    """Whether this node has another run folder than node 0, because its file system is separate."""
     spec = WorkerSpec.from_environment()
     return spec is not None and bool(spec.transfers)
 

@@ -42,15 +42,15 @@ class Audits:
 
     Before its first audit each rank repeats one of its own micro-batches. If the bits differ, the body may not be
     repeatable, and every comparison would raise a false alarm. A third computation decides: a body that is not
-    repeatable gives other bits again, and a rank that has computed wrongly once does not.
+    repeatable gives different bits again, and a rank that has computed wrongly once does not.
     """
 
     def __init__(
         self, every: int, world: World, virtual_ranks: int, on_audit: str, save: Callable[[], object],
-        say: Callable[[str], object],
+        show: Callable[[str], object],
     ) -> None:  # fmt: skip
-        """`on_audit`: the setting. `save` saves the state before the step (a collective). `say` prints on rank 0."""
-        self._every, self._world, self.save, self._say = every, world, save, say
+        """`on_audit`: the setting. `save` saves the state before the step (a collective). `show` prints on rank 0."""
+        self._every, self._world, self.save, self._show = every, world, save, show
         self._error_class = FaultyRankError if on_audit == "exclude" else TrainingError
         self._shares = world.shares(virtual_ranks)
         self._agreed: dict[int, str] = {}  # the last audit of each rank in which the bits agreed
@@ -150,7 +150,7 @@ class Audits:
         if len(self._costs) == MEASURED_AUDITS:
             cost = 100 * median(self._costs) / self._plan.accumulation / self._every
             computed, waited = cost / self._plan.virtual_ranks, cost / max(map(len, self._shares))
-            self._say(
+            self._show(
                 f"audits: about {computed:.2g} % more computation, steps at most {waited:.2g} % longer (measured)"
             )
 
