@@ -181,7 +181,7 @@ def test_a_lost_host_costs_the_steps_since_the_last_snapshot_in_the_memory_of_an
 TWO_ON_A_HOST = """
 import os
 from paceline.collectives import shared_memory
-shared_memory.host_key = lambda: str(int(os.environ["RANK"]) // 2)
+shared_memory.node_key = lambda: str(int(os.environ["RANK"]) // 2)
 """
 
 

@@ -1,6 +1,6 @@
 """Compressed sums over hosts: no value is lost, only delayed, and all ranks get the same bits.
 
-Each rank reports a different `memory.host_key`, so that one host counts as several.
+Each rank reports a different `memory.node_key`, so that one host counts as several.
 """
 
 from itertools import product

@@ -1,6 +1,6 @@
 """Ranks of several hosts add up in memory first, and get the bits of one process.
 
-Each rank reports a different `memory.host_key`, so that one host counts as several.
+Each rank reports a different `memory.node_key`, so that one host counts as several.
 """
 
 import contextlib

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]  # soak: what `test_a_run_on_
 
 HANGS = f"""{TORCH}
 from paceline.collectives import shared_memory as handshake
-handshake.host_key = lambda: str(rank // 2)
+handshake.node_key = lambda: str(rank // 2)
 from paceline.collectives.buckets import buckets_of, trainable_parameters
 from paceline.collectives.hosts import make_leaf_order_plan
 from paceline.collectives.reducer import Reducer
@@ -40,7 +40,7 @@ for number in range(100):
 """
 STEPS = f"""{TORCH}
 from paceline.collectives import shared_memory as handshake
-handshake.host_key = lambda: str(rank // 2)
+handshake.node_key = lambda: str(rank // 2)
 from paceline.collectives.reducer import make_leaf_reducer
 from paceline.collectives.tree import LeafPartition
 model = torch.nn.Linear(300, 300)

@@ -130,7 +130,7 @@ class Shown:
 
     def text(self) -> str:
         """All that was shown, once no more comes."""
-        self.relay.finish()
+        self.relay.flush_all()
         self.screen.close()
         assert self.screen.wait_closed(10)
         os.close(self.writer)
@@ -190,7 +190,7 @@ def test_half_lines_of_hosts_are_put_together(shown: Shown) -> None:
     shown.relay.put(2, 1, b"b ")
     shown.relay.put(1, 1, b"1\nc")
     shown.relay.put(2, 1, b"2\n")
-    shown.relay.end(1)
+    shown.relay.end_node(1)
     assert shown.text() == "[n2] a 1\n[n3] b 2\n[n2] c\n"
 
 

@@ -18,7 +18,7 @@ from tests.errors import raises
 from paceline.launch.slurm import queue
 from paceline.launch.slurm.plan import batch_script, plan_slurm
 from paceline.launch.slurm.queue import (
-    HeldAllocation,
+    CurrentAllocation,
     JobState,
     NodeSet,
     allocation_problem,
@@ -306,7 +306,7 @@ def test_ranks_with_gpus_get_no_more_cores_than_there_are(
     asked = Allocation(partition=partition, gpus_per_node=gpus)
     job = replace(JOB, nodes=nodes, nproc=nproc, slurm=asked)
     assert queue.cores_per_rank(None, job, {}) == cores
-    assert queue.cores_per_rank(HeldAllocation("12", 2, 12, 2, "gpu"), job, {}) == 12 // nproc
+    assert queue.cores_per_rank(CurrentAllocation("12", 2, 12, 2, "gpu"), job, {}) == 12 // nproc
 
 
 # ---- inside an allocation --------------------------------------------------------------------------------------------
@@ -320,15 +320,15 @@ SALLOC = {
 @pytest.mark.parametrize(
     ("changes", "held"),
     [
-        ({}, HeldAllocation("12", 2, 4, 2, "gpu")),
-        ({"SLURM_JOB_CPUS_PER_NODE": "16(x2)"}, HeldAllocation("12", 2, 16, 2, "gpu")),
-        ({"SLURM_GPUS_PER_NODE": "a100:3"}, HeldAllocation("12", 2, 4, 3, "gpu")),
+        ({}, CurrentAllocation("12", 2, 4, 2, "gpu")),
+        ({"SLURM_JOB_CPUS_PER_NODE": "16(x2)"}, CurrentAllocation("12", 2, 16, 2, "gpu")),
+        ({"SLURM_GPUS_PER_NODE": "a100:3"}, CurrentAllocation("12", 2, 4, 3, "gpu")),
         ({"SLURM_STEP_ID": "0"}, None),  # a task of srun
-        ({"SLURM_STEP_ID": "4294967290"}, HeldAllocation("12", 2, 4, 2, "gpu")),  # salloc's shell on a node
+        ({"SLURM_STEP_ID": "4294967290"}, CurrentAllocation("12", 2, 4, 2, "gpu")),  # salloc's shell on a node
         ({"SLURM_JOB_ID": ""}, None),
     ],
 )
-def test_an_allocation_is_known_by_its_variables(changes: dict[str, str], held: HeldAllocation | None) -> None:
+def test_an_allocation_is_known_by_its_variables(changes: dict[str, str], held: CurrentAllocation | None) -> None:
     assert current_allocation({**SALLOC, **changes}) == held
 
 
@@ -346,7 +346,7 @@ def test_an_allocation_is_known_by_its_variables(changes: dict[str, str], held: 
 def test_a_job_of_another_shape_than_the_allocation_is_refused(
     change: dict[str, int], asked: Allocation, code: str, fields: dict[str, object]
 ) -> None:
-    held = HeldAllocation("12", 2, 4, 2, "gpu")
+    held = CurrentAllocation("12", 2, 4, 2, "gpu")
     check_allocation(held, replace(JOB, slurm=Allocation(gpus_per_node=2, partition="gpu")))
     with raises(code, **fields):
         check_allocation(held, replace(JOB, **{"slurm": asked, **change}))  # type: ignore[arg-type]

@@ -31,7 +31,7 @@ def test_it_is_what_the_run_would_write_under_every_strategy(world, name):
     plan = BatchPlan(len(DATA), 12, virtual_ranks=V)
     for step in load_steps(DATA, plan, range(V), LoadingOptions(torch.device("cpu")), start=0, stop=4):
         train_step(replica, step, loss)
-    with replica.merged_buffers():
+    with replica.use_merged_buffers():
         wanted = {name: tensor.clone() for name, tensor in replica.weights().items()}
     found = state_dict_from_source(Kept(replica.state()), names, V)
     assert found.keys() == wanted.keys() == Odd().state_dict().keys()

@@ -75,7 +75,7 @@ def test_buffers_belong_to_virtual_ranks_and_are_merged_to_look_at(world):
     means = [float(b.inputs.mean()) for b in step]
     assert means[0] != means[1]
     last = float(model[0].running_mean)
-    with replica.merged_buffers():
+    with replica.use_merged_buffers():
         assert float(model[0].running_mean) == pytest.approx(sum(means) / 2)
         assert int(model[0].num_batches_tracked) == 1
     assert float(model[0].running_mean) == last  # looking has not changed the training

@@ -1,6 +1,6 @@
 """Hosts on a slow network: local steps are those written out by hand, and every state goes on as if nothing had been.
 
-One host is made several by what each rank says of its own (`shared_memory.host_key`).
+One host is made several by what each rank says of its own (`shared_memory.node_key`).
 """
 
 import math
@@ -81,7 +81,7 @@ def train(trained: Strategy, start: int, stop: int, dataset: ArrayDataset | None
 
 def weights(trained: Strategy) -> Tensor:
     """What is looked at: the same on all ranks."""
-    with trained.merged_buffers():
+    with trained.use_merged_buffers():
         return torch.cat([value.clone().flatten() for value in trained.weights().values()])
 
 
@@ -394,7 +394,7 @@ def test_of_hosts_that_step_by_themselves_the_one_with_the_fault_tells(tmp_path:
 EACH_A_HOST = """
 import os
 from paceline.collectives import shared_memory
-shared_memory.host_key = lambda: os.environ["RANK"]  # each rank is on a host of its own
+shared_memory.node_key = lambda: os.environ["RANK"]  # each rank is on a host of its own
 """
 POISON = """
 import torch

@@ -185,7 +185,7 @@ def of_ranks(rank: int, size: int, folder: str) -> dict[str, Any]:
             replica = made(name, world, 2)
             for step, loss in zip(batches(world, 2, batch=8), (good, rooted, good), strict=True):
                 result = train_step(replica, step, loss, may_skip=True)
-            with replica.merged_buffers():
+            with replica.use_merged_buffers():
                 found[f"{name} {number}"] = sha256_of(replica.model.state_dict())
         if number == 2:
             for name in MANY:

@@ -56,7 +56,7 @@ def trained(replica: Strategy, scale: LossScale | None, world: World) -> list[st
 
 
 def bits(replica: Strategy) -> str:
-    with replica.merged_buffers():
+    with replica.use_merged_buffers():
         return sha256_of({held.name: held.tensor for held in replica.state()})
 
 
@@ -113,7 +113,7 @@ def of_ranks(rank: int, size: int, folder: str) -> dict[str, Any]:
         for name in ("exact", "zero", *(MANY if number == 3 else ())):
             scale, replica = LossScale(), made(name, world)
             words = trained(replica, scale, world)
-            with replica.merged_buffers():
+            with replica.use_merged_buffers():
                 found[f"{name} {number}"] = [words, scale.value, sha256_of(replica.weights())]
     return found
 

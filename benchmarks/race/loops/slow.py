@@ -87,7 +87,7 @@ def with_paceline(name: str, work: Work, world: World, held_out: tuple[Tensor, T
     trained = bucketed(work.make_model(), work.make_optimizer, world, **PACELINE[name])
 
     def judged() -> Tensor:
-        with trained.merged_buffers():
+        with trained.use_merged_buffers():
             return loss_of(trained.model, held_out)
 
     return trained.model, lambda step: void(train_step(trained, step, losses)), judged

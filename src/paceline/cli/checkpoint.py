@@ -19,7 +19,7 @@ from paceline.cli import command_line
 from paceline.cli.options import check_out_file, check_positive
 from paceline.errors import ExitCode, PacelineError, UsageError, first_few, plural, unknown_name_error
 from paceline.runs import writing
-from paceline.runs.console import format_time, table_console
+from paceline.runs.console import format_timestamp, table_console
 from paceline.runs.folder import ADAPTER, BEST_WEIGHTS, CHECKPOINTS, CONFIG, WEIGHTS
 from paceline.runs.owners import check_owned_by_us, warn_if_shared
 from paceline.runs.reading import is_file, is_folder, list_names, real_path
@@ -144,7 +144,7 @@ def _check(checkpoints: Checkpoints, path: Path, *, hashed: bool) -> Manifest | 
 
 def _modification_time(path: Path) -> str:
     try:
-        return format_time(path.lstat().st_mtime)
+        return format_timestamp(path.lstat().st_mtime)
     except OSError:  # deleted meanwhile
         return ""
 
@@ -307,14 +307,16 @@ def _save_pretrained(model: Any, out: Path, weights: Weights) -> dict[str, Tenso
 
     `weights` may hold further tensors, since the model can be an attribute of the trained module.
     """
-    first, *others = model.state_dict()
+    first, *others = names = model.state_dict()
     prefixes = [name.removesuffix(first) for name in weights if name == first or name.endswith(f".{first}")]
     prefixes = [prefix for prefix in prefixes if all(prefix + other in weights for other in others)]
     if len(prefixes) != 1:
         class_name = type(model).__name__
         if prefixes:
             raise UsageError(code="several-hf-copies", count=len(prefixes), kind=class_name, one=first)
-        raise UsageError(code="no-hf-model-in-weights", kind=class_name, one=first)
+        endings = {ending for name in weights for ending in _endings(name)}
+        missing = next((name for name in names if name not in endings), first)
+        raise UsageError(code="no-hf-model-in-weights", kind=class_name, one=missing)
     (prefix,) = prefixes
     state = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
     try:

@@ -28,7 +28,7 @@ from paceline.protocol.job import GRACE_PERIOD_SECONDS, NodePlan
 from paceline.report.live import LiveReader, RunSnapshot
 from paceline.report.watch_lines import summary_line
 from paceline.runs import writing
-from paceline.runs.console import format_time, remove_controls
+from paceline.runs.console import format_timestamp, remove_controls
 from paceline.runs.folder import CHECKPOINTS, JOIN_FILE, LOCK
 from paceline.runs.owners import UnreadableFileError
 from paceline.runs.reading import list_names, read_file, read_json
@@ -207,7 +207,7 @@ def _hang_report(run_dir: Path, access: run_state.RunAccess) -> HangReport:
         return HangReport(str(run_dir), state, False, line, "", None)
     diagnosis = read_diagnosis(folder)
     earlier = f"; {no_answer}: this report is from an earlier stall" if no_answer else ""
-    line = f"{folder.parent.name}, {format_time(diagnosis.unix_time) or 'at an unknown time'}{earlier}"
+    line = f"{folder.parent.name}, {format_timestamp(diagnosis.unix_time) or 'at an unknown time'}{earlier}"
     return HangReport(str(run_dir), state, False, line, str(folder), diagnosis)
 
 

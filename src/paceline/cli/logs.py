@@ -22,7 +22,7 @@ from paceline.guard.sentences import format_ranks
 from paceline.launch.output import LogTail
 from paceline.launch.plan import last_submission
 from paceline.report.logs import MAX_SHOWN_BYTES, LineFilter, MergedLine, RankLine, RankLogs, merge_lines, rank_logs
-from paceline.runs.console import format_time, join_ranges, remove_controls
+from paceline.runs.console import format_timestamp, join_ranges, remove_controls
 from paceline.runs.folder import attempt_dirs
 from paceline.runs.owners import warn_if_shared
 from paceline.runs.reading import is_file, is_folder, real_path
@@ -175,7 +175,7 @@ class _LogViewer:
 
     def _print(self, lines: Iterable[MergedLine], *, prefixed: bool) -> None:
         for line in lines:
-            timestamp = f"{format_time(line.unix_time) or '-':19} " if self._config.times else ""
+            timestamp = f"{format_timestamp(line.unix_time) or '-':19} " if self._config.times else ""
             prefix = f"[{join_ranges(map(str, line.ranks), ',')}] " if prefixed else ""
             sys.stdout.write(f"{timestamp}{prefix}{line.text}\n")
         sys.stdout.flush()

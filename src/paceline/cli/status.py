@@ -13,7 +13,7 @@ from paceline.cli.options import print_json
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.report.outcome import find_bottleneck
 from paceline.report.run import read_run
-from paceline.runs.console import format_time, remove_controls
+from paceline.runs.console import format_timestamp, remove_controls
 from paceline.runs.events import event_files
 from paceline.runs.folder import ADAPTER, AVERAGE_WEIGHTS, BEST_WEIGHTS, WEIGHTS
 from paceline.runs.owners import warn_if_shared
@@ -168,7 +168,7 @@ def _print(states: Sequence[RunState]) -> None:
 
 def _cells(state: RunState) -> tuple[str, ...]:
     total = f" of {state.total_steps:,}" if state.total_steps and state.total_steps != state.step else ""
-    when = format_time(state.unix_time, "%Y-%m-%d %H:%M")
+    when = format_timestamp(state.unix_time, "%Y-%m-%d %H:%M")
     return (
         state.name, state.state, Path(state.task).name, state.strategy, str(state.world_size or ""),
         "" if state.step is None else f"{state.step:,}{total}", f"{state.epochs:.3g}" if state.epochs else "",

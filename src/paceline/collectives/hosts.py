@@ -31,7 +31,7 @@ from paceline.collectives.memory_sum import (
     LaneAddress,
     Results,
     ScratchBuffers,
-    SlotLayout,
+    SlotBuffers,
     TensorList,
     assign_lanes,
     describe_tensors,
@@ -155,7 +155,7 @@ class HierarchicalSum:
         unit = ALIGNMENT_ELEMENTS * self._memory.size
         lane_sizes = {d: self._memory.bulk.data_bytes // d.itemsize // plan.max_lanes // unit * unit for d in dtypes}
         self._tensors = len(sizes)
-        self._lanes = SlotLayout(self._memory, sizes, dtypes, lane_sizes, scratch, layouts)
+        self._lanes = SlotBuffers(self._memory, sizes, dtypes, lane_sizes, scratch, layouts)
         # if no tensor has elements, an empty bundle sends the flags
         self._bundles, self._dtype = _bundle_chunks(self._lanes.chunks, self._memory.size) or [()], dtypes[0]
         self.discard_exchanges()
@@ -216,7 +216,7 @@ class HierarchicalSum:
         sums[:, size:] = 0
         at = 0
         for number, chunk in enumerate(bundle or [None]):
-            slot = self._lanes.send(chunk, self._own, is_first=first and number == 0)
+            slot = self._lanes.exchange_chunk(chunk, self._own, is_first=first and number == 0)
             if first and number == 0:
                 sums[0, size : size + flags] = torch.tensor(self._lanes.read_used_flags()).to(sums.dtype)
             if chunk is not None:

@@ -117,7 +117,7 @@ class ScratchBuffers:
         return buffer if len(buffer) == size else buffer[:size]
 
 
-class SlotLayout:
+class SlotBuffers:
     """Places lists of tensors, of the same sizes and types on all ranks, in the bulk slots of shared memory."""
 
     def __init__(
@@ -197,7 +197,7 @@ class SlotLayout:
                 if factor is not None:
                     target.mul_(factor)
 
-    def send(
+    def exchange_chunk(
         self, chunk: Chunk | None, partials: Sequence[TensorList | None], *, is_first: bool, factor: float | None = None
     ) -> int:
         """Run one tick that sends the chunk, and in the first tick the flags, of all ranks; return its slot."""
@@ -291,7 +291,7 @@ class TreeSum:
         # at the same byte for all types: a tick can contain a chunk of one type and sums of a different one
         self._results_at = {dtype: lanes * lane_bytes // dtype.itemsize for dtype in dtypes}
         lane_sizes = {dtype: lane_bytes // dtype.itemsize for dtype in dtypes}
-        self._lanes = SlotLayout(memory, sizes, dtypes, lane_sizes, ScratchBuffers(), layouts)
+        self._lanes = SlotBuffers(memory, sizes, dtypes, lane_sizes, ScratchBuffers(), layouts)
         self._parts = cache(partial(self._lanes.parts, self._nodes))
         self._operation = memory.operation("all_reduce", name, *describe_tensors(sizes, dtypes))
         self.finite = False
@@ -324,7 +324,7 @@ class TreeSum:
     def _run_direct(self, partials: Sequence[TensorList | None], divisor: float | Tensor | None, factor: float | None):
         lanes, results, finite = self._lanes, list[Tensor | None](), True
         for number, chunk in enumerate(lanes.chunks or [None]):
-            slot = lanes.send(chunk, partials, is_first=number == 0, factor=factor)
+            slot = lanes.exchange_chunk(chunk, partials, is_first=number == 0, factor=factor)
             if number == 0:
                 results = lanes.allocate_results(partials, lanes.read_used_flags)
             if chunk is not None:

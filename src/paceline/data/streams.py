@@ -71,7 +71,7 @@ def shard_stream(stream: Any, number: int, parts: int) -> Any:
     return stream.shard(num_shards=parts, index=number)
 
 
-class StreamPart:
+class StreamReader:
     """Reads a stream, or one part of it, in each epoch, and numbers its samples."""
 
     def __init__(self, stream: Any, seed: int, number: int = 0, parts: int = 1) -> None:
@@ -175,7 +175,7 @@ class StreamChunk(NamedTuple):
 class ChunkReader(IterableDataset[StreamChunk]):
     """Yields a rank's chunks, one for each global batch from `start` on. After the end, chunks have no samples."""
 
-    parts: Sequence[StreamPart]
+    parts: Sequence[StreamReader]
     plan: StreamPlan
     virtual_ranks: range
     epoch: Tensor
@@ -236,7 +236,7 @@ class ChunkReader(IterableDataset[StreamChunk]):
             is_uniform = is_compared and len({hash_of([sample]) for sample in probes}) == 1
             yield StreamChunk(micro_batches, num_samples, after, hash_of(probes or [parts[0].last]), is_uniform)
 
-    def _quota(self, part: StreamPart) -> int:
+    def _quota(self, part: StreamReader) -> int:
         plan = self.plan
         if not plan.is_split:
             return plan.global_batch

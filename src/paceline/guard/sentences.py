@@ -10,12 +10,12 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from paceline.guard.deaths import MISMATCH_ERROR_PATTERN, RankEnd
 from paceline.guard.waits import FROZEN_PROCESS_STATES, OpMismatch, RankState, group_by_waits, op_sequence_key
 from paceline.protocol.code_locations import (
+    call_site_frames,
     format_rank_location,
     is_calling,
     library_suffix,
     line_of,
     main_thread_frames,
-    visible_frames,
 )
 from paceline.protocol.evidence import BLOCK_PREFIX, Diagnosis, Evidence, LoaderWorker, Op, Phase, StopKind
 from paceline.runs.console import join_ranges
@@ -75,7 +75,7 @@ def format_position(evidence: Evidence) -> str:
 
 
 def _source_line(evidence: Evidence) -> str:
-    frame, library = visible_frames(main_thread_frames(evidence))
+    frame, library = call_site_frames(main_thread_frames(evidence))
     if frame is None:
         return ""
     at = f"at {line_of(frame)}{library_suffix(library)}"

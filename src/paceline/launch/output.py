@@ -284,10 +284,10 @@ class HostRelay:
         first = self._waiting[0]
         return max(0.0, first.due_seconds - now, self._held_until(first.descriptor) - now)
 
-    def finish(self) -> None:
+    def flush_all(self) -> None:
         self._show(math.inf)
 
-    def end(self, node: int) -> None:
+    def end_node(self, node: int) -> None:
         for descriptor in (1, 2):
             if rest := self._unfinished.pop((node, descriptor), b""):
                 self._add(node, descriptor, sanitize_line(rest))

@@ -93,10 +93,10 @@ def format_rank_location(evidence: Evidence) -> str:
 
 
 def format_stack_location(stack: Sequence[Frame]) -> str:
-    return format_call_site(*visible_frames(stack))
+    return format_call_site(*call_site_frames(stack))
 
 
-def visible_frames(stack: Sequence[Frame]) -> tuple[Frame | None, Frame | None]:
+def call_site_frames(stack: Sequence[Frame]) -> tuple[Frame | None, Frame | None]:
     """The frame for messages, and the innermost frame of the library that it called.
 
     The first is the innermost frame of the user, else of a library, else of paceline, else of any code.

@@ -20,7 +20,7 @@ from paceline.report.analysis import log_figures
 from paceline.report.figures import Drawing, Figure
 from paceline.report.outcome import Bottleneck
 from paceline.report.run import RunData
-from paceline.runs.console import format_duration, format_time, remove_controls
+from paceline.runs.console import format_duration, format_timestamp, remove_controls
 from paceline.runs.summary import Summary, format_metrics
 from paceline.runs.utilization import explain_mfu, goodput
 
@@ -188,7 +188,7 @@ def _result_values(run: RunData) -> dict[str, Any]:
         "FLOP/s": explain_mfu(rate or 0, flops or 0, summary.peak_tflops or 0, summary.devices or 0),
         "goodput": f"{good:.1%}" if good else None,
         "duration": format_duration(seconds) if seconds else None,
-        "started": format_time(first.start_events[0].unix_time, "%Y-%m-%d %H:%M") if first else None,
+        "started": format_timestamp(first.start_events[0].unix_time, "%Y-%m-%d %H:%M") if first else None,
         "peak memory": f"{summary.peak_memory_bytes / 1e9:.2f} GB per rank" if summary.peak_memory_bytes else None,
     }  # fmt: skip
     return {name: value for name, value in values.items() if value}

@@ -44,7 +44,7 @@ def remove_controls(text: str) -> str:
     return CONTROL.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
 
 
-def format_time(unix_time: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
+def format_timestamp(unix_time: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
     """A time in the local time zone; empty for an invalid number, because a file may have any content."""
     with suppress(OSError, OverflowError, ValueError):
         return time.strftime(form, time.localtime(unix_time)) if unix_time else ""

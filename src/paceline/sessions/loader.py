@@ -30,7 +30,7 @@ from paceline.rank.world import World
 from paceline.seeding import preserve_generator_states
 from paceline.sessions.assumptions import RESUMED_ORDER, SAMPLE_ORDER
 from paceline.sessions.order import (
-    DataLoaderPlan,
+    DataLoaderEpochPlan,
     SampleOrder,
     SamplerState,
     check_not_sharded,
@@ -190,7 +190,7 @@ class Loader:
         if "at_checkpoint" in saved_position:  # changes by the loop during the epoch
             self._sampler.restore(saved_position["at_checkpoint"]["sampler"])
         p, samples = self.plan, self.existing.batch_size or (len(order.batch_indices(0)) if order.has(0) else 1)
-        plan = DataLoaderPlan(
+        plan = DataLoaderEpochPlan(
             p.num_samples, samples, p.virtual_ranks, p.accumulation, p.seed, p.shuffle, p.last_batch, order, steps or 1
         )
         if is_training:
@@ -260,12 +260,12 @@ class Loader:
     @staticmethod
     def draw_first_evaluation_batches(plan: BatchPlan) -> None:
         """Draw the first batches of an evaluation."""
-        if isinstance(plan, DataLoaderPlan) and plan.order is not None:
+        if isinstance(plan, DataLoaderEpochPlan) and plan.order is not None:
             plan.order.has(COMPARED_BATCHES - 1)
 
     def evaluation_batches(self, plan: BatchPlan, world: World) -> Generator[tuple[Any, int]]:
         """This rank's part of each batch, unless it is empty, with the size of the batch (a collective)."""
-        drawn_order = plan.order if isinstance(plan, DataLoaderPlan) else None
+        drawn_order = plan.order if isinstance(plan, DataLoaderEpochPlan) else None
         order = drawn_order if self.existing is not None and not is_sequential(self.existing) else None
         if order is not None:
             check_equal(SAME_ORDER, order.hash_at(COMPARED_BATCHES - 1), world)

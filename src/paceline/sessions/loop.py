@@ -569,7 +569,7 @@ class EvaluationLoop:
                 plan = loader.draw_epoch_plan(world, None)
                 loader.draw_first_evaluation_batches(plan)
             with (
-                self.merged_buffers(),
+                self.use_merged_buffers(),
                 self._run.guard.enter_phase(Phase.EVALUATE),
                 self._checks.forbid_unprepared_batch_norm(),
             ):
@@ -582,13 +582,13 @@ class EvaluationLoop:
             restore()
 
     @contextmanager
-    def merged_buffers(self) -> Generator[None]:
+    def use_merged_buffers(self) -> Generator[None]:
         """Inside, the models have the buffers of all virtual ranks (a collective)."""
         was_merged, self._step.merged = self._step.merged, True
         try:
             with ExitStack() as stack:
                 for part in () if was_merged else self._state.models:
-                    stack.enter_context(part.replica.merged_buffers())
+                    stack.enter_context(part.replica.use_merged_buffers())
                 yield
         finally:
             self._step.merged = was_merged

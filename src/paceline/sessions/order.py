@@ -121,7 +121,7 @@ def _indices(batch: Any) -> Tensor:
 
 
 @dataclass(frozen=True)
-class DataLoaderPlan(BatchPlan):
+class DataLoaderEpochPlan(BatchPlan):
     own_order = True
     order: SampleOrder | None = None
     steps: int = 1

@@ -351,7 +351,7 @@ class PreparedModel(ModelInTraining):
             if self.replica.world.size > 1 and not (self.replica.sharded or self.replica.local_step_node is not None):
                 self._summed = grads
 
-    def remember_skipped_gradients(self, shown: Grads | None = None) -> None:
+    def record_grad_versions(self, shown: Grads | None = None) -> None:
         if not self._is_single_rank_step:
             self._note_left(self.current_gradients() if shown is None else shown)
 

@@ -363,7 +363,7 @@ class Session:
 
     def _weights(self, part: PreparedModel, names: Collection[str] | None = None) -> dict[str, Tensor]:
         self._state.compare_replicas(self.step)
-        with self._evaluation.merged_buffers():
+        with self._evaluation.use_merged_buffers():
             return {name: tensor.detach().clone() for name, tensor in part.replica.weights(names).items()}
 
     def save(self, model: nn.Module | None, path: str | os.PathLike[str], *, adapter: bool = False) -> None:
@@ -401,7 +401,7 @@ class Session:
     @contextmanager
     def evaluating(self) -> Generator[None]:
         """Inside, each rank has whole models with merged buffers, for a custom evaluation (a collective)."""
-        with self._evaluation.merged_buffers(), ExitStack() as stack, torch.no_grad():
+        with self._evaluation.use_merged_buffers(), ExitStack() as stack, torch.no_grad():
             for part in self._state.models:
                 stack.enter_context(part.replica.gathered())
             yield

@@ -456,7 +456,7 @@ class Step:
         """
         totals, host, loss = None, self._host, 0.0
         if host is not None and self._sums.samples_if_weight:  # does not wait for other hosts
-            rest = self._sums.defer_wait(finish)
+            rest = self._sums.wait_after_update(finish)
         else:
             totals = finish()
             if isinstance(totals, Totals):
@@ -477,7 +477,7 @@ class Step:
             if self.audits is not None and self.audits.is_running and not self.audits.compare(str(self._where)):
                 self._result.skip_cause = nonfinite.NonFiniteCause("an audit has found different numbers")
                 for part in reached:
-                    part.remember_skipped_gradients()
+                    part.record_grad_versions()
                 return
             if self._sums.without_gradient and not any(part.has_gradients for part in self.parts):
                 raise UsageError(code="batch-without-gradient", place=str(self._where))
@@ -497,7 +497,7 @@ class Step:
             in_loss, self._result.grad_norm = not math.isfinite(loss), None
             self._result.skip_cause = self._find_nonfinite_cause(reached, None if in_loss else host, in_loss=in_loss)
             for part in reached:
-                part.remember_skipped_gradients()
+                part.record_grad_versions()
 
     def _read_from_device(
         self, to_judge: Sequence[ModelInTraining], loss: float, totals: Totals | DeferredTotals | None

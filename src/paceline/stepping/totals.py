@@ -330,13 +330,13 @@ class StepTotals:
         total: Callable[[list[float]], float] = _sum if ranks <= 2 else _tree_sum  # the same order
         return Totals([total(pairs[::2]), total(pairs[1::2])], votes)
 
-    def defer_wait(self, finish: AwaitTotals) -> float:
+    def wait_after_update(self, finish: AwaitTotals) -> float:
         """Leave the wait to `await_totals`. Returns the remaining divisor: 1, as each of the `samples` weighs 1."""
         self._awaited = finish
         return 1.0
 
     def await_totals(self, enter: Callable[[Phase], object], way_out: str) -> None:
-        """After the update, wait for the totals that `defer_wait` has left.
+        """After the update, wait for the totals that `wait_after_update` has left.
 
         Raises:
             TrainingError: the weight was not the number of samples; ReportedByPeer if another rank reports the error.

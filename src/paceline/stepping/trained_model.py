@@ -145,7 +145,7 @@ class ModelInTraining:
         self._hooked = bool(hidden)
         return hidden
 
-    def remember_skipped_gradients(self) -> None:
+    def record_grad_versions(self) -> None:
         """After a skipped step: remember that the loop did not write these gradients."""
 
     @property
@@ -192,7 +192,7 @@ class ModelInTraining:
         """
         self._found = self.replica.sync_gradients(divisor if self.scale is None else divisor * self.scale.value)
         if agreed and self.replica.local_step_node is not None:
-            self._found = self.replica.all_finite()
+            self._found = self.replica.check_finite_on_all_ranks()
         if self._hooked:
             self.run_hooks(after_accumulation=False)
             self._found = None  # a hook may have changed the gradients

@@ -258,7 +258,7 @@ class Strategy:
         self.buffers.exchange_copies()
         self.buffers.restore_copies()
 
-    def all_finite(self) -> bool:
+    def check_finite_on_all_ranks(self) -> bool:
         """Whether the gradients of all nodes are finite, with local steps (a collective).
 
         A gradient that is not finite on one node becomes NaN on all nodes.
@@ -267,14 +267,14 @@ class Strategy:
 
     # buffers
 
-    def merged_buffers(self) -> AbstractContextManager[None]:
+    def use_merged_buffers(self) -> AbstractContextManager[None]:
         """Inside, the model's buffers are the same on all ranks (a collective)."""
         return self.buffers.merged()
 
     @contextmanager
     def evaluated(self) -> Generator[None]:
         """Inside, the model is ready for evaluation: merged buffers, the average as weights (a collective)."""
-        with self.merged_buffers(), nullcontext() if self.average is None else self.average.use_as_weights():
+        with self.use_merged_buffers(), nullcontext() if self.average is None else self.average.use_as_weights():
             yield
 
     def save_buffers(self) -> None:

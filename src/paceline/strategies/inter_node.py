@@ -165,7 +165,7 @@ class LocalSteps(InterNodeStrategy):
         # with plain SGD the mean of the nodes' steps is then the step on the global batch
         return self.reducer.finish(divisor / self._hosts.node_count) or None
 
-    def all_finite(self) -> bool:
+    def check_finite_on_all_ranks(self) -> bool:
         grads = [p.grad for p in self.parameters]
         not_finite = [0.0 if grad is None else float(not bool(grad.isfinite().all())) for grad in grads]
         counts: list[float] = sum_over_ranks(
@@ -196,7 +196,7 @@ class LocalSteps(InterNodeStrategy):
             parameter.detach().copy_(value)
 
     @contextmanager
-    def merged_buffers(self) -> Generator[None]:
+    def use_merged_buffers(self) -> Generator[None]:
         """Inside, all nodes have the mean of their parameters, and merged buffers (a collective)."""
         local = [p.detach().clone() for p in self.parameters]
         if int(self._steps):
@@ -204,7 +204,7 @@ class LocalSteps(InterNodeStrategy):
                 [total / self._hosts.node_count for total in self._whole.sum([*local]) if total is not None]
             )
         try:
-            with super().merged_buffers():
+            with super().use_merged_buffers():
                 yield
         finally:
             self._set_parameters(local)

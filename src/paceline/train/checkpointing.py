@@ -201,7 +201,7 @@ class CheckpointWriter:
         done, self._done = self._done, []
         return done
 
-    def abandon(self) -> None:
+    def join_threads(self) -> None:
         """Wait for the threads after an error. The next start of the run removes an unpublished checkpoint."""
         for thread in (self._writing.thread if self._writing else None, self._publishing):
             if thread is not None:
@@ -465,9 +465,9 @@ class CheckpointManager:
                     unwritten_ranks.discard(rank)
         return sorted(unwritten_ranks)
 
-    def abandon(self) -> None:
+    def join_threads(self) -> None:
         """Wait for the threads after an error. An unpublished checkpoint stays unpublished."""
-        self._checkpoint_writer.abandon()
+        self._checkpoint_writer.join_threads()
 
     def _snapshot(self, shards: Sequence[TensorShard], step: int, content: TrainerState) -> None:
         began, world = time.perf_counter(), self._world

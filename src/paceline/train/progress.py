@@ -247,7 +247,7 @@ class TrainingProgress(RunRecorder):
     def _save_weights(self, location: RunLocation) -> str:
         digests: list[str] = []
         for number, (replica, adapters) in enumerate(zip(self._replicas, self._adapters, strict=True), 1):
-            with replica.merged_buffers():
+            with replica.use_merged_buffers():
                 weights = replica.weights(adapters and adapters.names)  # a rank may have no memory for frozen weights
                 if adapters is not None and adapters.missing(weights):
                     adapters, weights = None, replica.weights()
@@ -278,7 +278,7 @@ class TrainingProgress(RunRecorder):
 
     def close(self) -> None:
         if self._checkpoints is not None:
-            self._checkpoints.abandon()
+            self._checkpoints.join_threads()
         if self.is_open:
             self.write_optional(self._traces.take_remaining())
         super().close()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline.collectives import memory_sum
 from paceline.collectives.buckets import divide
-from paceline.collectives.memory_sum import AsyncSum, Chunk, Results, SlotLayout, TensorList, TensorSegment, TreeSum
+from paceline.collectives.memory_sum import AsyncSum, Chunk, Results, SlotBuffers, TensorList, TensorSegment, TreeSum
 from paceline.collectives.shared_memory import SharedMemory
 from paceline.collectives.tree import TreeNode
 
@@ -25,7 +25,7 @@ BULK_BYTES = 16 << 10
 ODD_RANK = 1  # the one that does something wrong, where only one does
 
 Load = Callable[..., None]
-Take = Callable[[SlotLayout, Chunk, int, int, Results], None]
+Take = Callable[[SlotBuffers, Chunk, int, int, Results], None]
 
 
 def added_in_the_order_of_ranks() -> AbstractContextManager[None]:
@@ -42,19 +42,19 @@ def added_in_the_order_of_ranks() -> AbstractContextManager[None]:
 
 
 def last_chunk_left_out() -> AbstractContextManager[None]:
-    original: Take = SlotLayout.collect_results
+    original: Take = SlotBuffers.collect_results
 
-    def take(self: SlotLayout, chunk: Chunk, slot: int, at: int, results: Results) -> None:
+    def take(self: SlotBuffers, chunk: Chunk, slot: int, at: int, results: Results) -> None:
         if chunk is not self.chunks[-1]:
             original(self, chunk, slot, at, results)
 
-    return planted((SlotLayout, "collect_results", take))
+    return planted((SlotBuffers, "collect_results", take))
 
 
 def last_chunk_short() -> AbstractContextManager[None]:
-    original: Take = SlotLayout.collect_results
+    original: Take = SlotBuffers.collect_results
 
-    def take(self: SlotLayout, chunk: Chunk, slot: int, at: int, results: Results) -> None:
+    def take(self: SlotBuffers, chunk: Chunk, slot: int, at: int, results: Results) -> None:
         piece = chunk.segments[-1]
         result = results[piece.tensor_index]
         end = TensorSegment(piece.tensor_index, piece.stop - 1, piece.stop)
@@ -64,7 +64,7 @@ def last_chunk_short() -> AbstractContextManager[None]:
         if last is not None and before is not None:
             last.copy_(before)
 
-    return planted((SlotLayout, "collect_results", take))
+    return planted((SlotBuffers, "collect_results", take))
 
 
 def divided_twice() -> AbstractContextManager[None]:
@@ -79,10 +79,10 @@ def divided_twice() -> AbstractContextManager[None]:
 
 
 def share_of_the_step_before() -> AbstractContextManager[None]:
-    original: Load = SlotLayout.write_chunk
-    kept: WeakKeyDictionary[SlotLayout, dict[Chunk, Tensor]] = WeakKeyDictionary()
+    original: Load = SlotBuffers.write_chunk
+    kept: WeakKeyDictionary[SlotBuffers, dict[Chunk, Tensor]] = WeakKeyDictionary()
 
-    def load(self: SlotLayout, chunk: Chunk, own: Sequence[TensorList | None], slot: int, **more: bool) -> None:
+    def load(self: SlotBuffers, chunk: Chunk, own: Sequence[TensorList | None], slot: int, **more: bool) -> None:
         original(self, chunk, own, slot, **more)
         rank = self._memory.rank
         if rank == ODD_RANK:
@@ -92,11 +92,11 @@ def share_of_the_step_before() -> AbstractContextManager[None]:
             if before is not None:
                 mine.copy_(before)
 
-    return planted((SlotLayout, "write_chunk", load))
+    return planted((SlotBuffers, "write_chunk", load))
 
 
 def no_wait_before_reading() -> AbstractContextManager[None]:
-    right_run, right_load = TreeSum.run, SlotLayout.write_chunk
+    right_run, right_load = TreeSum.run, SlotBuffers.write_chunk
 
     def run(self: TreeSum, *arguments: Any) -> Any:
         bulk: Any = self._memory.bulk
@@ -106,26 +106,26 @@ def no_wait_before_reading() -> AbstractContextManager[None]:
         finally:
             del bulk.wait
 
-    def load(self: SlotLayout, *arguments: Any, **more: bool) -> None:
+    def load(self: SlotBuffers, *arguments: Any, **more: bool) -> None:
         if self._memory.rank == ODD_RANK:
             time.sleep(0.01)  # a race that is always lost
         right_load(self, *arguments, **more)
 
-    return planted((TreeSum, "run", run), (SlotLayout, "write_chunk", load))
+    return planted((TreeSum, "run", run), (SlotBuffers, "write_chunk", load))
 
 
 def absent_everywhere_becomes_zero() -> AbstractContextManager[None]:
-    return planted((SlotLayout, "read_used_flags", lambda self: [True] * len(self._sizes)))
+    return planted((SlotBuffers, "read_used_flags", lambda self: [True] * len(self._sizes)))
 
 
 def absent_on_one_rank_is_what_lay_there() -> AbstractContextManager[None]:
-    original: Load = SlotLayout.write_chunk
+    original: Load = SlotBuffers.write_chunk
 
-    def load(self: SlotLayout, chunk: Chunk, own: Sequence[TensorList | None], slot: int, **more: bool) -> None:
+    def load(self: SlotBuffers, chunk: Chunk, own: Sequence[TensorList | None], slot: int, **more: bool) -> None:
         if any(tensor is not None for flat in own for tensor in flat or ()):
             original(self, chunk, own, slot, **more)
 
-    return planted((SlotLayout, "write_chunk", load))
+    return planted((SlotBuffers, "write_chunk", load))
 
 
 def totals_of_one_rank_missing() -> AbstractContextManager[None]:

@@ -275,7 +275,7 @@ def collect_step_values(
     }
     got.scalars = {"loss": result.loss, "weight": result.total_weight, "gradient norm": result.grad_norm or 0.0}
     got.parameters = parameters = parameters_of(replica)
-    with replica.merged_buffers():
+    with replica.use_merged_buffers():
         got.buffers = buffers = {n: b.detach() for n, b in replica.model.named_buffers()}
         if replica.pipeline is not None:  # the model has only the buffers of this stage
             got.buffers = buffers = {
@@ -305,7 +305,7 @@ def _first_difference(local: Mapping[str, int], world: World) -> str | None:
 
 
 def digests_of(replica: Strategy) -> tuple[str, str]:
-    with replica.merged_buffers():
+    with replica.use_merged_buffers():
         weights = sha256_of(replica.weights())
     return weights, sha256_of(full_state(replica.state(), replica.world))
 

@@ -83,7 +83,7 @@ class RemoteNode:
         self.asked, self.shown, self._partial_answer = question.question, None, []
         self.link.send(question)
 
-    def process(self, message: channel.Message) -> bool:
+    def handle_message(self, message: channel.Message) -> bool:
         """Process a message; return False for a heartbeat that changes nothing."""
         match message:
             case channel.NodeHeartbeat():
@@ -269,7 +269,7 @@ class RemoteNodes:
         has_news = False
         for message in messages:
             if not isinstance(message, channel.StopSignalNotice):
-                has_news = member.process(message) or has_news
+                has_news = member.handle_message(message) or has_news
                 continue
             has_news = True
             if member.joined or member in self.waiting or (message.signal == 0 and self._plan.elastic):

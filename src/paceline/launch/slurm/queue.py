@@ -305,7 +305,7 @@ def _choices(nodes: Sequence[NodeSet]) -> str:
     return f"This cluster has {', '.join(choices[:MAX_LISTED_NODE_SETS])}{remainder}"
 
 
-class HeldAllocation(NamedTuple):
+class CurrentAllocation(NamedTuple):
     """The Slurm allocation of this process. A number is 0 if it is unknown."""
 
     job_id: str
@@ -315,7 +315,7 @@ class HeldAllocation(NamedTuple):
     partition: str
 
 
-def current_allocation(env: Mapping[str, str]) -> HeldAllocation | None:
+def current_allocation(env: Mapping[str, str]) -> CurrentAllocation | None:
     """The allocation of this shell or batch script; None outside of one, and for a task of srun, which is a worker."""
     job_id = env.get("SLURM_JOB_ID")
     if not job_id or env.get("SLURM_STEP_ID", INTERACTIVE_STEP) != INTERACTIVE_STEP:
@@ -323,7 +323,7 @@ def current_allocation(env: Mapping[str, str]) -> HeldAllocation | None:
     cpus = [int(number) for number in re.findall(r"(\d+)(?:\(x\d+\))?(?:,|$)", env.get("SLURM_JOB_CPUS_PER_NODE", ""))]
     gpus = re.findall(r"(\d+)(?:\([^)]*\))?(?:,|$)", env.get("SLURM_GPUS_PER_NODE", ""))
     gpus = gpus or [env.get("SLURM_GPUS_ON_NODE", "0")]
-    return HeldAllocation(
+    return CurrentAllocation(
         job_id,
         nodes=_number(env.get("SLURM_JOB_NUM_NODES", "")),
         cpus=min(cpus, default=0),
@@ -332,7 +332,7 @@ def current_allocation(env: Mapping[str, str]) -> HeldAllocation | None:
     )
 
 
-def cores_per_rank(allocation: HeldAllocation | None, job: JobSpec, env: Mapping[str, str]) -> int:
+def cores_per_rank(allocation: CurrentAllocation | None, job: JobSpec, env: Mapping[str, str]) -> int:
     """Cores for each rank of a job with GPUs, at least 1: on the `allocation`, otherwise on its possible nodes."""
     if allocation is not None:
         return max(1, allocation.cpus // job.nproc)
@@ -346,7 +346,7 @@ def _number(text: str) -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def check_allocation(allocation: HeldAllocation, job: JobSpec) -> None:
+def check_allocation(allocation: CurrentAllocation, job: JobSpec) -> None:
     alloc, where = job.slurm, f"this shell is inside the allocation of Slurm job {allocation.job_id}"
     if allocation.nodes and job.nodes != allocation.nodes:
         raise UsageError(code="more-nodes-than-held", value=job.nodes, where=where, nodes=allocation.nodes)

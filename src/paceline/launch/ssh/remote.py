@@ -116,7 +116,7 @@ class _RemoteRun:
             self._pump(deadline)
         self._sessions.kill()
         self._pump(0.0)
-        self._relay.finish()
+        self._relay.flush_all()
         self._screen.close()
         # a pager may block it without limit; a signal ends the wait
         while not self._screen.wait_closed(SCREEN_POLL_SECONDS):
@@ -130,12 +130,12 @@ class _RemoteRun:
         pieces, signals = self._sessions.wait(seconds, read=not is_full)
         ended_sessions, last_pieces = self._sessions.reap()
         for piece in (*pieces, *last_pieces):
-            if not self._reconnector.process(piece):
+            if not self._reconnector.handle_message(piece):
                 self._show(piece)
         for number in signals:
             self._obey(number)
         for session in ended_sessions:
-            self._relay.end(session.node)
+            self._relay.end_node(session.node)
             if session is not self._head and not self._reconnector.retry_if_failed(session):
                 self._follower_ended(session)
 
@@ -261,7 +261,7 @@ class Reconnector:
             host.session, host.is_connecting = self._sessions.reconnect(host.session), True
         return max(0.0, min((host.due_seconds - now for host in waiting if not host.is_connecting), default=math.inf))
 
-    def process(self, piece: Output) -> bool:
+    def handle_message(self, piece: Output) -> bool:
         """Process output of a host that is being reconnected; return False for output of other hosts.
 
         If the output completes an announcement, the agent gets its plan.
