@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -1344,6 +1345,14 @@ MEANS: dict[str, Callable[[Tensor, Tensor], Any]] = {  # of outputs and indices:
     "half": lambda out, i: (out**2).mean() / 8,
     "tasks": lambda out, i: torch.stack([(out**2).mean(), out.mean(), out.mean(), out.mean()]).sum(),
     "tasks_mean": lambda out, i: torch.stack([(out**2).mean(), out.mean(), out.mean()]).mean(),
+    "root_of_more": lambda out, i: (nn.functional.mse_loss(out, i[:, None] / COUNT) + 1e-6).sqrt(),
+    "decibels": lambda out, i: 10 * nn.functional.mse_loss(out, i[:, None] / COUNT).log10(),
+    "values": lambda out, i: nn.functional.mse_loss(out[:, 0], i / COUNT, reduction="none"),
+    "divided_values": lambda out, i: (out**2 / len(i)).sum(),
+    "weighted_values": lambda out, i: (out**2 * torch.full((len(i), 1), 1 / len(i))).sum(),
+    "sum_by_two_rows": lambda out, i: (out[:, :, None] * torch.ones(2, 3)).square().sum() / (2 * len(i)),
+    "scaled_like_a_share": lambda out, i: (out**2).mean() * 2.0 / 4,
+    "recomputed": lambda out, i: checkpoint(lambda x: (x**2).mean() / 3, out, use_reentrant=False),
 }
 
 
@@ -1356,7 +1365,7 @@ def mean_loss(kind: str) -> Any:
 
     plain, rows = net(), Rows(20)
     batches = DataLoader(rows, batch_size=8)
-    wanted = plain_loop(plain, sgd(plain.parameters()), batches, lambda m, batch: loss_and_weight(m, *batch)[0])
+    wanted = plain_loop(plain, sgd(plain.parameters()), batches, lambda m, batch: loss_and_weight(m, *batch)[0].mean())
     s, model, optimizer = start()
     for x, i in s.loader(rows, global_batch=8, shuffle=False):
         optimizer.zero_grad()
@@ -1366,6 +1375,50 @@ def mean_loss(kind: str) -> Any:
 
 
 CASES |= {f"mean_{name}": lambda name=name: mean_loss(name) for name in MEANS}
+
+
+@case
+def mean_of_one_image() -> Any:
+    """Images of different sizes, one in a micro-batch: the mean over samples is the mean of their means."""
+
+    class Images(Rows):
+        def __getitem__(self, i: int) -> tuple[Tensor, int]:
+            return self.x[: 2 + i % 3], i
+
+    plain, images = net(), Images(12)
+    pairs = ((images[i][0], images[i + 1][0]) for i in range(0, 12, 2))
+    wanted = plain_loop(
+        plain, sgd(plain.parameters()), pairs, lambda m, pair: sum((m(x) ** 2).mean() for x in pair) / 2
+    )
+    s, model, optimizer = start(virtual_ranks=2)
+    for x, _ in s.loader(images, global_batch=2, shuffle=False):
+        optimizer.zero_grad()
+        s.backward((model(x) ** 2).mean())
+        optimizer.step()
+    return apart(flat(model), wanted)
+
+
+def mean_and_penalty(of: Callable[[Tensor], Tensor]) -> Any:
+    """A backward of a penalty on a parameter with as many rows as a rank has samples, then one of a mean."""
+
+    def penalty(model: nn.Module) -> Tensor:
+        return 0.1 * of(model[0].weight)
+
+    plain, batches = net(), DataLoader(Rows(), batch_size=16)
+    wanted = plain_loop(plain, sgd(plain.parameters()), batches, lambda m, batch: penalty(m) + loss_of(m, *batch))
+    s, model, optimizer = start()
+    for x, i in s.loader(Rows(), global_batch=16, shuffle=False):
+        optimizer.zero_grad()
+        s.backward(penalty(model))
+        s.backward(loss_of(model, x, i))
+        optimizer.step()
+    return apart(flat(model), wanted)
+
+
+CASES |= {
+    "mean_and_norm": lambda: mean_and_penalty(lambda weight: weight.norm()),
+    "mean_and_sum": lambda: mean_and_penalty(lambda weight: weight.abs().sum()),
+}
 
 
 def counted(take: Callable[[Any, int], Iterator[Any]]) -> None:
@@ -1395,15 +1448,28 @@ def projected(project: Callable[[nn.Module], Any]) -> Any:
     """The loop projects the weights after each body; a rank has several micro-batches in a step."""
     with paceline.session(virtual_ranks=4) as s:
         model, optimizer = s.prepare(net(), sgd)
-        for x, i in s.loader(Rows(), global_batch=8, shuffle=False):
-            take_step(s, model, optimizer, x, i)
-            with torch.no_grad():
-                project(model)
+        train = s.loader(Rows(), global_batch=8, shuffle=False)
+        for _ in s.epochs(2):
+            for x, i in train:
+                take_step(s, model, optimizer, x, i)
+                with torch.no_grad():
+                    project(model)
+        return s.step
+
+
+def swapped(model: nn.Module) -> None:
+    """As for an evaluation with averaged weights."""
+    saved = [parameter.clone() for parameter in model.parameters()]
+    for parameter, old in zip(model.parameters(), saved, strict=True):
+        parameter.mul_(0.5)
+        parameter.copy_(old)
 
 
 CASES |= {
     "projected": lambda: projected(lambda model: model[0].weight.clamp_(-0.1, 0.1)),
     "projected_data": lambda: projected(lambda model: model[2].bias.data.add_(0.1)),
+    "projected_inside": lambda: projected(lambda model: model[0].weight.clamp_(-9, 9)),
+    "projected_back": lambda: projected(swapped),
 }
 
 

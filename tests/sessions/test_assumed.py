@@ -35,7 +35,7 @@ RIGHT = {
     "endless": 7, "unprepared_input": 5, "order_shared": 3, "gradient_clipped": 15,
     "pickled": True,
     "by_hand_input": 5, "by_hand_teacher": 5,
-    "few_gather": [0, 1, 2, 3, 4], "few_sum": [1.0, 9.0],
+    "few_gather": [0, 1, 2, 3, 4], "few_sum": [1.0, 9.0], "projected_inside": 10, "projected_back": 10,
 }  # fmt: skip
 
 
@@ -74,8 +74,22 @@ ALSO = [
     *((2, "zeroed", strategy) for strategy in ("bucketed", "zero", "fsdp")),
     *(
         (3, f"mean_{kind}")
-        for kind in ("own_weights_given", "sum_by_samples", "sum_by_elements", "half", "tasks", "tasks_mean")
+        for kind in (
+            "own_weights_given",
+            "sum_by_samples",
+            "sum_by_elements",
+            "half",
+            "tasks",
+            "tasks_mean",
+            "values",
+            "divided_values",
+            "weighted_values",
+            "scaled_like_a_share",
+            "recomputed",
+        )
     ),
+    *((2, f"mean_{kind}") for kind in ("sum_by_two_rows", "of_one_image", "and_norm", "and_sum")),
+    (1, "mean_of_one_image"),
     *((1, kind) for kind in ("hook_all", "hook_any", "max_norm")),  # on several ranks they are errors
 ]
 
@@ -105,7 +119,8 @@ WRONG = {
     "unprepared_weights": USAGE, "unprepared_in_parts": USAGE, "losses_stacked": USAGE,
     "outside_epochs": USAGE,
     "mean_sum_by_global_batch": USAGE, "mean_sum_of_losses": USAGE, "mean_share_of_mean": USAGE,
-    "mean_root": USAGE, "mean_subset": USAGE, "mean_own_weights": USAGE,
+    "mean_root": USAGE, "mean_root_of_more": USAGE, "mean_decibels": USAGE, "mean_subset": USAGE,
+    "mean_own_weights": USAGE,
     "counted_next": USAGE, "counted_islice": USAGE, "counted_zip": USAGE,
     "projected": USAGE, "projected_data": USAGE,
     "weightless_class_unweighted": USAGE, "weightless_unweighted": USAGE, "weightless_shifted": USAGE,

@@ -188,7 +188,8 @@ class PreparedModel(ModelInTraining):
         # gradients of the session: weak references and versions
         self._left: list[Any] = [None] * len(self._parameters)
         self._versions: list[int] = []
-        self._weights_at_begin: list[int] = []  # of a micro-batch
+        self._versions_at_begin, self._weights_at_begin = list[int](), list[int]()  # of a micro-batch
+        self._have_versions_effect = False  # whether a new version of a parameter has other values
         self._untrained, self._trained = list[nn.Parameter](), list[list[int]]()
         self._updates, self._changed, self._digests, self._digest = 0, list[int](), dict[int, int](), 0
         self._hooks_seen, self._is_single_rank_step = -1, False
@@ -564,23 +565,30 @@ class PreparedModel(ModelInTraining):
         return GRADIENTS_FROM_BACKWARD.make_error(what)
 
     def begin_micro_batch(self) -> None:
-        self._weights_at_begin = self._weight_versions()
+        self._versions_at_begin = [*map(_tensor_version, self._parameters)]
+        if self.gate.checks_losses:
+            self._weights_at_begin = self._weight_checksums()
 
     def check_between_micro_batches(self) -> None:
         if self.last_gradient:
             raise self._foreign_backward_error()
         self._check_assigned(self.current_gradients())
-        if (versions := self._weight_versions()) != self._weights_at_begin:
-            changed = next(
-                i for i, pair in enumerate(zip(versions, self._weights_at_begin, strict=True)) if len({*pair}) > 1
-            )
-            raise UsageError(code="weights-changed-in-step", name=self._names()[changed % len(self._parameters)])
+        self._check_weights()
 
-    def _weight_versions(self) -> list[int]:
-        versions = [*map(_tensor_version, self._parameters)]
+    def _check_weights(self) -> None:
+        before, after = self._versions_at_begin, [*map(_tensor_version, self._parameters)]
         if self.gate.checks_losses:  # also finds changes of p.data
-            versions += [int(checksum(local_shard(parameter.detach()))) for parameter in self._parameters]
-        return versions
+            # a loop that changes weights without effect, for example restores them, may do so in later steps as well
+            self._have_versions_effect = before == after
+            before, after = self._weights_at_begin, self._weight_checksums()
+        elif not self._have_versions_effect:
+            return
+        changed = [number for number, pair in enumerate(zip(before, after, strict=True)) if len({*pair}) > 1]
+        if changed:
+            raise UsageError(code="weights-changed-in-step", name=self._names()[changed[0]])
+
+    def _weight_checksums(self) -> list[int]:
+        return [int(checksum(local_shard(parameter.detach()))) for parameter in self._parameters]
 
     def _check_assigned(self, grads: Grads) -> None:
         """Raise UsageError for a gradient that does not come from a backward or a step of this session."""

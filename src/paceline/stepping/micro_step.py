@@ -1,6 +1,7 @@
 """The computation of one micro-batch in a loop body: its backwards, optimizer steps and losses."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,14 +15,18 @@ from paceline.errors import UsageError
 
 Reduction = Literal["mean", "sum"]
 HALF_PRECISION = (torch.float16, torch.bfloat16)
-TORCH_MEAN_REDUCTION = 1  # torch's number of reduction="mean"
+TORCH_NO_REDUCTION, TORCH_MEAN_REDUCTION = 0, 1  # torch's numbers of reduction="none" and "mean"
 # names of torch's functions in a graph
 TARGET_FUNCTIONS = ("NllLossBackward0", "NllLoss2DBackward0")
 REDUCING_FUNCTIONS = (
     *TARGET_FUNCTIONS, "MseLossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0",
     "BinaryCrossEntropyBackward0", "BinaryCrossEntropyWithLogitsBackward0",
 )  # fmt: skip
-NONLINEAR_FUNCTIONS = ("SqrtBackward0", "PowBackward0", "ExpBackward0", "LogBackward0", "LinalgVectorNormBackward0")
+SCALING_FUNCTIONS = ("MulBackward0", "DivBackward0")
+LINEAR_FUNCTIONS = (*SCALING_FUNCTIONS, "AddBackward0", "SubBackward0")
+NONLINEAR_FUNCTIONS = (
+    "SqrtBackward0", "PowBackward0", "ExpBackward0", "LogBackward0", "Log10Backward0", "LinalgVectorNormBackward0",
+)  # fmt: skip
 
 
 class MicroStep(Struct):
@@ -96,40 +101,95 @@ def check_mean(loss: Tensor, micro_step: MicroStep, *, has_weight: bool) -> Aver
         UsageError: `loss` is not a mean over samples.
     """
     node, divisor, factor = _without_constants(loss.grad_fn)
-    name, whole = type(node).__name__, micro_step.work.global_samples
+    if _is_of_one_tensor(node):
+        return None  # a penalty
+    whole = micro_step.work.global_samples
     local = 0 if (micro_step.batch.samples or 0) < 0 else micro_step.samples
-    if name in NONLINEAR_FUNCTIONS and local > 1:
-        raise UsageError(code="loss-not-linear", function=name.removesuffix("Backward0"))
-    shape, is_mean = (), name == "MeanBackward0"
-    if is_mean or name == "SumBackward0":
-        shape = node._saved_self_sym_sizes
-    elif name in REDUCING_FUNCTIONS:
-        shape, is_mean = node._saved_self.shape, node._saved_reduction == TORCH_MEAN_REDUCTION
+    is_part = micro_step.work.is_counted and 0 < local < whole
+    if is_part and local > 1 and _is_nonlinear(node, local):
+        raise UsageError(code="loss-not-linear", function=type(node).__name__.removesuffix("Backward0"))
+    shape, is_mean = _reduced(node)
     if not shape:
         return None
-    if micro_step.work.is_counted and not has_weight and 0 < local < whole:
-        divided_by = None if divisor is None else float(divisor)
-        is_of_whole = divided_by == whole and divided_by != math.prod(shape)
+    if is_part and not has_weight:
+        is_of_whole = divisor == whole and whole not in _partial_products(shape)
         is_sum = shape[0] == local and not is_mean
-        # a vector may be the losses of several tasks, not of samples
-        is_bare_sum = is_sum and divisor is None and (len(shape) > 1 or name in REDUCING_FUNCTIONS)
-        is_share_of_mean = is_mean and factor is not None and float(factor) == local
+        # a vector may be the losses of several tasks, not of samples; weights of elements may divide by their number
+        is_bare_sum = is_sum and divisor is None and not _is_scaled(node.next_functions[0][0])
+        is_bare_sum = is_bare_sum and (len(shape) > 1 or type(node).__name__ in REDUCING_FUNCTIONS)
+        is_share_of_mean = is_mean and isinstance(factor, int) and factor == local > 1  # len(x); 1.0 is no count
         if is_bare_sum or (is_of_whole and (is_sum or is_share_of_mean)):
-            raise UsageError(code="loss-is-sum", divisor=divided_by or 1, samples=local, whole=whole)
-    if is_mean and name in TARGET_FUNCTIONS:
-        return AveragedCount(node._saved_total_weight, is_of_targets=True)
-    if is_mean:
-        return AveragedCount(math.prod(shape))
-    return None if divisor is None else AveragedCount(divisor)
+            raise UsageError(code="loss-is-sum", samples=local, whole=whole)
+    if is_mean and type(node).__name__ in TARGET_FUNCTIONS:
+        count = _saved(node, "total_weight")
+        # in half precision the count of torch is rounded
+        return None if count is None or count.dtype in HALF_PRECISION else AveragedCount(count, is_of_targets=True)
+    if local == 1:
+        return None  # the mean of one sample, which may have any number of elements
+    count = math.prod(shape) if is_mean else divisor
+    return None if count is None else AveragedCount(count)
 
 
-def _without_constants(node: Any) -> tuple[Any, Tensor | None, Tensor | None]:
+def _saved(node: Any, name: str) -> Tensor | None:
+    """A tensor that a function has saved. None if a hook has packed it: torch's checkpoint would compute it again."""
+    is_packed = getattr(node, f"_raw_saved_{name}").unpack_hook is not None
+    return None if is_packed else getattr(node, f"_saved_{name}")
+
+
+def _reduced(node: Any) -> tuple[Sequence[int], bool]:
+    """(the shape that a function has reduced to a mean or sum, whether it is a mean); () if it did something else."""
+    name = type(node).__name__
+    if name in ("MeanBackward0", "SumBackward0"):
+        return node._saved_self_sym_sizes, name == "MeanBackward0"
+    if name in REDUCING_FUNCTIONS and node._saved_reduction != TORCH_NO_REDUCTION:
+        values = _saved(node, "self")
+        return () if values is None else values.shape, node._saved_reduction == TORCH_MEAN_REDUCTION
+    return (), False
+
+
+def _is_nonlinear(node: Any, local: int) -> bool:
+    """Whether a function is a nonlinear one of a mean or sum over this many samples."""
+    if type(node).__name__ not in NONLINEAR_FUNCTIONS:
+        return False
+    if type(node).__name__ == "LinalgVectorNormBackward0":
+        values = _saved(node, "self")
+        shape = () if values is None else values.shape
+    else:
+        node = node.next_functions[0][0]
+        while type(node).__name__ in LINEAR_FUNCTIONS and node.next_functions[1][0] is None:
+            node = node.next_functions[0][0]
+        shape, _ = _reduced(node)
+    return bool(shape) and math.prod(shape) % local == 0
+
+
+def _is_of_one_tensor(node: Any) -> bool:
+    """Whether a value depends on a single parameter, and on no data."""
+    while node is not None and len(node.next_functions) == 1:
+        node = node.next_functions[0][0]
+    return type(node).__name__ == "AccumulateGrad"
+
+
+def _is_scaled(node: Any) -> bool:
+    return type(node).__name__ in SCALING_FUNCTIONS and None in (function for function, _ in node.next_functions)
+
+
+def _partial_products(shape: Sequence[int]) -> set[int]:
+    """The first dimension times some of the others: a sum over the rest may be divided by it."""
+    products = {shape[0]}
+    for size in shape[1:]:
+        products |= {product * size for product in products}
+    return products
+
+
+def _without_constants(node: Any) -> tuple[Any, float | None, float | None]:
     """(the last function before a division and a multiplication by constants, the divisor, the factor)."""
-    constants: dict[str, Tensor] = {}
-    while (name := type(node).__name__) in ("MulBackward0", "DivBackward0") and name not in constants:
-        if node.next_functions[0][0] is None or node.next_functions[1][0] is not None or node._saved_other is None:
+    constants: dict[str, float] = {}
+    while (name := type(node).__name__) in SCALING_FUNCTIONS and name not in constants:
+        if node.next_functions[0][0] is None or node.next_functions[1][0] is not None:
             break
-        constants[name], node = node._saved_other.detach(), node.next_functions[0][0]
+        if (other := _saved(node, "other")) is None:
+            break
+        constants[name], node = other.item(), node.next_functions[0][0]
     return node, constants.get("DivBackward0"), constants.get("MulBackward0")
 
 
