@@ -27,6 +27,7 @@ from paceline.runs.console import print_to_stderr
 from paceline.runs.reading import read_file
 
 LATE_FILE_SECONDS = 20.0  # a network file system may show a new file with a delay
+COPY_LOOK_SECONDS = 0.2
 COORDINATOR_STOP_SECONDS = 20.0  # beyond the grace: within it the coordinator ends the run after an order
 
 
@@ -64,7 +65,7 @@ class Follower:
             if self._workers is not None:
                 self._workers.sweep()
             if self._files is not None and self._code is not None:
-                self._files.finish(copies=not self.orders.launcher_gone)
+                self._finish_copies(self._files, link)
             link.end("the run is over")
 
     def _follow(self, link: channel.Link) -> int:
@@ -86,6 +87,15 @@ class Follower:
                 if self._code is None and (reason := self._coordinator_lost(link)):
                     return self._stop_without_coordinator(reason)
         return self._code
+
+    def _finish_copies(self, files: SeparateFolder, link: channel.Link) -> None:
+        """Wait for the copy of the last checkpoint. A further stop order, or the end of the launcher, ends the wait."""
+        files.stop()
+        num_signals = len(self.orders.signals)
+        while files.is_copying and not self.orders.launcher_gone and len(self.orders.signals) == num_signals:
+            self.orders.wait(COPY_LOOK_SECONDS)
+            link.send(channel.NodeHeartbeat(self._number, stopped=True))
+        files.finish()
 
     def _execute(self, message: channel.Message, link: channel.Link) -> None:
         match message:
