@@ -47,7 +47,7 @@ SEND_SECONDS = 60.0  # for one part: at least 50 kbit/s
 SILENCE_SECONDS = 300.0  # without an answer: node 0 may sync a large file
 SYNC_SECONDS = 1.0  # between two looks for new lines of logs and events
 TRIES = 3  # to send or fetch a file, each over a new connection
-JOB_FILE = ".job"  # in the attempt's folder of a node: it belongs to this job, which the node may join again
+JOB_FILE = ".job"  # in the attempt's folder: it belongs to this host and job, which the host may join again
 MANIFEST, MAX_MANIFEST_BYTES = "manifest.json", 1 << 24
 TICK_SECONDS = 1.0  # between two messages to a rank that waits, and two looks at a wait
 
@@ -342,6 +342,8 @@ class SeparateFolder:
                 others.remove(attempt)
             if (newest := max(others, default=0)) >= attempt:
                 raise UsageError(code="run-dir-of-other-run", run_dir=run_dir, attempt=f"attempt-{newest}") from None
+            writing.make_folder(attempt_dir, exist_ok=True)
+            writing.replace_file(attempt_dir / JOB_FILE, _job_mark(plan))
             return cls(plan, attempt_dir)
         finally:
             writing.remove(probe)
@@ -352,9 +354,7 @@ class SeparateFolder:
 
         Transfers for the last generation end with an error. A copy of a checkpoint begins again.
         """
-        for folder in (self._attempt_dir, self._checkpoints):
-            writing.make_folder(folder, exist_ok=True)
-        writing.replace_file(self._attempt_dir / JOB_FILE, _job_mark(self._plan))
+        writing.make_folder(self._checkpoints, exist_ok=True)
         self._pause.set()
         with ExitStack() as stack:
             for client in (self._sender, self._shard_sender, self._fetcher):
@@ -388,17 +388,11 @@ class SeparateFolder:
                     status = (self._run_dir / name).stat()
                     self._sent[name] = status.st_ino, status.st_size
 
-    def stop(self) -> None:
-        """Begin to end the threads. They first complete the copy of the last checkpoint."""
+    def finish(self, wait: Callable[[], bool]) -> None:
+        """Complete the copy of the last checkpoint, until `wait` returns False. Send the last lines of all files."""
         self._stop.set()
-
-    @property
-    def is_copying(self) -> bool:
-        return any(thread.is_alive() for thread in self._threads)
-
-    def finish(self) -> None:
-        """Send the last lines of all files."""
-        self._stop.set()
+        while any(thread.is_alive() for thread in self._threads) and wait():
+            pass
         self._pause.set()
         self._sync_or_warn()
         self._listener.close()
@@ -597,7 +591,7 @@ def _read_or_empty(path: Path) -> bytes:
 
 
 def _job_mark(plan: NodePlan) -> bytes:
-    return hashlib.sha256(plan.secret.encode()).hexdigest().encode()
+    return hashlib.sha256(f"{plan.secret} {os.uname().nodename}".encode()).hexdigest().encode()
 
 
 def _step(name: str) -> int:

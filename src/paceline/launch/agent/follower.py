@@ -65,7 +65,8 @@ class Follower:
             if self._workers is not None:
                 self._workers.sweep()
             if self._files is not None and self._code is not None:
-                self._finish_copies(self._files, link)
+                num_signals = len(self.orders.signals)
+                self._files.finish(lambda: self._wait_for_copies(link, num_signals))
             link.end("the run is over")
 
     def _follow(self, link: channel.Link) -> int:
@@ -88,14 +89,11 @@ class Follower:
                     return self._stop_without_coordinator(reason)
         return self._code
 
-    def _finish_copies(self, files: SeparateFolder, link: channel.Link) -> None:
-        """Wait for the copy of the last checkpoint. A further stop order, or the end of the launcher, ends the wait."""
-        files.stop()
-        num_signals = len(self.orders.signals)
-        while files.is_copying and not self.orders.launcher_gone and len(self.orders.signals) == num_signals:
-            self.orders.wait(COPY_LOOK_SECONDS)
-            link.send(channel.NodeHeartbeat(self._number, stopped=True))
-        files.finish()
+    def _wait_for_copies(self, link: channel.Link, num_signals: int) -> bool:
+        """Returns False after a further stop order, or the end of the launcher."""
+        self.orders.wait(COPY_LOOK_SECONDS)
+        link.send(channel.NodeHeartbeat(self._number, stopped=True))
+        return not self.orders.launcher_gone and len(self.orders.signals) == num_signals
 
     def _execute(self, message: channel.Message, link: channel.Link) -> None:
         match message:
