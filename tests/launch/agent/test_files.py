@@ -112,7 +112,7 @@ def test_a_part_that_is_damaged_on_its_way_is_detected_and_the_file_is_sent_agai
 def test_a_file_with_a_wrong_hash_is_not_stored(node0: Node0) -> None:
     def send(link: FileLink) -> None:
         link.send(channel.FilePart(SHARD, b"ab"))
-        link.store(channel.FilePart(SHARD, b"c", hashlib.sha256(b"abd").hexdigest()))
+        link.request(channel.FilePart(SHARD, b"c", hashlib.sha256(b"abd").hexdigest()), channel.FileReply)
 
     with pytest.raises(OSError, match="damaged"):
         node0.client.run(send)

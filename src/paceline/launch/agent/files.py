@@ -116,10 +116,10 @@ class FileLink:
     def close(self) -> None:
         self._link.end("the transfer is over")
 
-    def store(self, part: FilePart) -> None:
-        """Send a part that a file has grown by. Raises OSError if it cannot be stored."""
-        self.send(part)
-        self.receive_reply(FileReply)
+    def request(self, message: channel.Message, kind: type[T]) -> T:
+        """The answer to a message. Raises OSError if node 0 reports a failure."""
+        self.send(message)
+        return self.receive_reply(kind)
 
     def receive_reply(self, kind: type[T]) -> T:
         reply = self.receive()
@@ -292,14 +292,10 @@ class FileClient:
         self.run(action, tick)
 
     def list_checkpoints(self) -> tuple[str, ...]:
-        def action(link: FileLink) -> tuple[str, ...]:
-            link.send(channel.CheckpointListRequest())
-            return link.receive_reply(channel.CheckpointList).names
-
-        return self.run(action)
+        return self.run(lambda link: link.request(channel.CheckpointListRequest(), channel.CheckpointList)).names
 
 
-class _InterruptedError(Exception):
+class _TransferEndedError(Exception):
     """A new generation begins, or the rank that waited for the transfer has ended."""
 
 
@@ -431,7 +427,7 @@ class SeparateFolder:
             while data := os.pread(file.descriptor, PART_BYTES, offset):
                 part = FilePart(name, data, appends_at=offset)
                 self._sent.pop(name, None)  # after a failure the next try sends the whole file
-                self._sender.run(lambda link, part=part: link.store(part), tick)
+                self._sender.run(lambda link, part=part: link.request(part, FileReply), tick)
                 offset += len(data)
                 self._sent[name] = inode, offset
 
@@ -461,12 +457,12 @@ class SeparateFolder:
         def tick() -> None:
             nonlocal told_seconds
             if self._pause.is_set():
-                raise _InterruptedError("the ranks start again")
+                raise _TransferEndedError("the ranks start again")
             if time.monotonic() > told_seconds + TICK_SECONDS:
                 try:
                     send(connection, TransferReply())
                 except OSError:
-                    raise _InterruptedError("the rank has ended") from None
+                    raise _TransferEndedError("the rank has ended") from None
                 told_seconds = time.monotonic()
 
         with connection, suppress(OSError):  # the rank has ended
@@ -476,7 +472,7 @@ class SeparateFolder:
             failure = ""
             try:
                 self._transfer(request, tick)
-            except (OSError, PacelineError, ValueError, _InterruptedError) as error:
+            except (OSError, PacelineError, ValueError, _TransferEndedError) as error:
                 failure = f"{os.uname().nodename}: {_reason(error)}"
             send(connection, TransferReply(failure))
 
@@ -501,7 +497,7 @@ class SeparateFolder:
 
         def tick() -> None:
             if self._pause.is_set():
-                raise _InterruptedError
+                raise _TransferEndedError
 
         while True:
             is_last, name = self._stop.is_set(), ""
@@ -511,7 +507,7 @@ class SeparateFolder:
                         if name not in copied and (name not in tried or is_last):
                             self._fetch_checkpoint(name, tick, is_size_enough=True)
                             copied.add(name)
-            except _InterruptedError:
+            except _TransferEndedError:
                 name = ""
             except FileNotFoundError:  # node 0 has deleted it meanwhile
                 pass
