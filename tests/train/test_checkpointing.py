@@ -23,6 +23,7 @@ from paceline.checkpoint.state import TensorShard
 from paceline.rank.world import World
 from paceline.runs.events import Checkpointed, Step, read_events
 from paceline.stepping.totals import ControlFlags
+from paceline.train import checkpointing
 from paceline.train.checkpointing import CheckpointWriter
 
 SIZE = 20_000
@@ -197,6 +198,18 @@ def data(split):
 
 task = Task(lambda: nn.Sequential(nn.Linear(1, 8000), nn.Linear(8000, 1)), data, lambda o, t: (o[:, 0] - t).square())
 """
+
+
+def test_a_shard_from_before_a_rollback_is_replaced(tmp_path, monkeypatch):
+    def has_separate_folder() -> bool:
+        tmp_path.joinpath(".tmp-1-1-0", "shard-0-of-1.safetensors").write_bytes(b"earlier")
+        return True
+
+    monkeypatch.setattr(checkpointing, "has_separate_folder", has_separate_folder)
+    this = rank_of(world_of(0, 1), tmp_path)
+    this.begin(1)
+    this.saver.wait()
+    assert this.done() == [(1, "")] and list(published(tmp_path)) == [1]
 
 
 @pytest.fixture

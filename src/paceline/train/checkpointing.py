@@ -219,6 +219,8 @@ class CheckpointWriter:
             self._flush_events()  # the event files must contain every step that the checkpoint contains
             if has_separate_folder():
                 make_folder(writing.folder, exist_ok=True)
+                # of the same step before a rollback: only node 0 has begun with an empty folder
+                (writing.folder / shard_name(self._world.rank, self._world.size)).unlink(missing_ok=True)
             file = _write_shard(writing.folder, buffer, shard, self._world.rank, self._world.size)
             if failure := transfer("send", writing.folder / file.name, self._on_transfer):
                 raise TrainingError(code="shard-not-sent", reason=failure)

@@ -324,7 +324,7 @@ padded_without_weights_in_float32 = partial(train_on_texts, torch.float32, weigh
 # ---- with one ----------------------------------------------------------------------------------------------------
 
 
-@bug("[weights]", "transformers before 4.46: a mean of token means")
+@bug("[refused]", "transformers before 4.46: a mean of token means")
 def weight_forgotten() -> None:
     with paceline.session() as s:
 
@@ -521,7 +521,7 @@ def loss_divided_by_ranks() -> None:
         trained(s, step)
 
 
-@bug("[weights]", "reduction='sum' that nobody told of")
+@bug("[refused]", "reduction='sum' that nobody told of")
 def sum_taken_for_a_mean() -> None:
     with paceline.session() as s:
 

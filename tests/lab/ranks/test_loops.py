@@ -87,8 +87,8 @@ LOWER = {  # loops with padded batches: the type in which the loss is computed, 
     "train_on_texts": ("float64", None),
     "padded_in_float32": ("float32", None),
     "padded_in_bfloat16": ("bfloat16", None),
-    "padded_without_weights": ("float64", "weights"),
-    "padded_without_weights_in_float32": ("float32", "weights"),
+    "padded_without_weights": ("float64", "refused"),
+    "padded_without_weights_in_float32": ("float32", "refused"),
 }
 
 
@@ -97,7 +97,8 @@ def test_a_loss_in_a_lower_precision_has_its_tolerance_and_padding_is_no_other_i
     said_of([*LOWER], tmp_path, ranks=(1,))
     for name, (precision, cause) in LOWER.items():
         report, bits = make_loop_reports(tmp_path / name, spec_of(name), (1,), {1: ""})
-        assert (report.precision, len(report.notes), len(bits)) == (precision, int(precision != "float64"), 1), name
+        if cause != "refused":
+            assert (report.precision, len(report.notes), len(bits)) == (precision, int(precision != "float64"), 1), name
         assert [one.finding and one.finding.cause for one in report.results] == [cause], (name, report.results)
 
 

@@ -18,7 +18,7 @@ from paceline.launch.agent.channel import (
     StopSignalNotice,
     authenticate_to_coordinator,
 )
-from paceline.launch.agent.cluster import RemoteNodes
+from paceline.launch.agent.cluster import NODE_END_SECONDS, RemoteNodes
 from paceline.protocol.control import StopOrders, signal_wakeup
 from paceline.protocol.job import NodePlan
 
@@ -50,6 +50,26 @@ def test_the_head_learns_by_how_much_a_nodes_clock_is_ahead() -> None:
         wait_until(cluster, lambda: not math.isinf(clock.error_seconds))
         assert abs(clock.ahead_seconds - 60.0) <= clock.error_seconds < 10.0
         assert cluster.members[1].beat.generation == 0
+
+
+def test_the_end_waits_for_a_node_that_still_copies_files() -> None:
+    with node_of_a_crew() as (node, cluster):
+        node.send(Hello(1, 2, 1, 0, gather_facts()))
+        wait_until(cluster, lambda: 1 in cluster.members)
+        reasons = list[str]()
+
+        def copy() -> None:
+            for _ in range(9):  # longer than a node may be silent at the end
+                time.sleep(NODE_END_SECONDS / 6)
+                node.send(NodeHeartbeat(0, stopped=True))
+            reasons.append(node.ended)
+            node.end("the copy is complete")
+
+        copying = Thread(target=copy)
+        copying.start()
+        cluster.end(0)
+        copying.join()
+        assert reasons == [""]
 
 
 @contextmanager

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import secrets
 import select
+import shutil
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from paceline.errors import UsageError
 from paceline.launch.agent import channel, files
-from paceline.launch.agent.files import FileClient, FileLink, FileServer
-from paceline.protocol.job import NodePlan
+from paceline.launch.agent.files import FileClient, FileLink, FileServer, SeparateFolder
+from paceline.protocol.control import TransferRequest, WorkerSpec, send, transfer
+from paceline.protocol.job import NodePlan, NodeRanks
+from paceline.runs import writing
 
 SHARD = "checkpoints/.tmp-5-1-0/shard-1-of-2.safetensors"
 CONTENT = os.urandom(3 * files.PART_BYTES + 7)
@@ -30,7 +36,7 @@ class Node0:
         for made in (self.run_dir, *self.run_dir.rglob("*")):
             made.chmod(0o700)
         secret, self._over = secrets.token_bytes(32), threading.Event()
-        self._listener, self._server = channel.Listener([0], secret), FileServer(self.run_dir)
+        self._listener, self._server = channel.Listener([0], secret), FileServer(self.run_dir / "attempt-1")
         self.plan = NodePlan(argv=(), nproc=1, node0_ports=(self._listener.port,), secret=secret.hex())
         self.client = Connected(self.plan)
         self._welcoming = threading.Thread(target=self._welcome)
@@ -98,7 +104,7 @@ def shard(tmp_path: Path) -> Path:
 
 def test_a_part_that_is_damaged_on_its_way_is_detected_and_the_file_is_sent_again(node0: Node0, shard: Path) -> None:
     node0.client.damaged_from = 2 * files.PART_BYTES
-    node0.client.upload(shard, SHARD, lambda: None)
+    node0.client.upload(shard, SHARD)
     assert (node0.run_dir / SHARD).read_bytes() == CONTENT
     assert node0.client.connections == 2
 
@@ -106,7 +112,7 @@ def test_a_part_that_is_damaged_on_its_way_is_detected_and_the_file_is_sent_agai
 def test_a_file_with_a_wrong_hash_is_not_stored(node0: Node0) -> None:
     def send(link: FileLink) -> None:
         link.send(channel.FilePart(SHARD, b"ab"))
-        link.store(channel.FilePart(SHARD, b"c", hashlib.sha256(b"abd").hexdigest()))
+        link.request(channel.FilePart(SHARD, b"c", hashlib.sha256(b"abd").hexdigest()), channel.FileReply)
 
     with pytest.raises(OSError, match="damaged"):
         node0.client.run(send)
@@ -114,29 +120,231 @@ def test_a_file_with_a_wrong_hash_is_not_stored(node0: Node0) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["summary.json", "../run", "{folder}/x", "checkpoints/step-00000005/manifest.json", "attempt-1/../x"]
+    "name",
+    [
+        "summary.json",
+        "../run",
+        "{folder}/x",
+        "checkpoints/step-00000005/manifest.json",
+        "attempt-1/../x",
+        "attempt-2/rank-1.log",
+    ],
 )
 def test_a_node_can_store_only_the_files_of_its_ranks(node0: Node0, shard: Path, name: str) -> None:
     with pytest.raises(OSError, match="not possible"):
-        node0.client.upload(shard, name.format(folder=node0.run_dir), lambda: None)
+        node0.client.upload(shard, name.format(folder=node0.run_dir))
     assert node0.stored() == []
 
 
 def test_a_shard_of_an_earlier_generation_is_not_stored(node0: Node0, shard: Path) -> None:
     with pytest.raises(FileNotFoundError):  # the newer one has removed the folder
-        node0.client.upload(shard, SHARD.replace("-5-", "-4-"), lambda: None)
+        node0.client.upload(shard, SHARD.replace("-5-", "-4-"))
 
 
-def test_a_file_that_grows_is_sent_once(node0: Node0, tmp_path: Path) -> None:
+def test_node_0_may_take_its_time_after_a_long_upload(
+    node0: Node0, shard: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aged = iter([2 * files.SILENCE_SECONDS] * 4)  # the parts take longer than the longest silence
+
+    def age() -> None:
+        assert node0.client._link is not None
+        node0.client._link._link.heard_seconds -= next(aged, 0.0)
+
+    sync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda number: (time.sleep(1.5 * files.TICK_SECONDS), sync(number)))
+    node0.client.upload(shard, SHARD, age)
+    assert node0.client.connections == 1
+
+
+@pytest.fixture
+def folder(node0: Node0, tmp_path: Path) -> Iterator[SeparateFolder]:
     attempt = tmp_path / "here" / "attempt-1"
     (node0.run_dir / "attempt-1").mkdir(mode=0o700)
-    attempt.mkdir(parents=True, mode=0o700)
-    attempt.parent.chmod(0o700)
-    folder, sent, send = files.SeparateFolder(node0.plan, attempt), list[channel.Message](), FileLink.send
-    folder._sender = node0.client
-    log, stored = attempt / "rank-1.log", node0.run_dir / "attempt-1" / "rank-1.log"
+    write(node0.run_dir / "config.toml", b"")
+    for made in (attempt.parent, attempt, attempt.parent / "checkpoints"):
+        made.mkdir(mode=0o700)
+    separate = SeparateFolder(node0.plan, attempt)
+    yield separate
+    separate.finish(lambda: False)
+    for thread in separate._threads:
+        thread.join(10)
+    for client in (separate._sender, separate._shard_sender, separate._fetcher):
+        client.close()
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    path.write_bytes(content)
+    path.chmod(0o600)
+
+
+def write_checkpoint(run_dir: Path, content: bytes = CONTENT, step: int = 5) -> Path:
+    made, name = run_dir / "checkpoints" / f"step-{step:08d}", "shard-0-of-1.safetensors"
+    entry = {"name": name, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    write(made / name, content)
+    write(made / "manifest.json", json.dumps({"manifest": {"files": [entry]}}).encode())
+    return made
+
+
+def copy_once(folder: SeparateFolder) -> None:
+    folder._stop.set()
+    folder._copy_checkpoints()
+
+
+class Stuck:
+    """Node 0 sends no shard, and stores none, until the test is over."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, run_dir: Path) -> None:
+        self.reached, self._free, replace = threading.Event(), threading.Event(), writing.replace_file
+
+        def wait(path: Path, data: bytes | Iterator[bytes], *, sync: bool = False) -> None:
+            if path.name.startswith("shard-") and path.is_relative_to(run_dir):
+                self.reached.set()
+                self._free.wait(60)
+            replace(path, data, sync=sync)
+
+        monkeypatch.setattr(writing, "replace_file", wait)
+        send = FileLink.send_file
+
+        def send_file(link: FileLink, path: Path, name: str) -> tuple[int, int]:
+            if "/step-" in name and "/shard-" in name:
+                self.reached.set()
+                self._free.wait(60)
+            return send(link, path, name)
+
+        monkeypatch.setattr(FileLink, "send_file", send_file)
+
+    def end(self) -> None:
+        self._free.set()
+
+
+@pytest.fixture
+def worker(folder: SeparateFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WorkerSpec, "_here", WorkerSpec(os.getpid(), transfers=folder.transfers))
+    threading.Thread(target=folder._serve_ranks, daemon=True).start()
+
+
+def test_a_new_generation_does_not_wait_for_the_copy_of_a_checkpoint(
+    node0: Node0, folder: SeparateFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(node0.run_dir)
+    stuck, begun = Stuck(monkeypatch, node0.run_dir), threading.Event()
+    copying = threading.Thread(target=folder._copy_checkpoints, daemon=True)
+    copying.start()
+    assert stuck.reached.wait(30)
+    folder._threads = [copying]
+    beginning = threading.Thread(
+        target=lambda: (folder.begin(NodeRanks(first=1, world_size=3, group_rank=1), lambda: None), begun.set()),
+        daemon=True,
+    )
+    beginning.start()
+    assert begun.wait(30)
+    stuck.end()
+    folder._stop.set()
+    copying.join()
+    assert (folder._checkpoints / "step-00000005" / "shard-0-of-1.safetensors").read_bytes() == CONTENT
+
+
+@pytest.mark.usefixtures("worker")
+def test_a_rank_that_waits_for_the_transfer_of_another_one_makes_progress(node0: Node0, folder: SeparateFolder) -> None:
+    write_checkpoint(node0.run_dir)
+    progress, failures = threading.Event(), list[str]()
+    path = folder._checkpoints / "step-00000005"
+    fetching = threading.Thread(target=lambda: failures.append(transfer("fetch", path, progress.set)), daemon=True)
+    with folder._fetcher.lock:
+        fetching.start()
+        assert progress.wait(30)
+    fetching.join()
+    assert failures == [""] and names_in(path) == ["manifest.json", "shard-0-of-1.safetensors"]
+
+
+@pytest.mark.usefixtures("worker")
+def test_the_transfer_of_a_rank_that_has_ended_ends(
+    node0: Node0, folder: SeparateFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck = Stuck(monkeypatch, node0.run_dir)
+    connections, connect = list[FileLink](), FileClient._connect
+    monkeypatch.setattr(FileClient, "_connect", lambda client: connections.append(connect(client)) or connections[-1])
+    write(folder._checkpoints / ".tmp-5-1-0" / "shard-1-of-2.safetensors", CONTENT)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as rank:
+        rank.connect(b"\0" + folder.transfers.encode())
+        send(rank, TransferRequest("send", str(folder._checkpoints / ".tmp-5-1-0" / "shard-1-of-2.safetensors")))
+        assert stuck.reached.wait(30)
+    is_over = folder._shard_sender.lock.acquire(timeout=30)
+    stuck.end()
+    assert is_over and len(connections) == 1  # no second try
+
+
+def test_the_copy_of_a_checkpoint_of_an_earlier_run_is_replaced(node0: Node0, folder: SeparateFolder) -> None:
+    new, old = write_checkpoint(node0.run_dir), write_checkpoint(folder._run_dir, b"earlier")
+    copy_once(folder)
+    for name in ("manifest.json", "shard-0-of-1.safetensors"):
+        assert (old / name).read_bytes() == (new / name).read_bytes()
+
+
+def test_an_intact_checkpoint_stays_in_place_while_it_is_compared(
+    node0: Node0, folder: SeparateFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(node0.run_dir)
+    held = write_checkpoint(folder._run_dir)
+    monkeypatch.setattr(writing, "rename", None)
+    folder._fetch_checkpoint(held.name, lambda: None)
+    assert names_in(held) == ["manifest.json", "shard-0-of-1.safetensors"]
+    assert names_in(folder._checkpoints) == [held.name]
+
+
+def test_a_damaged_manifest_ends_no_copying(
+    node0: Node0, folder: SeparateFolder, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write(write_checkpoint(node0.run_dir) / "manifest.json", b"{")
+    copy_once(folder)
+    assert "step-00000005" in capfd.readouterr().err
+    assert names_in(folder._checkpoints) == []
+
+
+def test_copies_stay_if_node_0_cannot_list_its_checkpoints(node0: Node0, folder: SeparateFolder) -> None:
+    held = write_checkpoint(folder._run_dir)
+    shutil.rmtree(node0.run_dir / "checkpoints")
+    (node0.run_dir / "checkpoints").symlink_to(folder._checkpoints)  # not followed
+    with pytest.raises(OSError):
+        node0.client.list_checkpoints()
+    assert held.exists()
+
+
+def test_a_host_may_join_its_run_again(node0: Node0, folder: SeparateFolder) -> None:
+    attempt = folder._run_dir / "attempt-2"
+    for _ in range(2):
+        found = SeparateFolder.find(node0.plan, attempt)
+        assert found is not None
+        found.finish(lambda: False)
+    write(attempt / files.JOB_FILE, b"of a different run, or of a host that shares this folder")
+    with pytest.raises(UsageError) as caught:
+        SeparateFolder.find(node0.plan, attempt)
+    assert caught.value.code == "run-dir-of-other-run"
+
+
+def test_the_log_of_a_rank_continues_on_another_node(node0: Node0, folder: SeparateFolder) -> None:
+    for rank, of_others in ((2, "one"), (1, "two"), (2, "three")):
+        with (node0.run_dir / "attempt-1" / f"rank-{rank}.log").open("a") as stored:
+            stored.write(f"{of_others} ")
+        folder.begin(NodeRanks(first=rank, world_size=3, group_rank=2), lambda: None)
+        with (folder._attempt_dir / f"rank-{rank}.log").open("a") as log:
+            log.write(f"here after {of_others} ")
+        with folder._sender.lock:
+            folder.sync()
+    logs = [(node0.run_dir / "attempt-1" / f"rank-{rank}.log").read_text() for rank in (1, 2)]
+    assert logs == ["two here after two ", "one here after one three here after three "]
+
+
+def test_a_file_that_grows_is_sent_once(node0: Node0, folder: SeparateFolder) -> None:
+    sent, send_message = list[channel.Message](), FileLink.send
+    log, stored = (path / "attempt-1" / "trace.log" for path in (folder._run_dir, node0.run_dir))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FileLink, "send", lambda link, part: (sent.append(part), send(link, part)))
+        patch.setattr(FileLink, "send", lambda link, part: (sent.append(part), send_message(link, part)))
         for text in ("one\n", "one\ntwo\n"):
             with log.open("a") as file:
                 file.write(text[len(log.read_text()) :])
@@ -153,4 +361,3 @@ def test_a_file_that_grows_is_sent_once(node0: Node0, tmp_path: Path) -> None:
         folder.sync()
     folder.sync()
     assert stored.read_text() == log.read_text()
-    folder.finish(copies=False)

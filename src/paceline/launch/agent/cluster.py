@@ -138,7 +138,7 @@ class RemoteNodes:
         self._plan, self._orders = plan, orders
         self._listener: channel.Listener | None = None
         if must_share_folder(plan):
-            self.files = FileServer(Path(plan.run_dir).resolve())
+            self.files = FileServer(Path(plan.attempt_dir).resolve())
         if plan.nodes > 1:  # the ranks of a single node keep the limit of the user
             raise_open_file_limit(NUM_OTHER_OPEN_FILES + plan.nodes)
             self._listener = channel.Listener(plan.node0_ports, bytes.fromhex(plan.secret))
@@ -287,16 +287,15 @@ class RemoteNodes:
         return all(member.beat.stopped for member in self.present_nodes)
 
     def end(self, code: int) -> None:
-        """Order all nodes to end, and wait for them some seconds, or as long as they send or receive files.
+        """Order all nodes to end, and wait for them. A node that still copies files sends heartbeats.
 
         They must end before the coordinator.
         """
         for member in (*self.present_nodes, *self.waiting):
             member.link.send(channel.RunOver(code))
-        last_seconds = time.monotonic()
+        start = time.monotonic()
         while links := [n.link for n in self.present_nodes if not n.link.ended]:
-            last_seconds = max(last_seconds, self.files.active_seconds if self.files else 0.0)
-            if time.monotonic() > last_seconds + NODE_END_SECONDS:
+            if time.monotonic() > max(start, *(link.heard_seconds for link in links)) + NODE_END_SECONDS:
                 break
             self._poller.set_links(links)
             select.select([self._poller], [], [], NODE_END_SECONDS / 10)

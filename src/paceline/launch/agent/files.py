@@ -24,8 +24,8 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -47,18 +47,21 @@ SEND_SECONDS = 60.0  # for one part: at least 50 kbit/s
 SILENCE_SECONDS = 300.0  # without an answer: node 0 may sync a large file
 SYNC_SECONDS = 1.0  # between two looks for new lines of logs and events
 TRIES = 3  # to send or fetch a file, each over a new connection
+JOB_FILE = ".job"  # in the attempt's folder: it belongs to this host and job, which the host may join again
 MANIFEST, MAX_MANIFEST_BYTES = "manifest.json", 1 << 24
-PROGRESS_SECONDS = 1.0  # between two messages to a rank that waits
+TICK_SECONDS = 1.0  # between two messages to a rank that waits, and two looks at a wait
 
 T = TypeVar("T")
+Tick = Callable[[], object]
 
 _SENT = re.compile(
     r"(events|machine)-\d+\.jsonl|attempt-\d+/[\w-][\w.-]*|checkpoints/\.tmp-[\d-]+/shard-\d+-of-\d+\.safetensors"
 )
 _FETCHED = re.compile(
-    r"config\.toml|submit-\d+/config\.toml|events-\d+\.jsonl|machine-\d+\.jsonl|\.probe-\d+-[0-9a-f]+"
+    r"config\.toml|submit-\d+/config\.toml|attempt-\d+/rank-\d+\.log|events-\d+\.jsonl|machine-\d+\.jsonl|\.probe-\d+-[0-9a-f]+"
     r"|checkpoints/step-\d+/(manifest\.json|shard-\d+-of-\d+\.safetensors)"
 )
+_OF_RANK = re.compile(r"/rank-\d+\.log")  # with another number of nodes, a log continues on a different node
 _CHECKPOINT = re.compile(r"step-\d{8,15}")
 
 
@@ -76,45 +79,57 @@ class _Envelope(msgspec.Struct, frozen=True):
     manifest: _Manifest
 
 
+def _ignore() -> None:
+    pass
+
+
 # ---- a connection for files ----
 
 
 class FileLink:
-    """A link whose methods wait. They raise ConnectionError when it has ended."""
+    """A link whose methods wait. They raise ConnectionError when it has ended.
+
+    They call `tick` for each message, and every second in which they wait for one.
+    """
 
     def __init__(self, link: channel.Link, received: Sequence[channel.Message] = ()) -> None:
         self._link, self._received = link, deque(received)
+        self.tick: Tick = _ignore
         link.send_seconds, link.silence_seconds = SEND_SECONDS, SILENCE_SECONDS
 
     def send(self, message: channel.Message) -> None:
+        self.tick()
         self._link.send(message)
         if self._link.ended:
             raise ConnectionError(errno.ECONNRESET, self._link.ended)
+        self._link.heard_seconds = time.monotonic()  # the other side is not silent while it only has to read
 
     def receive(self) -> channel.Message:
         while not self._received:
             if self._link.ended:
                 raise ConnectionError(errno.ECONNRESET, self._link.ended)
-            wait_readable([self._link], 1.0)
+            wait_readable([self._link], TICK_SECONDS)
             self._received.extend(self._link.receive())
+            self.tick()
         return self._received.popleft()
 
     def close(self) -> None:
         self._link.end("the transfer is over")
 
-    def store(self, part: FilePart) -> None:
-        """Send a part that a file has grown by. Raises OSError if it cannot be stored."""
-        self.send(part)
-        self.check_stored()
+    def request(self, message: channel.Message, kind: type[T]) -> T:
+        """The answer to a message. Raises OSError if node 0 reports a failure."""
+        self.send(message)
+        return self.receive_reply(kind)
 
-    def check_stored(self) -> None:
+    def receive_reply(self, kind: type[T]) -> T:
         reply = self.receive()
-        if not isinstance(reply, FileReply):
-            raise ConnectionError(errno.EPROTO, f"{type(reply).__name__} instead of a reply")
-        if reply.failure:
+        if isinstance(reply, FileReply) and reply.failure:
             raise OSError(reply.errno, reply.failure)
+        if not isinstance(reply, kind):
+            raise ConnectionError(errno.EPROTO, f"{type(reply).__name__} instead of {kind.__name__}")
+        return reply
 
-    def send_file(self, path: Path, name: str, on_part: Callable[[], object]) -> tuple[int, int]:
+    def send_file(self, path: Path, name: str) -> tuple[int, int]:
         """Send the present content of a file, as `name`. Returns its inode and the number of bytes."""
         with open_file(path, must_be_ours=True) as file:
             digest, rest, inode = hashlib.sha256(), file.status.st_size, file.status.st_ino
@@ -126,7 +141,6 @@ class FileLink:
                 self.send(FilePart(name, data, digest.hexdigest() if is_last else ""))
                 if is_last:
                     return inode, file.status.st_size - rest
-                on_part()
 
     def receive_file(self, first: channel.Message | None = None) -> Iterator[bytes]:
         """The parts of a file. Raises OSError if it cannot be sent, or if it was damaged on its way."""
@@ -153,9 +167,8 @@ class FileLink:
 class FileServer:
     """Stores the files of nodes with a separate run folder, and sends them those that they lack."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
-        self.active_seconds = 0.0  # the time of the last message
+    def __init__(self, attempt_dir: Path) -> None:
+        self._run_dir, self._attempt = attempt_dir.parent, attempt_dir.name
 
     def serve(self, link: channel.Link, messages: Sequence[channel.Message]) -> None:
         """Serve a link in a thread, until it ends."""
@@ -167,7 +180,6 @@ class FileServer:
         with suppress(ConnectionError):
             while True:
                 message = link.receive()
-                self._note_activity()
                 try:
                     self._answer(link, message)
                 except ConnectionError:
@@ -179,27 +191,28 @@ class FileServer:
 
     def _answer(self, link: FileLink, message: channel.Message) -> None:
         match message:
-            case FilePart(name, data, _, appends_at) if _SENT.fullmatch(name):
+            case FilePart(name, data, _, appends_at) if self._may_store(name):
                 if appends_at >= 0:
                     _append(self._run_dir / name, data, appends_at)
                 else:
                     parts = link.receive_file(message)
                     try:
-                        writing.replace_file(self._run_dir / name, _counted(parts, self._note_activity), sync=True)
+                        writing.replace_file(self._run_dir / name, parts, sync=True)
                     except OSError:
                         for _ in parts:  # the node sends all parts before it reads the answer
                             pass
                         raise
                 link.send(FileReply())
             case FileRequest(name) if _FETCHED.fullmatch(name):
-                link.send_file(self._run_dir / name, name, self._note_activity)
+                link.send_file(self._run_dir / name, name)
             case channel.CheckpointListRequest():
                 link.send(channel.CheckpointList(_checkpoint_names(self._run_dir)))
             case _:
                 link.send(FileReply(f"{type(message).__name__} is not possible", errno.EINVAL))
 
-    def _note_activity(self) -> None:
-        self.active_seconds = time.monotonic()
+    def _may_store(self, name: str) -> bool:
+        is_of_other_attempt = name.startswith("attempt-") and not name.startswith(f"{self._attempt}/")
+        return _SENT.fullmatch(name) is not None and not is_of_other_attempt
 
 
 def _append(path: Path, data: bytes, offset: int) -> None:
@@ -226,29 +239,29 @@ def _reason(error: Exception) -> str:
 
 
 class FileClient:
-    """Sends requests to the `FileServer`, over a new connection after each failure."""
+    """Sends requests to the `FileServer`, over a new connection after each failure. A thread must hold its `lock`."""
 
     def __init__(self, plan: NodePlan) -> None:
         self._plan = plan
         self._link: FileLink | None = None
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
 
-    def run(self, action: Callable[[FileLink], T]) -> T:
+    def run(self, action: Callable[[FileLink], T], tick: Tick = _ignore) -> T:
         """The result of `action`, which is repeated if the connection breaks or a message was damaged on its way."""
-        with self._lock:
-            for number in range(1, TRIES + 1):
-                try:
-                    link = self._link = self._link or self._connect()
-                    return action(link)
-                except (ConnectionError, TimeoutError):
-                    self.close()
-                    if number == TRIES:
-                        raise
-                except BaseException:  # unread parts may follow
-                    self.close()
+        for number in range(1, TRIES + 1):
+            try:
+                link = self._link = self._link or self._connect()
+                link.tick = tick
+                return action(link)
+            except (ConnectionError, TimeoutError):
+                self.close()
+                if number == TRIES:
                     raise
-                time.sleep(number)
-            raise AssertionError
+            except BaseException:  # unread parts may follow
+                self.close()
+                raise
+            time.sleep(number)
+        raise AssertionError
 
     def close(self) -> None:
         if self._link is not None:
@@ -263,28 +276,27 @@ class FileClient:
             raise ConnectionError(errno.ECONNREFUSED, answer)
         return FileLink(answer)
 
-    def upload(self, path: Path, name: str, on_part: Callable[[], object]) -> tuple[int, int]:
+    def upload(self, path: Path, name: str, tick: Tick = _ignore) -> tuple[int, int]:
         def action(link: FileLink) -> tuple[int, int]:
-            sent = link.send_file(path, name, on_part)
-            link.check_stored()
+            sent = link.send_file(path, name)
+            link.receive_reply(FileReply)
             return sent
 
-        return self.run(action)
+        return self.run(action, tick)
 
-    def download(self, name: str, path: Path, on_part: Callable[[], object] = lambda: None) -> None:
+    def download(self, name: str, path: Path, tick: Tick = _ignore) -> None:
         def action(link: FileLink) -> None:
             link.send(FileRequest(name))
-            writing.replace_file(path, _counted(link.receive_file(), on_part), sync=True)
+            writing.replace_file(path, link.receive_file(), sync=True)
 
-        self.run(action)
+        self.run(action, tick)
 
     def list_checkpoints(self) -> tuple[str, ...]:
-        def action(link: FileLink) -> tuple[str, ...]:
-            link.send(channel.CheckpointListRequest())
-            answer = link.receive()
-            return answer.names if isinstance(answer, channel.CheckpointList) else ()
+        return self.run(lambda link: link.request(channel.CheckpointListRequest(), channel.CheckpointList)).names
 
-        return self.run(action)
+
+class _TransferEndedError(Exception):
+    """A new generation begins, or the rank that waited for the transfer has ended."""
 
 
 class SeparateFolder:
@@ -296,11 +308,10 @@ class SeparateFolder:
     def __init__(self, plan: NodePlan, attempt_dir: Path) -> None:
         self._plan, self._run_dir, self._attempt_dir = plan, attempt_dir.parent, attempt_dir
         self._checkpoints = self._run_dir / CHECKPOINTS
-        self._sender, self._fetcher = FileClient(plan), FileClient(plan)
-        self._sync_lock, self._fetch_lock = threading.Lock(), threading.Lock()
+        self._sender, self._shard_sender, self._fetcher = FileClient(plan), FileClient(plan), FileClient(plan)
         self._sent: dict[str, tuple[int, int]] = {}  # name of a log or of events -> its inode, and the bytes at node 0
         self._logs: list[str] = []  # of this node, in the run folder
-        self._stop = threading.Event()
+        self._stop, self._pause = threading.Event(), threading.Event()
         self._threads: list[threading.Thread] = []
         self.keeps_copy = self._warned = False
         self.transfers = f"paceline-files-{secrets.token_hex(16)}"
@@ -318,89 +329,112 @@ class SeparateFolder:
         probe = run_dir / f".probe-{plan.node}-{secrets.token_hex(8)}"
         writing.replace_file(probe, b"probe", sync=True)
         try:
-            FileClient(plan).download(probe.name, probe)
+            with closing(FileClient(plan)) as client:
+                client.download(probe.name, probe)
         except FileNotFoundError:
-            newest = max((attempt_number(Path(name)) for name in list_names(run_dir)), default=0)
-            if newest >= attempt_number(attempt_dir):
+            attempt = attempt_number(attempt_dir)
+            others = {attempt_number(Path(name)) for name in list_names(run_dir)}
+            if _read_or_empty(attempt_dir / JOB_FILE) == _job_mark(plan):
+                others.remove(attempt)
+            if (newest := max(others, default=0)) >= attempt:
                 raise UsageError(code="run-dir-of-other-run", run_dir=run_dir, attempt=f"attempt-{newest}") from None
+            writing.make_folder(attempt_dir, exist_ok=True)
+            writing.replace_file(attempt_dir / JOB_FILE, _job_mark(plan))
             return cls(plan, attempt_dir)
         finally:
             writing.remove(probe)
         return None
 
-    def begin(self, ranks: NodeRanks, on_part: Callable[[], object]) -> None:
-        """Prepare a generation: get the settings and the events of its ranks from node 0, and start the threads."""
-        for folder in (self._attempt_dir, self._checkpoints):
-            writing.make_folder(folder, exist_ok=True)
-        events = [f"events-{ranks.first + rank}.jsonl" for rank in range(self._plan.nproc)]
-        with self._sync_lock:
-            self.sync()
-            self._logs = [*events, f"machine-{self._plan.node}.jsonl"]
-            self._sent = {name: sent for name, sent in self._sent.items() if "/" in name or name in self._logs}
-            submitted = Path(self._plan.submit_dir)
-            if submitted.name:
-                writing.make_folder(self._run_dir / submitted.name, exist_ok=True)
-                self._replace(f"{submitted.name}/{CONFIG}", on_part)
-            self._replace(CONFIG, on_part)
-            for name in self._logs:
-                if name not in self._sent:
-                    self._replace(name, on_part)
-                    with suppress(FileNotFoundError):
-                        status = (self._run_dir / name).stat()
-                        self._sent[name] = status.st_ino, status.st_size
-        with self._fetch_lock:
+    def begin(self, ranks: NodeRanks, tick: Tick) -> None:
+        """Prepare a generation: get the settings and the events of its ranks from node 0, and start the threads.
+
+        Transfers for the last generation end with an error. A copy of a checkpoint begins again.
+        """
+        writing.make_folder(self._checkpoints, exist_ok=True)
+        self._pause.set()
+        with ExitStack() as stack:
+            for client in (self._sender, self._shard_sender, self._fetcher):
+                stack.enter_context(_locked(client, tick))
+            self._get_settings_and_logs(range(ranks.first, ranks.first + self._plan.nproc), tick)
             self._remove_partial(math.inf)
+            self._pause.clear()
         if not self._threads:
             self.keeps_copy = ranks.group_rank == 1
-            targets = [self._serve_ranks, self._copy_checkpoints] if self.keeps_copy else [self._serve_ranks]
+            targets = [self._serve_ranks, self._sync_each_second, *([self._copy_checkpoints] * self.keeps_copy)]
             self._threads = [threading.Thread(target=target, daemon=True) for target in targets]
             for thread in self._threads:
                 thread.start()
 
-    def finish(self, *, copies: bool) -> None:
-        """Send the last lines of all files. With `copies`, also complete the copy of the last checkpoint."""
+    def _get_settings_and_logs(self, ranks: Sequence[int], tick: Tick) -> None:
+        self.sync(tick)
+        attempt = self._attempt_dir.name
+        self._logs = [f"machine-{self._plan.node}.jsonl"]
+        self._logs += [name for rank in ranks for name in (f"events-{rank}.jsonl", f"{attempt}/rank-{rank}.log")]
+        is_ours = {*self._logs, *self._other_files()}
+        self._sent = {name: sent for name, sent in self._sent.items() if name in is_ours}
+        submitted = Path(self._plan.submit_dir)
+        if submitted.name:
+            writing.make_folder(self._run_dir / submitted.name, exist_ok=True)
+            self._replace(f"{submitted.name}/{CONFIG}", tick)
+        self._replace(CONFIG, tick)
+        for name in self._logs:
+            if name not in self._sent:
+                self._replace(name, tick)
+                with suppress(FileNotFoundError):
+                    status = (self._run_dir / name).stat()
+                    self._sent[name] = status.st_ino, status.st_size
+
+    def finish(self, wait: Callable[[], bool]) -> None:
+        """Complete the copy of the last checkpoint, until `wait` returns False. Send the last lines of all files."""
         self._stop.set()
-        for thread in self._threads if copies else ():
-            thread.join()
+        while any(thread.is_alive() for thread in self._threads) and wait():
+            pass
+        self._pause.set()
         self._sync_or_warn()
         self._listener.close()
 
     # ---- logs and events: to node 0 ----
 
+    def _sync_each_second(self) -> None:
+        while not self._stop.wait(SYNC_SECONDS):
+            self._sync_or_warn()
+
     def _sync_or_warn(self) -> None:
         try:
-            with self._sync_lock:
+            with self._sender.lock:
                 self.sync()
         except (OSError, PacelineError) as error:
             if not self._warned:
                 print_to_stderr(f"warning: logs and events of this node do not reach node 0: {_reason(error)}")
             self._warned = True
 
-    def sync(self) -> None:
-        attempt = self._attempt_dir.name
-        for name in (*self._logs, *(f"{attempt}/{name}" for name in list_names(self._attempt_dir))):
-            if _SENT.fullmatch(name):
-                with suppress(FileNotFoundError):
-                    self._send_growth(name)
+    def sync(self, tick: Tick = _ignore) -> None:
+        for name in (*self._logs, *self._other_files()):
+            with suppress(FileNotFoundError):
+                self._send_growth(name, tick)
 
-    def _send_growth(self, name: str) -> None:
+    def _other_files(self) -> list[str]:
+        names = [f"{self._attempt_dir.name}/{name}" for name in list_names(self._attempt_dir)]
+        return [name for name in names if _SENT.fullmatch(name) and not _OF_RANK.search(name)]
+
+    def _send_growth(self, name: str, tick: Tick) -> None:
         path = self._run_dir / name
         status, (inode, offset) = path.stat(), self._sent.get(name, (0, 0))
         if status.st_ino != inode or status.st_size < offset:
-            self._sent[name] = self._sender.upload(path, name, lambda: None)
+            self._sent[name] = self._sender.upload(path, name, tick)
             return
         with open_file(path, must_be_ours=True) as file:
             while data := os.pread(file.descriptor, PART_BYTES, offset):
                 part = FilePart(name, data, appends_at=offset)
                 self._sent.pop(name, None)  # after a failure the next try sends the whole file
-                self._sender.run(lambda link, part=part: link.store(part))
+                self._sender.run(lambda link, part=part: link.request(part, FileReply), tick)
                 offset += len(data)
                 self._sent[name] = inode, offset
 
-    def _replace(self, name: str, on_part: Callable[[], object]) -> None:
+    def _replace(self, name: str, tick: Tick) -> None:
         """Replace a file by that of node 0. If node 0 has none, remove it."""
         try:
-            self._fetcher.download(name, self._run_dir / name, on_part)
+            self._fetcher.download(name, self._run_dir / name, tick)
         except FileNotFoundError:
             with suppress(FileNotFoundError):
                 writing.remove(self._run_dir / name)
@@ -412,100 +446,120 @@ class SeparateFolder:
             try:
                 connection, _ = self._listener.accept()
             except TimeoutError:
-                self._sync_or_warn()
                 continue
             except OSError:
                 return
-            with connection, suppress(OSError):  # the rank has ended
-                if peer_pid(connection):
-                    self._serve_rank(connection)
+            threading.Thread(target=self._serve_rank, args=(connection,), daemon=True).start()
 
     def _serve_rank(self, connection: socket.socket) -> None:
-        request, _ = receive(connection)
-        if not isinstance(request, TransferRequest):
-            return
         told_seconds = time.monotonic()
 
-        def on_part() -> None:
+        def tick() -> None:
             nonlocal told_seconds
-            if time.monotonic() > told_seconds + PROGRESS_SECONDS:
-                send(connection, TransferReply())
+            if self._pause.is_set():
+                raise _TransferEndedError("the ranks start again")
+            if time.monotonic() > told_seconds + TICK_SECONDS:
+                try:
+                    send(connection, TransferReply())
+                except OSError:
+                    raise _TransferEndedError("the rank has ended") from None
                 told_seconds = time.monotonic()
 
-        failure = ""
-        try:
-            self._transfer(request, on_part)
-        except (OSError, PacelineError, ValueError) as error:
-            failure = f"{os.uname().nodename}: {_reason(error)}"
-        send(connection, TransferReply(failure))
+        with connection, suppress(OSError):  # the rank has ended
+            request, _ = receive(connection) if peer_pid(connection) else (None, [])
+            if not isinstance(request, TransferRequest):
+                return
+            failure = ""
+            try:
+                self._transfer(request, tick)
+            except (OSError, PacelineError, ValueError, _TransferEndedError) as error:
+                failure = f"{os.uname().nodename}: {_reason(error)}"
+            send(connection, TransferReply(failure))
 
-    def _transfer(self, request: TransferRequest, on_part: Callable[[], object]) -> None:
+    def _transfer(self, request: TransferRequest, tick: Tick) -> None:
         path = Path(request.path)
         if request.kind == "fetch":
-            self._fetch_checkpoint(path.name, on_part)
+            with _locked(self._fetcher, tick):
+                self._fetch_checkpoint(path.name, tick)
             return
-        with self._sync_lock:
-            self.sync()  # the events on node 0 must contain every step that the checkpoint contains
-        self._sender.upload(path, str(path.relative_to(self._run_dir)), on_part)
-        if not self.keeps_copy:
-            writing.remove(path)
-            self._remove_partial(_partial_step(path.parent.name) - 1)
+        with _locked(self._sender, tick):
+            self.sync(tick)  # the events on node 0 must contain every step that the checkpoint contains
+        with _locked(self._shard_sender, tick):
+            self._shard_sender.upload(path, str(path.relative_to(self._run_dir)), tick)
+            if not self.keeps_copy:
+                writing.remove(path)
+                self._remove_partial(_partial_step(path.parent.name) - 1)
 
     # ---- checkpoints: from node 0 ----
 
     def _copy_checkpoints(self) -> None:
-        tried, reported = set[str](), ""
+        copied, tried, reported = set[str](), set[str](), ""
+
+        def tick() -> None:
+            if self._pause.is_set():
+                raise _TransferEndedError
+
         while True:
             is_last, name = self._stop.is_set(), ""
             try:
-                for name in self._fetcher.list_checkpoints():
-                    if (name not in tried or is_last) and not (self._checkpoints / name / MANIFEST).exists():
-                        tried.add(name)
-                        self._fetch_checkpoint(name, lambda: None)
+                with _locked(self._fetcher, tick):
+                    for name in self._fetcher.list_checkpoints():
+                        if name not in copied and (name not in tried or is_last):
+                            self._fetch_checkpoint(name, tick, is_size_enough=True)
+                            copied.add(name)
+            except _TransferEndedError:
+                name = ""
             except FileNotFoundError:  # node 0 has deleted it meanwhile
                 pass
-            except (OSError, PacelineError) as error:
+            except (OSError, PacelineError, ValueError) as error:
                 text = f"warning: this node has no copy of {name or 'new checkpoints'}: {_reason(error)}"
                 if text != reported:
                     print_to_stderr(text)
                 reported = text
-                with self._fetch_lock:
+                with self._fetcher.lock:
                     self._remove_partial(_step(name) if name else -1)
+            tried.add(name)
             if is_last:
                 return
             self._stop.wait(SYNC_SECONDS)
 
-    def _fetch_checkpoint(self, name: str, on_part: Callable[[], object]) -> None:
-        """Get the files of a checkpoint that this node lacks. The checkpoint appears here when it is complete."""
+    def _fetch_checkpoint(self, name: str, tick: Tick, *, is_size_enough: bool = False) -> None:
+        """Get the files of a checkpoint that this node lacks. The checkpoint appears here when it is complete.
+
+        `is_size_enough`: do not hash a checkpoint that this node already has.
+        """
         folder, partial = self._checkpoints / name, self._checkpoints / f".tmp-copy-{name}"
         if not _CHECKPOINT.fullmatch(name):
             raise ValueError(f"{name!r} is not the name of a checkpoint")
-        with self._fetch_lock:
-            writing.make_folder(partial, exist_ok=True)
-            manifest = partial / MANIFEST
-            self._fetcher.download(f"{CHECKPOINTS}/{name}/{MANIFEST}", manifest)
-            data = read_file(manifest, limit_bytes=MAX_MANIFEST_BYTES, ours=True)
-            files = msgspec.json.decode(data, type=_Envelope).manifest.files
+        writing.make_folder(partial, exist_ok=True)
+        self._fetcher.download(f"{CHECKPOINTS}/{name}/{MANIFEST}", partial / MANIFEST, tick)
+        data = read_file(partial / MANIFEST, limit_bytes=MAX_MANIFEST_BYTES, ours=True)
+        files = msgspec.json.decode(data, type=_Envelope).manifest.files
+        if not self._has_checkpoint(folder, data, files, None if is_size_enough else tick):
             for file in files:
                 target = partial / Path(file.name).name
                 own = self._checkpoints.glob(f".tmp-{_step(name)}-*/{target.name}")  # sent to node 0 by a rank
-                held = next((path for path in (folder / target.name, *own) if _is_intact(path, file)), None)
+                held = next((path for path in (folder / target.name, *own) if _is_intact(path, file, tick)), None)
                 if held is not None:
                     writing.rename(held, target)
                     continue
-                self._fetcher.download(f"{CHECKPOINTS}/{name}/{target.name}", target, on_part)
-                if not _is_intact(target, file):
+                self._fetcher.download(f"{CHECKPOINTS}/{name}/{target.name}", target, tick)
+                if not _is_intact(target, file, tick):
                     raise OSError(errno.EIO, f"{target.name} is damaged on node 0")
             if folder.exists():
                 writing.remove(folder)
             writing.sync_folder(partial)
             writing.rename(partial, folder)
             writing.sync_folder(self._checkpoints)
-            kept = self._fetcher.list_checkpoints()
-            for old in _checkpoint_names(self._run_dir):
-                if old not in kept:
-                    writing.remove(self._checkpoints / old)
-            self._remove_partial(_step(name))
+        kept = self._fetcher.list_checkpoints()
+        for old in _checkpoint_names(self._run_dir):
+            if old not in kept:
+                writing.remove(self._checkpoints / old)
+        self._remove_partial(_step(name))
+
+    def _has_checkpoint(self, folder: Path, manifest: bytes, files: Sequence[_File], tick: Tick | None) -> bool:
+        is_same = _read_or_empty(folder / MANIFEST) == manifest
+        return is_same and all(_is_intact(folder / Path(file.name).name, file, tick) for file in files)
 
     def _remove_partial(self, step: float) -> None:
         """Remove shards of checkpoints up to `step`, which are published or have failed, and incomplete copies."""
@@ -514,10 +568,26 @@ class SeparateFolder:
                 writing.remove(self._checkpoints / name)
 
 
-def _counted(parts: Iterator[bytes], on_part: Callable[[], object]) -> Iterator[bytes]:
-    for part in parts:
-        on_part()
-        yield part
+@contextmanager
+def _locked(client: FileClient, tick: Tick) -> Generator[None]:
+    """Wait for the transfer of another thread. That thread never waits without a limit."""
+    while not client.lock.acquire(timeout=TICK_SECONDS):
+        tick()
+    try:
+        tick()
+        yield
+    finally:
+        client.lock.release()
+
+
+def _read_or_empty(path: Path) -> bytes:
+    with suppress(OSError):
+        return read_file(path, limit_bytes=MAX_MANIFEST_BYTES, ours=True)
+    return b""
+
+
+def _job_mark(plan: NodePlan) -> bytes:
+    return hashlib.sha256(f"{plan.secret} {os.uname().nodename}".encode()).hexdigest().encode()
 
 
 def _step(name: str) -> int:
@@ -530,9 +600,14 @@ def _partial_step(name: str) -> int:
     return int(match[1]) if match else -1
 
 
-def _is_intact(path: Path, expected: _File) -> bool:
+def _is_intact(path: Path, expected: _File, tick: Tick | None) -> bool:
+    """Whether a file has the expected size and hash; without `tick`, only its size is compared."""
     with suppress(FileNotFoundError), open_file(path, must_be_ours=True) as file:
-        if file.status.st_size == expected.bytes:
-            with os.fdopen(os.dup(file.descriptor), "rb") as content:
-                return hashlib.file_digest(content, "sha256").hexdigest() == expected.sha256
+        if file.status.st_size != expected.bytes or tick is None:
+            return file.status.st_size == expected.bytes
+        digest = hashlib.sha256()
+        while block := os.read(file.descriptor, PART_BYTES):
+            digest.update(block)
+            tick()
+        return digest.hexdigest() == expected.sha256
     return False

@@ -27,6 +27,7 @@ from paceline.runs.console import print_to_stderr
 from paceline.runs.reading import read_file
 
 LATE_FILE_SECONDS = 20.0  # a network file system may show a new file with a delay
+COPY_LOOK_SECONDS = 0.2
 COORDINATOR_STOP_SECONDS = 20.0  # beyond the grace: within it the coordinator ends the run after an order
 
 
@@ -64,7 +65,8 @@ class Follower:
             if self._workers is not None:
                 self._workers.sweep()
             if self._files is not None and self._code is not None:
-                self._files.finish(copies=not self.orders.launcher_gone)
+                num_signals = len(self.orders.signals)
+                self._files.finish(lambda: self._wait_for_copies(link, num_signals))
             link.end("the run is over")
 
     def _follow(self, link: channel.Link) -> int:
@@ -86,6 +88,12 @@ class Follower:
                 if self._code is None and (reason := self._coordinator_lost(link)):
                     return self._stop_without_coordinator(reason)
         return self._code
+
+    def _wait_for_copies(self, link: channel.Link, num_signals: int) -> bool:
+        """Returns False after a further stop order, or the end of the launcher."""
+        self.orders.wait(COPY_LOOK_SECONDS)
+        link.send(channel.NodeHeartbeat(self._number, stopped=True))
+        return not self.orders.launcher_gone and len(self.orders.signals) == num_signals
 
     def _execute(self, message: channel.Message, link: channel.Link) -> None:
         match message:
