@@ -193,7 +193,8 @@ def names(rank: int, world_size: int) -> dict[str, list[str]]:
 def test_our_own_collectives_have_names(tmp_path: Path) -> None:
     zero, one = run_ranks(names, 2, tmp_path)
     assert zero == one
-    assert zero["reducer"][:2] == ["all_reduce bucket 0", "all_reduce bucket 1"]
+    sums = [call for call in zero["reducer"] if "layouts" not in call]  # ranks exchange the layouts once
+    assert sums[:2] == ["all_reduce bucket 0", "all_reduce bucket 1"]
     assert [kind.split()[0] for kind in zero["tree"]] == ["all_to_all_single", "all_gather_single"]
     assert all(call.endswith("bucket 0") for call in zero["tree"])
 

@@ -314,8 +314,7 @@ def _save_pretrained(model: Any, out: Path, weights: Weights) -> dict[str, Tenso
         class_name = type(model).__name__
         if prefixes:
             raise UsageError(code="several-hf-copies", count=len(prefixes), kind=class_name, one=first)
-        endings = {ending for name in weights for ending in _endings(name)}
-        missing = next((name for name in names if name not in endings), first)
+        missing = next((name for name in names if not any(f".{own}".endswith(f".{name}") for own in weights)), first)
         raise UsageError(code="no-hf-model-in-weights", kind=class_name, one=missing)
     (prefix,) = prefixes
     state = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}

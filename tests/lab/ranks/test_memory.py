@@ -90,8 +90,8 @@ def test_every_part_of_memory_and_every_byte_sent_is_what_arithmetic_says(tmp_pa
     assert state["ddp"] == pytest.approx(2 * weights, rel=0.01)
     assert state["zero"] == pytest.approx(weights, rel=0.05)  # half of it on each of 2 ranks
     assert found["manual"]["memory"]["gradients"] == pytest.approx(weights, rel=0.01)
-    assert found["no exchange"]["memory"]["exchange"] < 0.05 * weights
-    assert found["ddp"]["memory"]["exchange"] < 0.05 * weights  # its gradients lie in its buckets
+    assert found["no exchange"]["memory"]["exchange"] < 0.07 * weights  # of these 128 KiB for checksums of any size
+    assert found["ddp"]["memory"]["exchange"] < 0.07 * weights  # its gradients lie in its buckets
     totals = 100  # bytes: loss and weight of each virtual rank
     assert found["no exchange"]["sent_bytes"] < totals
     for strategy in ("manual", "bucketed", "ddp", "exact", "zero"):

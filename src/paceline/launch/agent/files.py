@@ -538,8 +538,9 @@ class SeparateFolder:
         if not self._has_checkpoint(folder, data, files, None if is_size_enough else tick):
             for file in files:
                 target = partial / Path(file.name).name
-                own = self._checkpoints.glob(f".tmp-{_step(name)}-*/{target.name}")  # sent to node 0 by a rank
-                held = next((path for path in (folder / target.name, *own) if _is_intact(path, file, tick)), None)
+                sent = (f for f in list_folders(self._checkpoints) if f.startswith(f".tmp-{_step(name)}-"))  # by a rank
+                places = (folder, *(self._checkpoints / own for own in sent))
+                held = next((p for place in places if _is_intact(p := place / target.name, file, tick)), None)
                 if held is not None:
                     writing.rename(held, target)
                     continue
