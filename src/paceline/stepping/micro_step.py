@@ -132,7 +132,7 @@ def check_mean(loss: Tensor, micro_step: MicroStep, *, has_weight: bool) -> Aver
 
 def _saved(node: Any, name: str) -> Tensor | None:
     """A tensor that a function has saved. None if a hook has packed it: torch's checkpoint would compute it again."""
-    is_packed = getattr(node, f"_raw_saved_{name}").unpack_hook is not None
+    is_packed = getattr(getattr(node, f"_raw_saved_{name}"), "unpack_hook", None) is not None
     return None if is_packed else getattr(node, f"_saved_{name}")
 
 
