@@ -36,6 +36,7 @@ RIGHT = {
     "pickled": True,
     "by_hand_input": 5, "by_hand_teacher": 5,
     "few_gather": [0, 1, 2, 3, 4], "few_sum": [1.0, 9.0], "projected_inside": 10, "projected_back": 10,
+    "mean_recomputed": 40,
 }  # fmt: skip
 
 
@@ -68,26 +69,15 @@ LAYOUTS = [  # the samples of a batch are counted wherever their dimension is
     "time_first", "time_first_pair", "time_first_two", "one_more_dimension", "dicts", "nodes", "packed", "pairs",
     "boxes", "number", "time_first_number",
 ]  # fmt: skip
+MEANS = [
+    "own_weights_given", "sum_by_samples", "sum_by_elements", "half", "tasks", "tasks_mean", "values",
+    "divided_values", "weighted_values", "scaled_like_a_share", "of_same_targets",
+]  # fmt: skip
 ALSO = [
     *((3, f"layout_{kind}") for kind in LAYOUTS),
     *((2, "weightless_masked", strategy) for strategy in ("exact", "manual", "ddp")),
     *((2, "zeroed", strategy) for strategy in ("bucketed", "zero", "fsdp")),
-    *(
-        (3, f"mean_{kind}")
-        for kind in (
-            "own_weights_given",
-            "sum_by_samples",
-            "sum_by_elements",
-            "half",
-            "tasks",
-            "tasks_mean",
-            "values",
-            "divided_values",
-            "weighted_values",
-            "scaled_like_a_share",
-            "recomputed",
-        )
-    ),
+    *((3, f"mean_{kind}") for kind in MEANS),
     *((2, f"mean_{kind}") for kind in ("sum_by_two_rows", "of_one_image", "and_norm", "and_sum")),
     (1, "mean_of_one_image"),
     *((1, kind) for kind in ("hook_all", "hook_any", "max_norm")),  # on several ranks they are errors

@@ -56,7 +56,8 @@ LOSS_WEIGHTS = Assumption(
     "In each batch of a custom collate function: samples are counted by the sizes of its tensors. "
     "Otherwise it is the planned number. In steps 1, 2, 3, 4, 5, 8, 9, ...: if torch computed the loss as a mean or a "
     "quotient, the weights must be proportional to its targets, elements or divisors. A sum over samples, and the root "
-    "of a mean, are errors. Sums of losses, and values of the batch that enter a loss, are not checked.",
+    "of a mean, are errors. Sums of losses, means of one sample, and values of the batch that enter a loss, are not "
+    "checked.",
     "reading the shapes of the batch's tensors; one message in these steps",
     "weights-not-of-targets",
 )

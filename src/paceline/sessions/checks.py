@@ -178,15 +178,15 @@ class LoopChecks:
 
     def _check_loss_weights(self) -> None:
         means = [
-            None if mean is None else (float(mean.count), float(weight), mean.is_of_targets)
+            None if mean is None else (float(mean.count), float(weight), mean.has_weight)
             for mean, weight in self._step.means
         ]
         by_rank: list[list[Any]] = all_gather_object(means, self._world)
         if any(mean is None for rank_means in by_rank for mean in rank_means):
             return  # a different loss, or several: their weights cannot be checked
         used = [mean for rank_means in by_rank for mean in rank_means if mean[1]]
-        if len({count for count, _, _ in used}) == 1 and not all(is_of_targets for _, _, is_of_targets in used):
-            return  # perhaps a mean over tasks or layers
+        if len({count for count, _, _ in used}) == 1 and not all(has_weight for _, _, has_weight in used):
+            return  # perhaps a mean over tasks or layers, or over a fixed number of generated samples
         ratios = [count / weight for count, weight, _ in used]
         if ratios and max(ratios) - min(ratios) > WEIGHT_RATIO_TOLERANCE * max(ratios):
             counts = "; ".join(

@@ -88,8 +88,8 @@ class AveragedCount(Struct, frozen=True):
     """What a mean was divided by."""
 
     count: float | Tensor
-    is_of_targets: bool = False
-    """whether torch counted targets; otherwise the elements may not belong to samples"""
+    has_weight: bool = False
+    """whether torch counted targets, and the loop gave their weight; otherwise they may not belong to samples"""
 
 
 def check_mean(loss: Tensor, micro_step: MicroStep, *, has_weight: bool) -> AveragedCount | None:
@@ -123,7 +123,7 @@ def check_mean(loss: Tensor, micro_step: MicroStep, *, has_weight: bool) -> Aver
     if is_mean and type(node).__name__ in TARGET_FUNCTIONS:
         count = _saved(node, "total_weight")
         # in half precision the count of torch is rounded
-        return None if count is None or count.dtype in HALF_PRECISION else AveragedCount(count, is_of_targets=True)
+        return None if count is None or count.dtype in HALF_PRECISION else AveragedCount(count, has_weight)
     if local == 1:
         return None  # the mean of one sample, which may have any number of elements
     count = math.prod(shape) if is_mean else divisor
@@ -132,7 +132,7 @@ def check_mean(loss: Tensor, micro_step: MicroStep, *, has_weight: bool) -> Aver
 
 def _saved(node: Any, name: str) -> Tensor | None:
     """A tensor that a function has saved. None if a hook has packed it: torch's checkpoint would compute it again."""
-    is_packed = getattr(node, f"_raw_saved_{name}").unpack_hook is not None
+    is_packed = getattr(getattr(node, f"_raw_saved_{name}"), "unpack_hook", None) is not None
     return None if is_packed else getattr(node, f"_saved_{name}")
 
 
