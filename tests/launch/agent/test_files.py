@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import secrets
 import select
 import shutil
+import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -19,7 +22,9 @@ import pytest
 from paceline.errors import UsageError
 from paceline.launch.agent import channel, files
 from paceline.launch.agent.files import FileClient, FileLink, FileServer, SeparateFolder
-from paceline.protocol.control import TransferRequest, WorkerSpec, send, transfer
+from paceline.launch.agent.follower import COORDINATOR_STOP_SECONDS, Follower
+from paceline.launch.agent.workers import InheritedResources
+from paceline.protocol.control import StopOrders, TransferRequest, WorkerSpec, send, signal_wakeup, transfer
 from paceline.protocol.job import NodePlan, NodeRanks
 from paceline.runs import writing
 
@@ -313,6 +318,21 @@ def test_copies_stay_if_node_0_cannot_list_its_checkpoints(node0: Node0, folder:
     with pytest.raises(OSError):
         node0.client.list_checkpoints()
     assert held.exists()
+
+
+@pytest.mark.parametrize(
+    ("grace_left", "signals", "waits"), [(math.inf, 0, True), (60.0, 1, True), (-1.0, 1, False), (60.0, 2, False)]
+)
+def test_the_last_copy_takes_no_longer_than_the_grace_of_a_stop(
+    node0: Node0, grace_left: float, signals: int, waits: bool
+) -> None:
+    with signal_wakeup(()) as wakeup:
+        orders = StopOrders(wakeup, lifeline=False)
+        orders.signals += [signal.SIGTERM] * signals
+        node = Follower(node0.plan, orders, InheritedResources(), lambda: None)
+        node._deadline_seconds = time.monotonic() + grace_left + COORDINATOR_STOP_SECONDS
+        with closing(node0.client._connect()) as link:
+            assert node._wait_for_copies(link._link, min(signals, 1)) == waits
 
 
 def test_a_host_may_join_its_run_again(node0: Node0, folder: SeparateFolder) -> None:
