@@ -141,6 +141,17 @@ def test_a_node_can_store_only_the_files_of_its_ranks(node0: Node0, shard: Path,
     assert node0.stored() == []
 
 
+def test_events_are_on_the_disk_of_node_0_before_a_shard_counts(
+    node0: Node0, shard: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced, sync = set[int](), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda number: (synced.add(os.fstat(number).st_ino), sync(number)))
+    part = channel.FilePart("events-1.jsonl", b"{}", appends_at=0)
+    node0.client.run(lambda link: link.request(part, channel.FileReply))
+    node0.client.upload(shard, SHARD)
+    assert (node0.run_dir / "events-1.jsonl").stat().st_ino in synced
+
+
 def test_a_shard_of_an_earlier_generation_is_not_stored(node0: Node0, shard: Path) -> None:
     with pytest.raises(FileNotFoundError):  # the newer one has removed the folder
         node0.client.upload(shard, SHARD.replace("-5-", "-4-"))

@@ -169,6 +169,7 @@ class FileServer:
 
     def __init__(self, attempt_dir: Path) -> None:
         self._run_dir, self._attempt = attempt_dir.parent, attempt_dir.name
+        self._unsynced: set[Path] = set()  # files that have grown
 
     def serve(self, link: channel.Link, messages: Sequence[channel.Message]) -> None:
         """Serve a link in a thread, until it ends."""
@@ -194,6 +195,7 @@ class FileServer:
             case FilePart(name, data, _, appends_at) if self._may_store(name):
                 if appends_at >= 0:
                     _append(self._run_dir / name, data, appends_at)
+                    self._unsynced.add(self._run_dir / name)
                 else:
                     parts = link.receive_file(message)
                     try:
@@ -202,6 +204,7 @@ class FileServer:
                         for _ in parts:  # the node sends all parts before it reads the answer
                             pass
                         raise
+                    self._sync_events()
                 link.send(FileReply())
             case FileRequest(name) if _FETCHED.fullmatch(name):
                 link.send_file(self._run_dir / name, name)
@@ -209,6 +212,12 @@ class FileServer:
                 link.send(channel.CheckpointList(_checkpoint_names(self._run_dir)))
             case _:
                 link.send(FileReply(f"{type(message).__name__} is not possible", errno.EINVAL))
+
+    def _sync_events(self) -> None:
+        """A checkpoint, of which a shard has arrived, must not be newer than the events on disk."""
+        while self._unsynced:
+            with suppress(KeyError, FileNotFoundError), open_file(self._unsynced.pop()) as file:
+                os.fsync(file.descriptor)
 
     def _may_store(self, name: str) -> bool:
         is_of_other_attempt = name.startswith("attempt-") and not name.startswith(f"{self._attempt}/")
