@@ -252,7 +252,7 @@ def test_a_new_generation_does_not_wait_for_the_copy_of_a_checkpoint(
     copying = threading.Thread(target=folder._copy_checkpoints, daemon=True)
     copying.start()
     assert stuck.reached.wait(30)
-    folder._threads = [copying]
+    folder._threads, folder.keeps_copy = [copying], True
     beginning = threading.Thread(
         target=lambda: (folder.begin(NodeRanks(first=1, world_size=3, group_rank=1), lambda: None), begun.set()),
         daemon=True,
@@ -311,6 +311,14 @@ def test_an_intact_checkpoint_stays_in_place_while_it_is_compared(
     folder._fetch_checkpoint(held.name, lambda: None)
     assert names_in(held) == ["manifest.json", "shard-0-of-1.safetensors"]
     assert names_in(folder._checkpoints) == [held.name]
+
+
+def test_the_node_that_becomes_node_1_keeps_the_copy(node0: Node0, folder: SeparateFolder) -> None:
+    write_checkpoint(node0.run_dir)
+    for group_rank in (2, 1):
+        folder.begin(NodeRanks(first=group_rank, world_size=3, group_rank=group_rank), lambda: None)
+    folder.finish(lambda: time.sleep(0.1) is None)
+    assert names_in(folder._checkpoints) == ["step-00000005"] and folder.keeps_copy
 
 
 def test_a_damaged_manifest_ends_no_copying(

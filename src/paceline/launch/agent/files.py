@@ -367,12 +367,13 @@ class SeparateFolder:
             self._get_settings_and_logs(range(ranks.first, ranks.first + self._plan.nproc), tick)
             self._remove_partial(math.inf)
             self._pause.clear()
-        if not self._threads:
-            self.keeps_copy = ranks.group_rank == 1
-            targets = [self._serve_ranks, self._sync_each_second, *([self._copy_checkpoints] * self.keeps_copy)]
-            self._threads = [threading.Thread(target=target, daemon=True) for target in targets]
-            for thread in self._threads:
-                thread.start()
+        targets = [] if self._threads else [self._serve_ranks, self._sync_each_second]
+        if ranks.group_rank == 1 and not self.keeps_copy:  # the first one, or the node that did so before is lost
+            self.keeps_copy = True
+            targets.append(self._copy_checkpoints)
+        for target in targets:
+            self._threads.append(threading.Thread(target=target, daemon=True))
+            self._threads[-1].start()
 
     def _get_settings_and_logs(self, ranks: Sequence[int], tick: Tick) -> None:
         self.sync(tick)
