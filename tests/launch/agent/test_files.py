@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import secrets
 import select
 import shutil
+import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -19,7 +22,9 @@ import pytest
 from paceline.errors import UsageError
 from paceline.launch.agent import channel, files
 from paceline.launch.agent.files import FileClient, FileLink, FileServer, SeparateFolder
-from paceline.protocol.control import TransferRequest, WorkerSpec, send, transfer
+from paceline.launch.agent.follower import COORDINATOR_STOP_SECONDS, Follower
+from paceline.launch.agent.workers import InheritedResources
+from paceline.protocol.control import StopOrders, TransferRequest, WorkerSpec, send, signal_wakeup, transfer
 from paceline.protocol.job import NodePlan, NodeRanks
 from paceline.runs import writing
 
@@ -136,6 +141,17 @@ def test_a_node_can_store_only_the_files_of_its_ranks(node0: Node0, shard: Path,
     assert node0.stored() == []
 
 
+def test_events_are_on_the_disk_of_node_0_before_a_shard_counts(
+    node0: Node0, shard: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced, sync = set[int](), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda number: (synced.add(os.fstat(number).st_ino), sync(number)))
+    part = channel.FilePart("events-1.jsonl", b"{}", appends_at=0)
+    node0.client.run(lambda link: link.request(part, channel.FileReply))
+    node0.client.upload(shard, SHARD)
+    assert (node0.run_dir / "events-1.jsonl").stat().st_ino in synced
+
+
 def test_a_shard_of_an_earlier_generation_is_not_stored(node0: Node0, shard: Path) -> None:
     with pytest.raises(FileNotFoundError):  # the newer one has removed the folder
         node0.client.upload(shard, SHARD.replace("-5-", "-4-"))
@@ -236,7 +252,7 @@ def test_a_new_generation_does_not_wait_for_the_copy_of_a_checkpoint(
     copying = threading.Thread(target=folder._copy_checkpoints, daemon=True)
     copying.start()
     assert stuck.reached.wait(30)
-    folder._threads = [copying]
+    folder._threads, folder.keeps_copy = [copying], True
     beginning = threading.Thread(
         target=lambda: (folder.begin(NodeRanks(first=1, world_size=3, group_rank=1), lambda: None), begun.set()),
         daemon=True,
@@ -297,6 +313,14 @@ def test_an_intact_checkpoint_stays_in_place_while_it_is_compared(
     assert names_in(folder._checkpoints) == [held.name]
 
 
+def test_the_node_that_becomes_node_1_keeps_the_copy(node0: Node0, folder: SeparateFolder) -> None:
+    write_checkpoint(node0.run_dir)
+    for group_rank in (2, 1):
+        folder.begin(NodeRanks(first=group_rank, world_size=3, group_rank=group_rank), lambda: None)
+    folder.finish(lambda: time.sleep(0.1) is None)
+    assert names_in(folder._checkpoints) == ["step-00000005"] and folder.keeps_copy
+
+
 def test_a_damaged_manifest_ends_no_copying(
     node0: Node0, folder: SeparateFolder, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -315,6 +339,21 @@ def test_copies_stay_if_node_0_cannot_list_its_checkpoints(node0: Node0, folder:
     assert held.exists()
 
 
+@pytest.mark.parametrize(
+    ("grace_left", "signals", "waits"), [(math.inf, 0, True), (60.0, 1, True), (-1.0, 1, False), (60.0, 2, False)]
+)
+def test_the_last_copy_takes_no_longer_than_the_grace_of_a_stop(
+    node0: Node0, grace_left: float, signals: int, waits: bool
+) -> None:
+    with signal_wakeup(()) as wakeup:
+        orders = StopOrders(wakeup, lifeline=False)
+        orders.signals += [signal.SIGTERM] * signals
+        node = Follower(node0.plan, orders, InheritedResources(), lambda: None)
+        node._deadline_seconds = time.monotonic() + grace_left + COORDINATOR_STOP_SECONDS
+        with closing(node0.client._connect()) as link:
+            assert node._wait_for_copies(link._link, min(signals, 1)) == waits
+
+
 def test_a_host_may_join_its_run_again(node0: Node0, folder: SeparateFolder) -> None:
     attempt = folder._run_dir / "attempt-2"
     for _ in range(2):
@@ -324,7 +363,7 @@ def test_a_host_may_join_its_run_again(node0: Node0, folder: SeparateFolder) -> 
     write(attempt / files.JOB_FILE, b"of a different run, or of a host that shares this folder")
     with pytest.raises(UsageError) as caught:
         SeparateFolder.find(node0.plan, attempt)
-    assert caught.value.code == "run-dir-of-other-run"
+    assert caught.value.code.endswith("other-run")
 
 
 def test_the_log_of_a_rank_continues_on_another_node(node0: Node0, folder: SeparateFolder) -> None:
@@ -333,11 +372,11 @@ def test_the_log_of_a_rank_continues_on_another_node(node0: Node0, folder: Separ
             stored.write(f"{of_others} ")
         folder.begin(NodeRanks(first=rank, world_size=3, group_rank=2), lambda: None)
         with (folder._attempt_dir / f"rank-{rank}.log").open("a") as log:
-            log.write(f"here after {of_others} ")
+            log.write(f"{rank} ")
         with folder._sender.lock:
             folder.sync()
     logs = [(node0.run_dir / "attempt-1" / f"rank-{rank}.log").read_text() for rank in (1, 2)]
-    assert logs == ["two here after two ", "one here after one three here after three "]
+    assert logs == ["two 1 ", "one 2 three 2 "]
 
 
 def test_a_file_that_grows_is_sent_once(node0: Node0, folder: SeparateFolder) -> None:

@@ -169,6 +169,7 @@ class FileServer:
 
     def __init__(self, attempt_dir: Path) -> None:
         self._run_dir, self._attempt = attempt_dir.parent, attempt_dir.name
+        self._unsynced: set[Path] = set()  # files that have grown
 
     def serve(self, link: channel.Link, messages: Sequence[channel.Message]) -> None:
         """Serve a link in a thread, until it ends."""
@@ -194,6 +195,7 @@ class FileServer:
             case FilePart(name, data, _, appends_at) if self._may_store(name):
                 if appends_at >= 0:
                     _append(self._run_dir / name, data, appends_at)
+                    self._unsynced.add(self._run_dir / name)
                 else:
                     parts = link.receive_file(message)
                     try:
@@ -202,6 +204,7 @@ class FileServer:
                         for _ in parts:  # the node sends all parts before it reads the answer
                             pass
                         raise
+                    self._sync_events()
                 link.send(FileReply())
             case FileRequest(name) if _FETCHED.fullmatch(name):
                 link.send_file(self._run_dir / name, name)
@@ -209,6 +212,12 @@ class FileServer:
                 link.send(channel.CheckpointList(_checkpoint_names(self._run_dir)))
             case _:
                 link.send(FileReply(f"{type(message).__name__} is not possible", errno.EINVAL))
+
+    def _sync_events(self) -> None:
+        """A checkpoint, of which a shard has arrived, must not be newer than the events on disk."""
+        while self._unsynced:
+            with suppress(KeyError, FileNotFoundError), open_file(self._unsynced.pop()) as file:
+                os.fsync(file.descriptor)
 
     def _may_store(self, name: str) -> bool:
         is_of_other_attempt = name.startswith("attempt-") and not name.startswith(f"{self._attempt}/")
@@ -358,12 +367,13 @@ class SeparateFolder:
             self._get_settings_and_logs(range(ranks.first, ranks.first + self._plan.nproc), tick)
             self._remove_partial(math.inf)
             self._pause.clear()
-        if not self._threads:
-            self.keeps_copy = ranks.group_rank == 1
-            targets = [self._serve_ranks, self._sync_each_second, *([self._copy_checkpoints] * self.keeps_copy)]
-            self._threads = [threading.Thread(target=target, daemon=True) for target in targets]
-            for thread in self._threads:
-                thread.start()
+        targets = [] if self._threads else [self._serve_ranks, self._sync_each_second]
+        if ranks.group_rank == 1 and not self.keeps_copy:  # the first one, or the node that did so before is lost
+            self.keeps_copy = True
+            targets.append(self._copy_checkpoints)
+        for target in targets:
+            self._threads.append(threading.Thread(target=target, daemon=True))
+            self._threads[-1].start()
 
     def _get_settings_and_logs(self, ranks: Sequence[int], tick: Tick) -> None:
         self.sync(tick)

@@ -90,10 +90,11 @@ class Follower:
         return self._code
 
     def _wait_for_copies(self, link: channel.Link, num_signals: int) -> bool:
-        """Returns False after a further stop order, or the end of the launcher."""
+        """Returns False after a further stop order, the grace of the last one, or the end of the launcher."""
         self.orders.wait(COPY_LOOK_SECONDS)
         link.send(channel.NodeHeartbeat(self._number, stopped=True))
-        return not self.orders.launcher_gone and len(self.orders.signals) == num_signals
+        has_new_order = self.orders.launcher_gone or len(self.orders.signals) != num_signals
+        return not has_new_order and time.monotonic() < self._deadline_seconds - COORDINATOR_STOP_SECONDS
 
     def _execute(self, message: channel.Message, link: channel.Link) -> None:
         match message:
