@@ -67,6 +67,8 @@ def test_equal_flips_in_many_numbers_do_not_cancel_and_the_order_counts():
         assert len({int(checksum(v)) for v in (values, *signs)}) == 7
     conjugate = torch.randn(4, dtype=torch.complex64).conj()
     assert int(checksum(conjugate)) == int(checksum(conjugate.resolve_conj()))
+    negated = conjugate.imag[:1]  # its sign is a flag of the tensor
+    assert int(checksum(negated)) == int(checksum(negated.resolve_neg()))
     long = torch.zeros(4 * CHUNK + 3)
     ends = [flipped(long, place, 31) for place in (0, 2 * CHUNK, 4 * CHUNK, 4 * CHUNK + 2)]
     assert len({int(checksum(v)) for v in (long, *ends)}) == 5

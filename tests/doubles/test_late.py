@@ -13,6 +13,7 @@ import torch
 from tests import warm
 from tests.doubles.syncs import on_the_cpu
 from tests.ended import ended
+from tests.errors import raises
 from tests.run_ranks import run_ranks
 from tests.train.test_nonfinite import BAD, CPU, MANY, batches, bits, good, made, of_ranks, rooted
 from tests.worlds import world as world
@@ -320,6 +321,50 @@ def test_a_late_step_that_cannot_be_read_leaves_no_state_to_save(world: World, m
     assert phases[-1] is Phase.OPTIMIZER
 
 
+class WritesInForward(nn.Module):
+    """Writes into its inputs after the first `since` calls, or into a parameter."""
+
+    def __init__(self, since: int, max_norm: float | None = None) -> None:
+        super().__init__()
+        self.calls, self.since, self.limited = 0, since, max_norm is not None
+        self.table, self.linear = nn.Embedding(6, 4, max_norm=max_norm), nn.Linear(4, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += 1
+        if self.limited:
+            return self.linear(self.table((inputs.abs() * 2).long().clamp(max=5)).sum(1))
+        return self.linear(inputs.mul_(0.5) if self.calls > self.since else inputs * 0.5)
+
+
+@pytest.mark.parametrize("kind", [NAN_LOSS, HUGE_GRADIENT])
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+def test_steps_of_a_forward_that_writes_into_its_batch_or_a_parameter_are_not_late(
+    world: World, kind: float, max_norm: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second forward would change the batch again. The average would contain what the next forward has written."""
+
+    def made(*_: object) -> Strategy:
+        torch.manual_seed(0)
+        return STRATEGIES["single"](WritesInForward(0, max_norm), OPTIMIZERS["adamw"], world)
+
+    monkeypatch.setattr(f"{__name__}.normalized", made)
+    options: Any = {"kind": kind, "clip": 0.5}
+    wanted, _ = recorded(world, "single", "adamw", (4,), late=False, **options)
+    found, late_number = recorded(world, "single", "adamw", (4,), late=True, **options)
+    assert found == wanted
+    assert not late_number
+
+
+@pytest.mark.parametrize("since", [2 * 4, 2 * 5])  # in the step that is not finite, or in the next one
+def test_a_step_that_cannot_be_repeated_is_an_error(world: World, since: int) -> None:
+    replica = STRATEGIES["single"](WritesInForward(since), OPTIMIZERS["adamw"], world)
+    steps, seen = late_batches(world, 1, (4,), NAN_LOSS), list[str]()
+    with on_the_cpu(), raises("written-in-forward", step=5):
+        for _ in fit(replica, steps, spoiled, Schedule(0.1, 9), may_be_late=is_late, may_skip=True):
+            seen.append(bits(replica))
+    assert len(seen) == 4 and bits(replica) == seen[-1]
+
+
 class Own(torch.optim.AdamW):
     """May ignore `found_inf`."""
 
@@ -358,7 +403,7 @@ import os
 import torch
 from tests.doubles.syncs import on_the_cpu
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from paceline import Strategy, Task
 
@@ -381,6 +426,11 @@ class Data(Dataset):
         return x, x.sum() * (torch.nan if index == self.bad else 1)
 
 
+class Stream(IterableDataset):
+    def __iter__(self):
+        return map(Data("test").__getitem__, range(60))
+
+
 def loss(outputs, targets):
     return (outputs[:, 0] - targets).square()
 
@@ -390,6 +440,7 @@ def model():
 
 
 task = Task(model, Data, loss)
+streamed = Task(model, lambda split: Stream() if split == "train" else Data(split), loss)
 """
 
 
@@ -397,9 +448,10 @@ task = Task(model, Data, loss)
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--not-finite", "skip", "--ema", "0.9", "--eval-every", "4"),
-        ("--not-finite", "rollback", "--checkpoint-every", "2", "--clip-norm", "0.5"),
-        ("--checkpoint-every", "5"),  # stops at step 3
+        ("task", "--not-finite", "skip", "--ema", "0.9", "--eval-every", "4"),
+        ("task", "--not-finite", "rollback", "--checkpoint-every", "6", "--clip-norm", "0.5"),
+        ("task", "--checkpoint-every", "5"),  # stops at step 3
+        ("streamed", "--schedule", "constant"),  # its end is known only after the last step
     ],
 )
 def test_a_run_with_late_steps_writes_what_others_write(arguments: Sequence[str], tmp_path: Path) -> None:
@@ -409,7 +461,8 @@ def test_a_run_with_late_steps_writes_what_others_write(arguments: Sequence[str]
         folder = tmp_path / f"run{late}"
         folder.mkdir()
         (folder / "mine.py").write_text(TASK)
-        command = ["-m", "paceline", "train", "mine.py:task", "--global-batch", "12", "--epochs", "2", *arguments]
+        task, *options = arguments
+        command = ["-m", "paceline", "train", f"mine.py:{task}", "--global-batch", "12", "--epochs", "2", *options]
         done = warm.run(
             [*command, "--run-dir", "run"], torch=True, cwd=folder, timeout=170,
             env=os.environ | {"LATE": late},
@@ -424,5 +477,5 @@ def test_a_run_with_late_steps_writes_what_others_write(arguments: Sequence[str]
         shards = (folder / "run" / "checkpoints").glob("*/*.safetensors")
         saved = sorted((path.parent.name, sha256(path.read_bytes()).hexdigest()) for path in shards)
         found.append((done.returncode, said, numbers, saved, ended(folder / "run").weights_sha256))
-        assert (folder / "late.txt").exists() == bool(late)
+        assert (folder / "late.txt").exists() == (bool(late) and task == "task")
     assert found[0] == found[1]

@@ -15,7 +15,7 @@ def checksum(tensor: Tensor) -> Tensor:
     It is a sum of words of 32 bits, each times an odd number of 64 bits, modulo 2**64. So one changed word always
     changes it. In words of 64 bits, the signs of two numbers would cancel: 2**63 times any odd number is 2**63.
     """
-    flat = tensor.detach().resolve_conj().contiguous().reshape(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     data = flat.as_strided(flat.shape, (1,))  # the stride of a single element can be anything
     if data.element_size() < 4:
         data = data.view(torch.uint8)

@@ -116,17 +116,14 @@ class UnreadStep:
         `wait` returns the sum of losses, the norm of the gradients if they are clipped, and `bad`.
         """
         self.result, self.bad, self._wait = result, bad, wait
-        self._is_good: bool | None = None
 
     def read(self) -> bool:
         """Wait for the device, and complete the result. False: the step has changed nothing, and must be repeated."""
-        if self._is_good is None:
-            loss_sum, *norm, bad = self._wait()
-            self._is_good = bad == 0
-            if self._is_good:
-                self.result.loss += loss_sum / self.result.total_weight
-                self.result.grad_norm, self.result.unread = norm[0] if norm else None, None
-        return self._is_good
+        loss_sum, *norm, bad = self._wait()
+        if bad == 0:
+            self.result.loss += loss_sum / self.result.total_weight
+            self.result.grad_norm, self.result.unread = norm[0] if norm else None, None
+        return bad == 0
 
 
 class StepTotals:

@@ -6,6 +6,7 @@ The loop yields after each step, so that its caller can log, evaluate, save or s
 import traceback
 from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, TypedDict, Unpack
 
 from msgspec.structs import replace
@@ -15,7 +16,7 @@ from paceline.collectives.batchnorm import SyncBatchNorm
 from paceline.compute.memory import is_out_of_memory
 from paceline.data.loader import MicroBatch, PrefetchTrigger
 from paceline.errors import PacelineError, UsageError
-from paceline.nested import batch_size
+from paceline.nested import batch_size, tensors
 from paceline.protocol.evidence import Phase
 from paceline.protocol.status_page import StatusPage
 from paceline.rank.guard import HangGuard
@@ -78,6 +79,8 @@ class TaskSteps:
         else:  # no single stage can recompute one sample to find the cause of a NaN
             self._steps = PipelineStep(replica.world, replica.virtual_ranks, way_out=way_out, **options)
         self._steps.parts.append(ModelInTraining(replica, scale=scale))
+        self.unread: StepRecord | None = None  # of the previous step, if its result is not read
+        self._writes: bool | None = None  # whether a forward has written into its batch or a parameter; None: not known
 
     def take_step(self, microbatches: Sequence[MicroBatch]) -> StepResult:
         """Take one step on this rank's micro-batches of a global batch; at least one, in the order of the loader.
@@ -91,14 +94,14 @@ class TaskSteps:
         self.compute(microbatches)
         return self.update()
 
-    def compute(self, microbatches: Sequence[MicroBatch], *, late: bool = False) -> None:
+    def compute(self, microbatches: Sequence[MicroBatch], *, late: bool | None = None) -> bool:
         """All of `take_step` before the update. `late`: the result may be read in the next step, if the GPU can skip.
 
-        Raises:
-            StepNotAppliedError: the previous step has changed nothing. Repeat it, and this one.
+        Returns whether the step is computed. False: the previous step has changed nothing. Repeat it, and this one.
         """
         steps, replica, work = self._steps, self._replica, microbatches[0].work
-        steps.may_be_late = late
+        before = None if late is None else self._versions(microbatches)
+        steps.may_be_late = bool(late) and self._writes is False
         where = f"epoch {work.epoch + 1}, step {work.step + 1} of that epoch"
         try:
             if isinstance(steps, PipelineStep):
@@ -107,12 +110,18 @@ class TaskSteps:
             else:
                 for batch in steps.run_micro_batches(where, microbatches, one_each=self._one_each):
                     self._compute(batch)
+            return True
         except BaseException as error:
             steps.abort_step()
+            if isinstance(error, StepNotAppliedError):
+                return False
             if is_out_of_memory(error):
                 traceback.clear_frames(error.__traceback__)  # they hold tensors
                 raise self._explain_out_of_memory(where, microbatches[0]) from error
             raise
+        finally:
+            if before is not None:
+                self._writes = bool(self._writes) or self._versions(microbatches) != before
 
     def update(self) -> StepResult:
         """Update with the gradients of `compute`. `complete` completes a result that is `unread`."""
@@ -125,30 +134,37 @@ class TaskSteps:
                 replica.step_unless(steps.unread.bad)
         return steps.end()
 
-    def complete(self, record: StepRecord, schedule: LRSchedule) -> StepRecord:
-        """The record of an unread step with its result. A step that the device has not applied is repeated.
+    def complete(self, schedule: LRSchedule) -> Generator[StepRecord]:
+        """Yield the record of the `unread` step, if any, with its result. Repeat it if the device has not applied it.
 
         Call it before the next update. The next step must be computed again if this one was repeated.
         """
-        unread = record.result.unread
+        record, self.unread = self.unread, None
+        if record is None:
+            return
         try:
-            if unread is None or unread.read():
-                return record
+            is_applied = record.result.unread is None or record.result.unread.read()
         except BaseException:
             self._enter(Phase.OPTIMIZER)  # a reader of the phase must not take the state for that before the step
             raise
-        self.abort_step()
-        self._replica.undo_buffers()
-        schedule.set_lr(self._replica.optimizer, record.step - 1)
-        self._steps.is_repeated, self._steps.unread = True, None
-        result = self.take_step(record.microbatches)
-        self._steps.is_repeated = False
-        return replace(record, result=result)
+        if not is_applied:
+            self._replica.undo_buffers()
+            if self._writes:
+                raise UsageError(code="written-in-forward", step=record.step)
+            schedule.set_lr(self._replica.optimizer, record.step - 1)
+            self._steps.is_repeated, self._steps.unread = True, None
+            record = replace(record, result=self.take_step(record.microbatches))
+            self._steps.is_repeated = False
+        yield record
 
     def abort_step(self) -> None:
         """Drop a step that was computed, but not updated."""
         if self._steps.in_step and not self._steps.updating:
             self._steps.abort_step()
+
+    def _versions(self, microbatches: Sequence[MicroBatch]) -> list[int]:
+        batches = tensors([(batch.inputs, batch.targets) for batch in microbatches])
+        return [t.is_inference() or t._version for t in chain(self._replica.parameters, batches)]  # pyright: ignore[reportPrivateUsage]
 
     def _compute(self, batch: MicroBatch) -> None:
         outputs = call_model(self._replica.model, batch.inputs, self._replica.module)
@@ -203,26 +219,20 @@ def fit(
         on_device: device events of the phases; see PhaseClock.
         may_be_late: whether a step, from 1, may be `unread` after its update. Its record then follows the backward of
             the next step: parameters are those after the step, but buffers and gradients are not. None: no step.
+            The first step is not late, and no step after a forward that writes into its batch or a parameter.
         scale, one_each, options: see TaskSteps, also for the errors.
     """
     replica.model.train()
     page = page or HangGuard.of_process().page
     clock = PhaseClock(page, on_device, options.setdefault("enter", page.enter))
     step = TaskSteps(replica, loss, scale=scale, one_each=one_each, **options)
-    unread: StepRecord | None = None  # of the previous step, if its result is not read
     clock.start()
     try:
         for number, microbatches in enumerate(steps, start):
             lr = schedule.set_lr(replica.optimizer, number)
-            late = may_be_late is not None and may_be_late(number + 1)
-            try:
-                step.compute(microbatches, late=late)
-                is_computed = True
-            except StepNotAppliedError:
-                is_computed = False
-            if unread is not None:
-                previous, unread = unread, None
-                yield step.complete(previous, schedule)
+            late = None if may_be_late is None else may_be_late(number + 1)
+            is_computed = step.compute(microbatches, late=late)
+            yield from step.complete(schedule)
             if not is_computed:
                 schedule.set_lr(replica.optimizer, number)
                 step.compute(microbatches, late=late)
@@ -231,15 +241,13 @@ def fit(
             if result.unread is None:
                 yield record
             else:
-                unread = record
+                step.unread = record
             clock.start()  # the time of the caller does not count for the next step
     except Exception:
-        if unread is not None:  # the state is that after its update
-            yield step.complete(unread, schedule)
+        yield from step.complete(schedule)  # the state is that after its update
         raise
     else:
-        if unread is not None:
-            yield step.complete(unread, schedule)
+        yield from step.complete(schedule)
     finally:
         step.abort_step()
 

@@ -59,7 +59,8 @@ class TaskTrainer:
         if origin is not None:
             self._load(origin)
         self._evaluator = Evaluator(parts, self._progress, self._data)
-        is_fixed = isinstance(parts.schedule, Schedule) and parts.task.on_step is None  # nobody needs the last loss
+        # nobody needs the last loss, or the last votes to know whether a stream continues
+        is_fixed = isinstance(parts.schedule, Schedule) and parts.task.on_step is None and stream is None
         is_single_gpu = is_async_device(self._world.device) and self._world.size == 1
         self._can_be_late = is_single_gpu and is_fixed and self._scale is None and not compute.cuda_graphs
         self._audits: Audits | None = None
@@ -148,8 +149,7 @@ class TaskTrainer:
     def _may_be_late(self, step: int) -> bool:
         """Whether nothing looks at the state after `step`, so that its result may be read in the next step."""
         is_end = self._data.is_last_step(step) or step == self._config.checkpoint.rehearse_preemption
-        is_first = step == self._progress.start + 1
-        return not (is_first or is_end or self._evaluator.is_due(step) or self._progress.is_due(step))
+        return not (is_end or self._evaluator.is_due(step) or self._progress.is_due(step))
 
     def _load(self, origin: ResumePoint) -> None:
         self._data.load(origin.trainer_state.loop)
