@@ -223,7 +223,7 @@ def test_what_the_checks_of_settings_find_is_in_the_tables(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     page = SUPPORT_PAGE.read_text()
-    for kind in ("task", "check_support"):
+    for kind in ("task", "check"):
         for (title, name), found in support.told(page, kind).items():
             now = support.checked(name, title)
             if now[0] or kind == "check_support":

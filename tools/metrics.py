@@ -132,10 +132,10 @@ def _sizes(package: Package, tests: Path) -> list[Count]:
     sentences = [where for path in sorted(tests.rglob("*.py")) for where in _sentences(path)]
     packages = {package.top_level(name) for name in package.paths} - {""}
     return [
-        Count("lines of src", [], 64_010, sum(package.lines.values()), target=47_000),
+        Count("lines of src", [], 64_181, sum(package.lines.values()), target=47_000),
         Count("modules", [], 290, len(package.paths), target=300),
         Count("top-level packages and modules", [], 24, len(packages), target=20),
-        Count("lines imported by paceline.sessions.session", [], 26_509, package.loaded("paceline.sessions.session")),
+        Count("lines imported by paceline.sessions.session", [], 26_577, package.loaded("paceline.sessions.session")),
         Count("lines imported by paceline.strategies.single", [], 10_467, package.loaded("paceline.strategies.single")),
         Count("lines of tests", [], 77_719, sum(_lines(path) for path in tests.rglob("*.py")), target=58_000),
         Count("assertions on full sentences", sentences, 23, target=60),

@@ -153,7 +153,9 @@ def resumed_with(act: Any, folder: Path) -> str:
     try:
         with paceline.session(folder, strategy="exact", virtual_ranks=3, device="cpu", resume=True) as s:
             model = net()
-            model, optimizers = s.prepare(model, act(model))
+            given = act(model)
+            own = [ExponentialLR(given[0], 0.9), *(LinearLR(one, 0.5, 1.0, total_iters=4) for one in given[1:])]
+            model, optimizers, _ = s.prepare(model, given, own)
             loader = s.loader(data(), global_batch=GLOBAL, shuffle=False)
             for _ in s.epochs(EPOCHS):
                 train(model, optimizers, [], loader, s.backward)
