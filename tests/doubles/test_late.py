@@ -398,7 +398,12 @@ def test_only_optimizers_that_can_skip_are_late() -> None:
         assert not can_skip(make)
 
 
-TASK = """
+TASK = (
+    f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+"""
+    + """
 import os
 import torch
 from tests.doubles.syncs import on_the_cpu
@@ -442,6 +447,7 @@ def model():
 task = Task(model, Data, loss)
 streamed = Task(model, lambda split: Stream() if split == "train" else Data(split), loss)
 """
+)
 
 
 @pytest.mark.ranks
