@@ -334,7 +334,7 @@ class Step:
             self.means.append((mean, weighed.weight))
         # a mean; or the (B,) of a task, which was checked to have one value per sample
         plain = weight is None and reduction == "mean" and loss.ndim <= int(self._forward is not None)
-        is_weightless = self._sums.add_loss(loss, weighed, reduction, micro_step, plain=plain, is_last=last)
+        is_weightless = self._sums.add_loss(loss, weighed, reduction, micro_step, plain=plain)
         # a host that steps separately does not wait for weights of other hosts
         scale = self._sums.choose_loss_divisor(weighed, waits=last and self._host is None)
         finish = self._sums.start() if last else None  # travels during backward

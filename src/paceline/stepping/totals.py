@@ -154,9 +154,8 @@ class StepTotals:
         self.is_alone, self._where, self._one_each = alone and not self._same_bits, where, one_each
         self._guess = self.result.total_weight or self._guess
         self.result = StepResult()
-        self._losses: list[float | Tensor] = [0.0] * self._virtual_ranks
+        self._losses: list[float | Tensor | WeightedLoss] = [0.0] * self._virtual_ranks
         self._weights: list[float | Tensor] = [0.0] * self._virtual_ranks
-        self._unsent: tuple[int, WeightedLoss] | None = None  # virtual rank and loss that `start` adds to `_losses`
         self._is_counted = False  # whether they are those of a round that is over
         self.divisor: float | None = None
         """the sum of all weights; None: not known yet"""
@@ -181,19 +180,11 @@ class StepTotals:
         return self.result
 
     def add_loss(
-        self,
-        loss: Tensor,
-        weighed: WeightedLoss,
-        reduction: Reduction,
-        micro_step: MicroStep,
-        *,
-        plain: bool,
-        is_last: bool = False,
+        self, loss: Tensor, weighed: WeightedLoss, reduction: Reduction, micro_step: MicroStep, *, plain: bool
     ) -> bool:
         """Add a loss and its weight to the totals. Backwards with a common divisor must have the same weight.
 
-        `plain`: each sample weighs 1, according to the form of the loss, which is the same on all ranks. `is_last`:
-        `start` is called next.
+        `plain`: each sample weighs 1, according to the form of the loss, which is the same on all ranks.
 
         Returns whether the loss is known to have no gradient: its factor is 0. A GPU is not asked, because the host
         would wait.
@@ -217,16 +208,14 @@ class StepTotals:
             if virtual_rank >= self._virtual_ranks:
                 raise UsageError(code="wrong-virtual-ranks", virtual_rank=virtual_rank, rows=self._virtual_ranks)
             if not is_weightless:  # a mean over nothing is NaN
-                if self._on_device:
-                    total = self._losses[virtual_rank]
-                    if is_last and isinstance(total, float) and self._world.size > 1:
-                        self._unsent = virtual_rank, weighed
-                    else:
-                        self._losses[virtual_rank] = weighed.add_to(total)
-                elif isinstance(factor, Tensor):
-                    self._losses[virtual_rank] += float(weighed.value.detach() * factor)
-                else:  # the same bits
-                    self._losses[virtual_rank] += weighed.value.item() * factor
+                total = self._losses[virtual_rank]
+                if self._on_device:  # `start` adds the first loss to the numbers that it sends
+                    is_first = isinstance(total, float)
+                    self._losses[virtual_rank] = weighed.detach() if is_first else weighed.add_to(_number(total))
+                else:  # a product with a number of the host has the same bits
+                    assert isinstance(total, float)
+                    value = weighed.value.detach() if isinstance(factor, Tensor) else weighed.value.item()
+                    self._losses[virtual_rank] = total + float(value * factor)
                 self.seen.append((micro_step.batch, loss.detach()))
             if not self.in_round:  # only once for several backwards
                 self._weights[virtual_rank] += (
@@ -289,6 +278,7 @@ class StepTotals:
         votes = [*astuple(self._votes()), *hashes] if self.divisor is None else []
         losses, weights = self._losses, self._weights
         if self._world.size == 1:
+            losses = [*map(_number, losses)] if self._on_device else losses
             loss, weight = (losses[0], weights[0]) if len(losses) == 1 else (_tree_sum(losses), _tree_sum(weights))
             if isinstance(loss, Tensor) or isinstance(weight, Tensor):
                 return lambda: _deferred_totals(loss, weight, votes)
@@ -302,16 +292,14 @@ class StepTotals:
             return self._start_on_device(self._exchange, numbers)
         return partial(self._totals, self._exchange.start_float_sum(numbers, TOTALS_NAME))
 
-    def _start_on_device(self, exchange: Communicator, numbers: Sequence[float | Tensor]) -> AwaitTotals:
-        on_host = [0.0 if isinstance(number, Tensor) else number for number in numbers]
+    def _start_on_device(self, exchange: Communicator, numbers: Sequence[float | Tensor | WeightedLoss]) -> AwaitTotals:
+        on_host = [0.0 if isinstance(number, (Tensor, WeightedLoss)) else number for number in numbers]
         slots = self._to_device.send(on_host)
         for index, number in enumerate(numbers):
             if isinstance(number, Tensor):
                 slots[index] = number
-        if self._unsent is not None:
-            (virtual_rank, weighed), self._unsent = self._unsent, None
-            slot = slots[2 * virtual_rank]
-            self._losses[virtual_rank] = weighed.add_to(slot, out=slot)
+            elif isinstance(number, WeightedLoss):
+                number.add_to(slots[index], out=slots[index])
         finish = exchange.start_sum(slots, TOTALS_NAME)
 
         def totals() -> DeferredTotals:
@@ -342,10 +330,9 @@ class StepTotals:
             return
         enter(Phase.SYNC)
         wait, self._awaited, samples = self._awaited, None, self.samples_if_weight
-        is_finite_here = all(math.isfinite(float(loss)) for loss in self._losses)
         try:
             if not math.isfinite(self.read_totals(resolve_deferred(wait()), late=True)):
-                if is_finite_here:
+                if all(math.isfinite(float(_number(loss))) for loss in self._losses):
                     raise ReportedByPeer("another rank tells whose loss is not finite", ExitCode.NOT_FINITE)
                 # other hosts may have left already: each rank reports for itself
                 cause = find_nonfinite_losses(self.seen, str(self._where), lambda value: {self._world.rank: value})
@@ -412,6 +399,10 @@ def _deferred_totals(loss: float | Tensor, weight: float | Tensor, votes: list[f
 
     numbers = on_device[0].view(1) if len(on_device) == 1 else torch.stack(on_device)
     return DeferredTotals(numbers, totals, weight.view(1) if isinstance(weight, Tensor) else weight)
+
+
+def _number(loss: float | Tensor | WeightedLoss) -> float | Tensor:
+    return loss.add_to(0.0) if isinstance(loss, WeightedLoss) else loss
 
 
 def _tree_sum(numbers: Sequence[_N]) -> _N:
