@@ -25,7 +25,7 @@ PLANTED = {
         "lab/scale.py",
         "def f():\n    import torch",
     ),
-    "Commands read checkpoints and MNIST without torch": ("checkpoint/format.py", "import paceline.rank.world"),
+    "Commands read checkpoints and MNIST without torch": ("checkpoint/manager.py", "import paceline.rank.world"),
     "Packages inside a rank import no launcher, agent or judge": ("train/step.py", "import paceline.guard.judge"),
     "No part takes the whole configuration": ("strategies/ddp.py", "import paceline.config.settings"),
 }

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from paceline.checkpoint.format import FORMAT_VERSION, Manifest, Piece, ShardFile
 from paceline.checkpoint.manager import Checkpoints
+from paceline.runs.checkpoint_format import FORMAT_VERSION, Manifest, Piece, ShardFile
 from paceline.runs.writing import write_new
 
 SIZE = 3000  # elements of one shard, a byte each

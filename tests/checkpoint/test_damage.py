@@ -14,8 +14,8 @@ import pytest
 from tests.checkpoint.checkpoint_harness import newest, saved, sealed, shard_name
 from tests.checkpoint.damage import kill_trial, trial
 
-from paceline.checkpoint.format import DamagedCheckpoint
 from paceline.checkpoint.manager import Checkpoints
+from paceline.runs.checkpoint_format import DamagedCheckpoint
 from paceline.runs.owners import user_name
 
 NOBODY = 65534

@@ -20,8 +20,8 @@ from tests.checkpoint.checkpoint_harness import (
     write_shards,
 )
 
-from paceline.checkpoint.format import DamagedCheckpoint
 from paceline.checkpoint.manager import CheckpointFolder, Checkpoints
+from paceline.runs.checkpoint_format import DamagedCheckpoint
 
 
 def spoil(root: Path, step: int) -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from tests.run_ranks import run_ranks
 
-from paceline.checkpoint.format import FORMAT_VERSION, Manifest, ShardFile
 from paceline.checkpoint.manager import Checkpoints
 from paceline.checkpoint.resume import ResumePoint, RunLocation, newest_on_disk, newest_state
 from paceline.checkpoint.shards import make_shard_layout, select_shards_to_save, write_shard_file
@@ -19,6 +18,7 @@ from paceline.config.settings import CheckpointConfig, TrainConfig
 from paceline.errors import PacelineError
 from paceline.protocol.control import WorkerSpec
 from paceline.rank.world import World
+from paceline.runs.checkpoint_format import FORMAT_VERSION, Manifest, ShardFile
 from paceline.runs.writing import write_new
 from paceline.train.run import _find_resume_point
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from tests.checkpoint.checkpoint_harness import HEADER, newest, saved, sealed, shard_name
 
-from paceline.checkpoint.format import MOST_ELEMENTS
+from paceline.runs.checkpoint_format import MOST_ELEMENTS
 
 
 def forge(root: Path, data: bytes | None = None, **changes: Any) -> None:

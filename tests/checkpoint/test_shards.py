@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 from tests.errors import raises
 from torch import Tensor
 
-from paceline.checkpoint.format import DamagedCheckpoint, Piece
 from paceline.checkpoint.shards import (
     DTYPE_NAMES,
     METADATA_KEY,
@@ -30,6 +29,7 @@ from paceline.checkpoint.shards import (
     write_shard_file,
 )
 from paceline.checkpoint.state import TensorShard
+from paceline.runs.checkpoint_format import DamagedCheckpoint, Piece
 
 META = {"step": 7, "words": "Grüße"}
 

@@ -13,10 +13,10 @@ from tests.lab.tasks_to_replay import BAD
 from tests.run_script import run_script
 from tests.soak_replay import LOOP, TASKS, digest_of, hashes, logged_loss, replayed
 
-from paceline.checkpoint.format import encode_manifest, read_manifest
 from paceline.checkpoint.manager import Checkpoints
 from paceline.data.plan import BatchPlan
 from paceline.lab.replay import LoggedStep, ReplayResult, read_log
+from paceline.runs.checkpoint_format import encode_manifest, read_manifest
 from paceline.runs.events import Started, Step
 
 RANKS, STEPS, EVERY = 3, 12, 4

@@ -12,8 +12,8 @@ from torch.optim import AdamW
 
 from paceline import BatchPlan, LoadingOptions, load_steps, train_step
 from paceline.checkpoint.export import state_dict_from_source, state_dict_names_by_saved_name
-from paceline.checkpoint.format import DamagedCheckpoint
 from paceline.data.arrays import ArrayDataset
+from paceline.runs.checkpoint_format import DamagedCheckpoint
 from paceline.strategies import STRATEGIES
 
 V = 5

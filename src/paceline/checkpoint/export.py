@@ -13,10 +13,10 @@ from paceline.checkpoint.buffer_reductions import (
     possible_reductions,
     reduce_buffer,
 )
-from paceline.checkpoint.format import DamagedCheckpoint, Manifest
 from paceline.checkpoint.shards import ShardFileSource
 from paceline.checkpoint.state import PrefixedSource, Source
 from paceline.errors import UsageError, unknown_name_error
+from paceline.runs.checkpoint_format import DamagedCheckpoint, Manifest
 
 BUFFER_NAME_PATTERN = re.compile(r"buffers/(?:([0-9]{1,9})/)?(.+)")  # of one virtual rank, or of all
 REDUCTION_NAME_PATTERN = re.compile(r"reduction/([a-z]+)/(.+)")

@@ -23,7 +23,9 @@ from collections.abc import Callable, Collection, Generator
 from pathlib import Path
 from typing import NamedTuple
 
-from paceline.checkpoint.format import (
+from paceline.errors import TrainingError
+from paceline.runs import writing
+from paceline.runs.checkpoint_format import (
     MANIFEST_NAME,
     DamagedCheckpoint,
     Manifest,
@@ -34,8 +36,6 @@ from paceline.checkpoint.format import (
     read_manifest,
     step_of,
 )
-from paceline.errors import TrainingError
-from paceline.runs import writing
 from paceline.runs.reading import list_names
 
 MAX_LISTINGS = 100  # a new listing is needed when a writer has published and deleted meanwhile

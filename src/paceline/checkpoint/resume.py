@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from paceline.checkpoint.format import DamagedCheckpoint, Manifest
 from paceline.checkpoint.manager import Checkpoints, MessageCallback
 from paceline.checkpoint.shards import ShardFileSource
 from paceline.checkpoint.snapshots import broadcast_snapshot, inherited_memory_files, newest_snapshot
@@ -20,6 +19,7 @@ from paceline.protocol.control import WorkerSpec, restart_count, transfer
 from paceline.rank.guard import HangGuard
 from paceline.rank.world import World
 from paceline.runs import folder as run_folder
+from paceline.runs.checkpoint_format import DamagedCheckpoint, Manifest
 
 
 @dataclass(frozen=True)

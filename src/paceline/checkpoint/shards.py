@@ -20,7 +20,13 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from paceline.checkpoint.format import (
+from paceline.checkpoint.state import Source, TensorShard, view_ranges
+from paceline.collectives.buckets import assign_balanced
+from paceline.collectives.control import all_gather_object
+from paceline.collectives.tree import round_up
+from paceline.errors import UsageError
+from paceline.rank.world import World
+from paceline.runs.checkpoint_format import (
     HEADER_LENGTH_FIELD_BYTES,
     REAL_DTYPE_OF_COMPLEX,
     DamagedCheckpoint,
@@ -28,12 +34,6 @@ from paceline.checkpoint.format import (
     Piece,
     find_coverage_error,
 )
-from paceline.checkpoint.state import Source, TensorShard, view_ranges
-from paceline.collectives.buckets import assign_balanced
-from paceline.collectives.control import all_gather_object
-from paceline.collectives.tree import round_up
-from paceline.errors import UsageError
-from paceline.rank.world import World
 
 DTYPE_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",

@@ -29,7 +29,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.checkpoint.format import Piece
 from paceline.checkpoint.shards import (
     DTYPES_BY_NAME,
     ShardFileSource,
@@ -46,6 +45,7 @@ from paceline.collectives.tree import round_up
 from paceline.host.cgroup import free_memory
 from paceline.protocol.control import WorkerSpec
 from paceline.rank.world import World
+from paceline.runs.checkpoint_format import Piece
 
 ROOM_BYTES = 1 << 16  # the header grows by this size, for the values of the state other than tensors
 DescriptorPair = tuple[int, int]

@@ -13,12 +13,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
-from paceline.checkpoint.format import DamagedCheckpoint, Manifest
 from paceline.checkpoint.manager import CheckpointFolder, Checkpoints
 from paceline.cli import command_line
 from paceline.cli.options import check_out_file, check_positive
 from paceline.errors import ExitCode, PacelineError, UsageError, first_few, plural, unknown_name_error
 from paceline.runs import writing
+from paceline.runs.checkpoint_format import DamagedCheckpoint, Manifest
 from paceline.runs.console import format_timestamp, table_console
 from paceline.runs.folder import ADAPTER, BEST_WEIGHTS, CHECKPOINTS, CONFIG, WEIGHTS
 from paceline.runs.owners import check_owned_by_us, warn_if_shared

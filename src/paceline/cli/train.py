@@ -15,7 +15,6 @@ from typing import Any
 
 from msgspec.structs import replace as replace_fields
 
-from paceline.checkpoint.format import DamagedCheckpoint
 from paceline.checkpoint.manager import Checkpoints
 from paceline.cli import command_line, jobs
 from paceline.cli.options import build_settings, check_gpus, nproc_auto, resolve_threads_per_rank, usable_gpus
@@ -36,6 +35,7 @@ from paceline.protocol.job import HangTimeout, JobSpec
 from paceline.rank.environment import check_shape, is_launched, rank_counts
 from paceline.rank.imports import TRAINING_MODULES, import_without_gc
 from paceline.runs import folder as run_folder
+from paceline.runs.checkpoint_format import DamagedCheckpoint
 from paceline.runs.console import print_to_stderr
 from paceline.runs.events import Step, read_events
 from paceline.runs.reading import real_path

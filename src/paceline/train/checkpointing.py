@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.checkpoint.format import FORMAT_VERSION, Manifest, ShardFile, shard_name
 from paceline.checkpoint.manager import Checkpoints, Claim, MessageCallback
 from paceline.checkpoint.resume import ResumePoint, RunLocation, TrainerState, newest_state
 from paceline.checkpoint.shards import ShardLayout, make_shard_layout, select_shards_to_save, write_shard_file
@@ -36,6 +35,7 @@ from paceline.protocol.evidence import Phase
 from paceline.rank.guard import HangGuard
 from paceline.rank.world import World
 from paceline.runs import events
+from paceline.runs.checkpoint_format import FORMAT_VERSION, Manifest, ShardFile, shard_name
 from paceline.runs.folder import CHECKPOINTS
 from paceline.runs.writers import EventWriter
 from paceline.runs.writing import make_folder, write_new

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import secrets
@@ -18,6 +17,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from tests.checkpoint.checkpoint_harness import header, manifest_of
 
 from paceline.errors import UsageError
 from paceline.launch.agent import channel, files
@@ -27,9 +27,10 @@ from paceline.launch.agent.workers import InheritedResources
 from paceline.protocol.control import StopOrders, TransferRequest, WorkerSpec, send, signal_wakeup, transfer
 from paceline.protocol.job import NodePlan, NodeRanks
 from paceline.runs import writing
+from paceline.runs.checkpoint_format import encode_manifest
 
 SHARD = "checkpoints/.tmp-5-1-0/shard-1-of-2.safetensors"
-CONTENT = os.urandom(3 * files.PART_BYTES + 7)
+CONTENT = header(3 * files.PART_BYTES + 7) + os.urandom(3 * files.PART_BYTES + 7)
 
 
 class Node0:
@@ -200,9 +201,9 @@ def write(path: Path, content: bytes) -> None:
 
 def write_checkpoint(run_dir: Path, content: bytes = CONTENT, step: int = 5) -> Path:
     made, name = run_dir / "checkpoints" / f"step-{step:08d}", "shard-0-of-1.safetensors"
-    entry = {"name": name, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     write(made / name, content)
-    write(made / "manifest.json", json.dumps({"manifest": {"files": [entry]}}).encode())
+    manifest = manifest_of(step, [(name, len(content), hashlib.sha256(content).hexdigest())])
+    write(made / "manifest.json", encode_manifest(manifest))
     return made
 
 
@@ -296,7 +297,7 @@ def test_the_transfer_of_a_rank_that_has_ended_ends(
 
 
 def test_the_copy_of_a_checkpoint_of_an_earlier_run_is_replaced(node0: Node0, folder: SeparateFolder) -> None:
-    new, old = write_checkpoint(node0.run_dir), write_checkpoint(folder._run_dir, b"earlier")
+    new, old = write_checkpoint(node0.run_dir), write_checkpoint(folder._run_dir, header(7) + b"earlier")
     copy_once(folder)
     for name in ("manifest.json", "shard-0-of-1.safetensors"):
         assert (old / name).read_bytes() == (new / name).read_bytes()

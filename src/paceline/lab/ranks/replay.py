@@ -22,7 +22,6 @@ from msgspec import structs
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from paceline.checkpoint.format import DamagedCheckpoint, read_manifest
 from paceline.checkpoint.manager import Checkpoints
 from paceline.checkpoint.resume import ResumePoint, RunLocation, newest_on_disk
 from paceline.checkpoint.shards import ShardFileSource, full_state, sha256_of
@@ -36,6 +35,7 @@ from paceline.errors import PacelineError, UsageError, first_few
 from paceline.lab.replay import EXPECTED, NonFiniteValue, ReplayRequest, ReplayResult, ReplaySource, SampleLoss
 from paceline.nested import tensors
 from paceline.rank.world import World, process_group
+from paceline.runs.checkpoint_format import DamagedCheckpoint, read_manifest
 from paceline.runs.console import print_to_stderr
 from paceline.runs.folder import CHECKPOINTS
 from paceline.seeding import preserve_generator_states

@@ -29,14 +29,21 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Self, TypeVar
 
-import msgspec
-
 from paceline.errors import PacelineError, UsageError
 from paceline.launch.agent import channel
 from paceline.launch.agent.channel import FilePart, FileReply, FileRequest
 from paceline.protocol.control import TransferReply, TransferRequest, peer_pid, receive, send, wait_readable
 from paceline.protocol.job import NodePlan, NodeRanks
 from paceline.runs import writing
+from paceline.runs.checkpoint_format import (
+    MANIFEST_LIMIT_BYTES,
+    MANIFEST_NAME,
+    DamagedCheckpoint,
+    ShardFile,
+    check_file,
+    decode_manifest,
+    step_of,
+)
 from paceline.runs.console import print_to_stderr
 from paceline.runs.folder import CHECKPOINTS, CONFIG, attempt_number, check_usable_as_run_dir
 from paceline.runs.owners import open_file
@@ -48,7 +55,6 @@ SILENCE_SECONDS = 300.0  # without an answer: node 0 may sync a large file
 SYNC_SECONDS = 1.0  # between two looks for new lines of logs and events
 TRIES = 3  # to send or fetch a file, each over a new connection
 JOB_FILE = ".job"  # in the attempt's folder: it belongs to this host and job, which the host may join again
-MANIFEST, MAX_MANIFEST_BYTES = "manifest.json", 1 << 24
 TICK_SECONDS = 1.0  # between two messages to a rank that waits, and two looks at a wait
 
 T = TypeVar("T")
@@ -62,21 +68,6 @@ _FETCHED = re.compile(
     r"|checkpoints/step-\d+/(manifest\.json|shard-\d+-of-\d+\.safetensors)"
 )
 _OF_RANK = re.compile(r"/rank-\d+\.log")  # with another number of nodes, a log continues on a different node
-_CHECKPOINT = re.compile(r"step-\d{8,15}")
-
-
-class _File(msgspec.Struct, frozen=True):
-    name: str
-    bytes: int
-    sha256: str
-
-
-class _Manifest(msgspec.Struct, frozen=True):
-    files: tuple[_File, ...]
-
-
-class _Envelope(msgspec.Struct, frozen=True):
-    manifest: _Manifest
 
 
 def _ignore() -> None:
@@ -237,7 +228,8 @@ def _append(path: Path, data: bytes, offset: int) -> None:
 
 def _checkpoint_names(run_dir: Path) -> tuple[str, ...]:
     """The newest one first."""
-    return tuple(name for name in reversed(list_folders(run_dir / CHECKPOINTS)) if _CHECKPOINT.fullmatch(name))
+    names = list_folders(run_dir / CHECKPOINTS)
+    return tuple(name for name in reversed(names) if step_of(name) is not None)
 
 
 def _reason(error: Exception) -> str:
@@ -527,7 +519,7 @@ class SeparateFolder:
                     print_to_stderr(text)
                 reported = text
                 with self._fetcher.lock:
-                    self._remove_partial(_step(name) if name else -1)
+                    self._remove_partial(-1 if (step := step_of(name)) is None else step)
             tried.add(name)
             if is_last:
                 return
@@ -539,24 +531,23 @@ class SeparateFolder:
         `is_size_enough`: do not hash a checkpoint that this node already has.
         """
         folder, partial = self._checkpoints / name, self._checkpoints / f".tmp-copy-{name}"
-        if not _CHECKPOINT.fullmatch(name):
+        if (step := step_of(name)) is None:
             raise ValueError(f"{name!r} is not the name of a checkpoint")
         writing.make_folder(partial, exist_ok=True)
-        self._fetcher.download(f"{CHECKPOINTS}/{name}/{MANIFEST}", partial / MANIFEST, tick)
-        data = read_file(partial / MANIFEST, limit_bytes=MAX_MANIFEST_BYTES, ours=True)
-        files = msgspec.json.decode(data, type=_Envelope).manifest.files
+        self._fetcher.download(f"{CHECKPOINTS}/{name}/{MANIFEST_NAME}", partial / MANIFEST_NAME, tick)
+        data = read_file(partial / MANIFEST_NAME, limit_bytes=MANIFEST_LIMIT_BYTES, ours=True)
+        files = decode_manifest(data).files
         if not self._has_checkpoint(folder, data, files, None if is_size_enough else tick):
             for file in files:
-                target = partial / Path(file.name).name
-                sent = (f for f in list_folders(self._checkpoints) if f.startswith(f".tmp-{_step(name)}-"))  # by a rank
+                sent = (f for f in list_folders(self._checkpoints) if f.startswith(f".tmp-{step}-"))  # by a rank
                 places = (folder, *(self._checkpoints / own for own in sent))
-                held = next((p for place in places if _is_intact(p := place / target.name, file, tick)), None)
+                held = next((place for place in places if _is_intact(place, file, tick)), None)
                 if held is not None:
-                    writing.rename(held, target)
+                    writing.rename(held / file.name, partial / file.name)
                     continue
-                self._fetcher.download(f"{CHECKPOINTS}/{name}/{target.name}", target, tick)
-                if not _is_intact(target, file, tick):
-                    raise OSError(errno.EIO, f"{target.name} is damaged on node 0")
+                self._fetcher.download(f"{CHECKPOINTS}/{name}/{file.name}", partial / file.name, tick)
+                if not _is_intact(partial, file, tick):
+                    raise OSError(errno.EIO, f"{file.name} is damaged on node 0")
             if folder.exists():
                 writing.remove(folder)
             writing.sync_folder(partial)
@@ -566,11 +557,11 @@ class SeparateFolder:
         for old in _checkpoint_names(self._run_dir):
             if old not in kept:
                 writing.remove(self._checkpoints / old)
-        self._remove_partial(_step(name))
+        self._remove_partial(step)
 
-    def _has_checkpoint(self, folder: Path, manifest: bytes, files: Sequence[_File], tick: Tick | None) -> bool:
-        is_same = _read_or_empty(folder / MANIFEST) == manifest
-        return is_same and all(_is_intact(folder / Path(file.name).name, file, tick) for file in files)
+    def _has_checkpoint(self, folder: Path, manifest: bytes, files: Sequence[ShardFile], tick: Tick | None) -> bool:
+        is_same = _read_or_empty(folder / MANIFEST_NAME) == manifest
+        return is_same and all(_is_intact(folder, file, tick) for file in files)
 
     def _remove_partial(self, step: float) -> None:
         """Remove shards of checkpoints up to `step`, which are published or have failed, and incomplete copies."""
@@ -593,16 +584,12 @@ def _locked(client: FileClient, tick: Tick) -> Generator[None]:
 
 def _read_or_empty(path: Path) -> bytes:
     with suppress(OSError):
-        return read_file(path, limit_bytes=MAX_MANIFEST_BYTES, ours=True)
+        return read_file(path, limit_bytes=MANIFEST_LIMIT_BYTES, ours=True)
     return b""
 
 
 def _job_mark(plan: NodePlan) -> bytes:
     return hashlib.sha256(f"{plan.secret} {os.uname().nodename}".encode()).hexdigest().encode()
-
-
-def _step(name: str) -> int:
-    return int(name.rpartition("-")[2])
 
 
 def _partial_step(name: str) -> int:
@@ -611,14 +598,9 @@ def _partial_step(name: str) -> int:
     return int(match[1]) if match else -1
 
 
-def _is_intact(path: Path, expected: _File, tick: Tick | None) -> bool:
-    """Whether a file has the expected size and hash; without `tick`, only its size is compared."""
-    with suppress(FileNotFoundError), open_file(path, must_be_ours=True) as file:
-        if file.status.st_size != expected.bytes or tick is None:
-            return file.status.st_size == expected.bytes
-        digest = hashlib.sha256()
-        while block := os.read(file.descriptor, PART_BYTES):
-            digest.update(block)
-            tick()
-        return digest.hexdigest() == expected.sha256
+def _is_intact(folder: Path, file: ShardFile, tick: Tick | None) -> bool:
+    """Whether a file is as the manifest describes it; without `tick`, only its size is compared."""
+    with suppress(DamagedCheckpoint):
+        check_file(folder, file, hashed=tick is not None, tick=tick or _ignore)
+        return True
     return False

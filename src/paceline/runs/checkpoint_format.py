@@ -20,7 +20,7 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -293,13 +293,16 @@ def check_files(folder: Path, manifest: Manifest, hashed: Collection[str] | None
         ValueError: if `hashed` has a name that is not in the manifest.
     """
     for file in manifest.files:  # sizes first, because this is fast
-        _check_file(folder, file, hashed=False, trust=trust)
+        check_file(folder, file, hashed=False, trust=trust)
     for file in manifest.files:
         if hashed is None or file.name in hashed:
-            _check_file(folder, file, hashed=True, trust=trust)
+            check_file(folder, file, hashed=True, trust=trust)
 
 
-def _check_file(folder: Path, file: ShardFile, *, hashed: bool, trust: bool) -> None:
+def check_file(
+    folder: Path, file: ShardFile, *, hashed: bool, trust: bool = False, tick: Callable[[], object] = lambda: None
+) -> None:
+    """Compare the size of a file, and with `hashed` its hash and header. `tick` is called while it is read."""
     with _raise_as_damaged(file.name), open_file(folder / file.name, must_be_ours=not trust) as source:
         if source.status.st_size != file.bytes:
             raise DamagedCheckpoint(f"has {source.status.st_size:,} bytes instead of {file.bytes:,}")
@@ -310,6 +313,7 @@ def _check_file(folder: Path, file: ShardFile, *, hashed: bool, trust: bool) -> 
         digest = hashlib.sha256()
         while block := os.read(source.descriptor, READ_BYTES):
             digest.update(block)
+            tick()
         if digest.hexdigest() != file.sha256:
             raise DamagedCheckpoint(f"has the sha256 {digest.hexdigest()} instead of {file.sha256}")
         _check_header(length, header, file)

@@ -7,8 +7,15 @@ import pytest
 from tests.checkpoint.checkpoint_harness import manifest_of
 from tests.errors import raises
 
-from paceline.checkpoint.format import Manifest, Piece, ShardFile, decode_manifest, encode_manifest, find_coverage_error
 from paceline.errors import TrainingError
+from paceline.runs.checkpoint_format import (
+    Manifest,
+    Piece,
+    ShardFile,
+    decode_manifest,
+    encode_manifest,
+    find_coverage_error,
+)
 
 FILES = [("shard-0-of-2.safetensors", 133, "0" * 64), ("shard-1-of-2.safetensors", 133, "f" * 64)]
 
