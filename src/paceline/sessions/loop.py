@@ -74,6 +74,7 @@ class TrainingLoop:
                 config.audit_every, run.world, run.virtual_ranks, config.on_audit, save, run.print
             )
         self.position = LoopPosition(*(saved.get("where", {}).get(name, 0) for name in POSITION_KEYS))
+        self._begins_check = self._ends_check = False  # whether losses are checked over this step and the next, or last
         self._resumed = replace(self.position) if progress.origin else None  # until the loop reaches this position
         self._resumed_streams: dict[str, Any] | None = saved.get("streams")
         self._epoch_streams: dict[str, str] | None = saved.get("epoch_streams")  # at the start of the current epoch
@@ -181,8 +182,10 @@ class TrainingLoop:
                 part.check_parameters()
             self._clock.start()
             for micro_batches in loader.training_batches(plan, run.share, position.loop_in_run, position.batch):
-                before = run.progress.step
-                step.checks_losses = before & (before + 1) == 0 or before & (before - 1) == 0
+                number = run.progress.step + 1
+                # in steps 1, 2, 4, 8, ... and in those that follow them
+                self._begins_check, self._ends_check = number & (number - 1) == 0, (number - 1) & (number - 2) == 0
+                step.checks_losses = self._begins_check or self._ends_check
                 if run.world.size > 1:
                     self.checks.values_to_compare(loader)
                 run.progress.micro_batches = micro_batches
@@ -425,10 +428,8 @@ class TrainingLoop:
         self, loader: Loader, micro_batches: Sequence[MicroBatch], plan: BatchPlan, *, was_left: bool = False
     ) -> None:
         state, position, progress = self._state, self.position, self._run.progress
-        number = progress.step + 1
-        begins, follows = number & (number - 1) == 0, (number - 1) & (number - 2) == 0
         if self.step.checks_losses:
-            self.checks.check_losses(begins=begins, follows=follows)
+            self.checks.check_losses(begins=self._begins_check, follows=self._ends_check)
         done = self.step.end()
         batch = position.batch
         stream = progress.stream

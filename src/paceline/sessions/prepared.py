@@ -19,6 +19,7 @@ from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import msgspec
+import torch
 from torch import Tensor, nn
 
 from paceline.checkpoint.state import PrefixedSource, Source, TensorShard, read_matching_tensor
@@ -588,7 +589,8 @@ class PreparedModel(ModelInTraining):
             raise UsageError(code="weights-changed-in-step", name=self._names()[changed[0]])
 
     def _weight_checksums(self) -> list[int]:
-        return [int(checksum(local_shard(parameter.detach()))) for parameter in self._parameters]
+        checksums = [checksum(local_shard(parameter.detach())) for parameter in self._parameters]
+        return torch.stack(checksums).tolist() if checksums else []  # one read of a GPU
 
     def _check_assigned(self, grads: Grads) -> None:
         """Raise UsageError for a gradient that does not come from a backward or a step of this session."""
