@@ -158,7 +158,7 @@ def waits(rank: int, size: int, late: bool) -> dict[str, int]:
     batches = load_steps(data, BatchPlan(len(data), 2), range(1), LoadingOptions(world.device), start=0, stop=104)
     loss = partial(F.cross_entropy, reduction="none")
     records = fit(
-        replica, batches, loss, Schedule(1e-2, 104), max_norm=1.0, may_be_late=(lambda step: True) if late else None
+        replica, batches, loss, Schedule(1e-2, 104), max_norm=1.0, may_defer_read=(lambda step: True) if late else None
     )
     while next(records).step < 2:
         pass

@@ -205,7 +205,7 @@ def recorded(
         try:
             for record in fit(
                 replica, make_steps(world, virtual_ranks, bad, kind), loss, Schedule(0.1, LATE_STEPS, 2, "linear"),
-                may_be_late=is_late if late else None, may_skip=may_skip, max_norm=clip,
+                may_defer_read=is_late if late else None, may_skip=may_skip, max_norm=clip,
             ):  # fmt: skip
                 result = record.result
                 assert result.unread is None
@@ -297,7 +297,7 @@ def test_a_training_that_is_left_at_the_record_of_a_late_step_has_its_state(worl
     for late in (None, is_late):
         replica = normalized(world)
         with on_the_cpu():
-            records = fit(replica, late_batches(world, 1, (), 0.0), spoiled, Schedule(0.1, 9), may_be_late=late)
+            records = fit(replica, late_batches(world, 1, (), 0.0), spoiled, Schedule(0.1, 9), may_defer_read=late)
             while next(records).step < 4:
                 pass
             records.close()
@@ -314,7 +314,7 @@ def test_a_late_step_that_cannot_be_read_leaves_no_state_to_save(world: World, m
     replica = normalized(world)
     with on_the_cpu(), pytest.raises(RuntimeError, match="lost"):
         for _ in fit(
-            replica, late_batches(world, 1, (), 0.0), spoiled, Schedule(0.1, 9), may_be_late=is_late,
+            replica, late_batches(world, 1, (), 0.0), spoiled, Schedule(0.1, 9), may_defer_read=is_late,
             enter=phases.append,
         ):  # fmt: skip
             pass
@@ -360,7 +360,7 @@ def test_a_step_that_cannot_be_repeated_is_an_error(world: World, since: int) ->
     replica = STRATEGIES["single"](WritesInForward(since), OPTIMIZERS["adamw"], world)
     steps, seen = late_batches(world, 1, (4,), NAN_LOSS), list[str]()
     with on_the_cpu(), raises("written-in-forward", step=5):
-        for _ in fit(replica, steps, spoiled, Schedule(0.1, 9), may_be_late=is_late, may_skip=True):
+        for _ in fit(replica, steps, spoiled, Schedule(0.1, 9), may_defer_read=is_late, may_skip=True):
             seen.append(bits(replica))
     assert len(seen) == 4 and bits(replica) == seen[-1]
 

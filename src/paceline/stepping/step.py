@@ -81,12 +81,12 @@ class StepNotAppliedError(Exception):
 class Step:
     """The state of the current step.
 
-    If `may_be_late`, the host reads the loss and the finiteness of a step on a GPU after it has launched the backward
-    of the next step, and before it launches the update of the next step (see `UnreadStep`). The GPU then always has
-    work. A step that is not finite changes nothing on the device.
+    If `may_defer_read`, the host reads the loss and the finiteness of a step on a GPU during the next step: after the
+    launch of its backward, before the launch of its update (see `UnreadStep`). The GPU then always has work. A step
+    that is not finite changes nothing on the device.
     """
 
-    may_be_late = False
+    may_defer_read = False
     """whether the result of this step may be read in the next step"""
     is_repeated = False
     """whether this step was not finite before, so that it must not count if it is finite now"""
@@ -507,7 +507,7 @@ class Step:
         Raises:
             StepNotAppliedError: the previous step must be repeated.
         """
-        unread = self._leave_on_device(totals) if self.may_be_late else None
+        unread = self._clip_and_check_on_device(totals) if self.may_defer_read else None
         checks = [part.clip_and_check_finite(self._max_norm) for part in to_judge] if unread is None else []
         pending = [value for value in (totals, *checks) if isinstance(value, Deferred)]
         self.ahead.start_batches()  # the device has work now
@@ -529,7 +529,7 @@ class Step:
             finite = finite and largest > LARGEST_SQUARED
         return loss, finite
 
-    def _leave_on_device(self, totals: Totals | DeferredTotals | None) -> UnreadStep | None:
+    def _clip_and_check_on_device(self, totals: Totals | DeferredTotals | None) -> UnreadStep | None:
         """Clip and check the gradients without the host; None if the host must read the results before the update."""
         (part,) = self.parts
         if not isinstance(totals, DeferredTotals) or isinstance(totals.weights, Tensor) or totals.weights < 1:
@@ -538,11 +538,11 @@ class Step:
         if any(known.votes) or rest < 1 or not part.can_skip_on_device():  # a product with 1 / rest may overflow
             return None
         self._sums.read_totals(known)
-        bad, *norm = part.clip_and_check_on_device(self._max_norm)
+        found_inf, *norm = part.clip_and_check_on_device(self._max_norm)
         numbers = torch.cat([totals.numbers, *norm]) if norm else totals.numbers
-        flag_nonfinite(numbers.float(), bad)
-        wait = self._to_host.start(torch.cat([numbers, bad]))
-        self._result.unread = unread = UnreadStep(self._result, bad.view(()), wait)
+        flag_nonfinite(numbers.float(), found_inf)
+        wait = self._to_host.start(torch.cat([numbers, found_inf]))
+        self._result.unread = unread = UnreadStep(self._result, found_inf.view(()), wait)
         return unread
 
     def _find_nonfinite_cause(

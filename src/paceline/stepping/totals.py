@@ -110,20 +110,20 @@ class StepResult(Struct):
 class UnreadStep:
     """A step whose loss and finiteness the host has not read from the device."""
 
-    def __init__(self, result: StepResult, bad: Tensor, wait: Callable[[], list[float]]) -> None:
-        """`bad` is () float32 on the device: 1 if a number of the step may not be finite, else 0.
+    def __init__(self, result: StepResult, found_inf: Tensor, wait: Callable[[], list[float]]) -> None:
+        """`found_inf` is () float32 on the device: 1 if a number of the step may not be finite, else 0.
 
-        `wait` returns the sum of losses, the norm of the gradients if they are clipped, and `bad`.
+        `wait` returns the sum of losses, the norm of the gradients if they are clipped, and `found_inf`.
         """
-        self.result, self.bad, self._wait = result, bad, wait
+        self.result, self.found_inf, self._wait = result, found_inf, wait
 
     def read(self) -> bool:
         """Wait for the device, and complete the result. False: the step has changed nothing, and must be repeated."""
-        loss_sum, *norm, bad = self._wait()
-        if bad == 0:
+        loss_sum, *norm, found_inf = self._wait()
+        if found_inf == 0:
             self.result.loss += loss_sum / self.result.total_weight
             self.result.grad_norm, self.result.unread = norm[0] if norm else None, None
-        return bad == 0
+        return found_inf == 0
 
 
 class StepTotals:

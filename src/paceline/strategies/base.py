@@ -55,7 +55,7 @@ class Strategy:
     """whether a forward is a collective. Then all ranks run the same number of forwards, some on dummy batches"""
     local_step_node: NodeTopology | None = None
     """this node, if nodes take local steps. Then only the ranks of this node hold these gradients"""
-    can_be_late = False
+    can_defer_read = False
     """whether a single rank may read the results of a step during the next step; see `stepping.step.Step`"""
     pipeline: Pipeline | None = None
     """the pipeline, if this rank holds one stage of the model. Every forward runs through it"""
@@ -239,23 +239,23 @@ class Strategy:
 
     def can_skip_on_device(self) -> bool:
         """Whether the device can skip the next update without the host: see `step_unless`."""
-        is_single_device = self.can_be_late and self.world.size == 1 and self.parts is None
+        is_single_device = self.can_defer_read and self.world.size == 1 and self.parts is None
         return is_single_device and all(map(skips_on_device, self.optimizers))
 
-    def step_unless(self, bad: Tensor) -> None:
-        """Update, unless `bad` is 1: it is () float32 on the device, 1 or 0. `undo_buffers` is for that case."""
+    def step_unless(self, found_inf: Tensor) -> None:
+        """Update, unless `found_inf` is 1: () float32 on the device, 1 or 0. `undo_buffers` is for that case."""
         for optimizer in self.optimizers:
-            vars(optimizer)["found_inf"] = bad  # torch's fused kernels skip the step if it is exactly 1
+            vars(optimizer)["found_inf"] = found_inf  # torch's fused kernels skip the step if it is exactly 1
         try:
             self.optimizer.step()
         finally:
             for optimizer in self.optimizers:
                 del vars(optimizer)["found_inf"]
-        self.buffers.exchange_copies()
+        self.buffers.swap_copies()
 
     def undo_buffers(self) -> None:
         """Restore the buffers before the last `step_unless`, also if `save_buffers` was called since."""
-        self.buffers.exchange_copies()
+        self.buffers.swap_copies()
         self.buffers.restore_copies()
 
     def check_finite_on_all_ranks(self) -> bool:

@@ -43,7 +43,7 @@ def bucketed(
 class Bucketed(Strategy):
     """See `bucketed`. A single rank has nothing to sum, but raises the same errors as several ranks."""
 
-    can_be_late = True
+    can_defer_read = True
 
     def __init__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None

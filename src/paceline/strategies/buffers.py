@@ -150,7 +150,7 @@ class VirtualRankBuffers:
         self._counted.clear()
         self._put(next(iter(self._of.values()), {name: b.clone() for name, b in self._initial.items()}))
 
-    def exchange_copies(self) -> None:
+    def swap_copies(self) -> None:
         """Set the copies of the last `save_copies` aside, until the next call. They are then the current ones again."""
         self._kept, self._kept_for_repeat = self._kept_for_repeat, self._kept
 

@@ -8,7 +8,7 @@ from paceline.strategies.validation import check_no_lazy_parameters, check_singl
 
 
 class Single(Strategy):
-    can_be_late = True
+    can_defer_read = True
 
     def __init__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None

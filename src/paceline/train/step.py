@@ -94,14 +94,14 @@ class TaskSteps:
         self.compute(microbatches)
         return self.update()
 
-    def compute(self, microbatches: Sequence[MicroBatch], *, late: bool | None = None) -> bool:
-        """All of `take_step` before the update. `late`: the result may be read in the next step, if the GPU can skip.
+    def compute(self, microbatches: Sequence[MicroBatch], *, defer_read: bool | None = None) -> bool:
+        """All of `take_step` before the update. `defer_read`: the result may be read in the next step.
 
         Returns whether the step is computed. False: the previous step has changed nothing. Repeat it, and this one.
         """
         steps, replica, work = self._steps, self._replica, microbatches[0].work
-        before = None if late is None else self._versions(microbatches)
-        steps.may_be_late = bool(late) and self._writes is False
+        before = None if defer_read is None else self._versions(microbatches)
+        steps.may_defer_read = bool(defer_read) and self._writes is False
         where = f"epoch {work.epoch + 1}, step {work.step + 1} of that epoch"
         try:
             if isinstance(steps, PipelineStep):
@@ -131,7 +131,7 @@ class TaskSteps:
             if steps.unread is None:
                 replica.optimizer.step()
             else:
-                replica.step_unless(steps.unread.bad)
+                replica.step_unless(steps.unread.found_inf)
         return steps.end()
 
     def complete(self, schedule: LRSchedule) -> Generator[StepRecord]:
@@ -205,7 +205,7 @@ def train_step(
 def fit(
     replica: Strategy, steps: Iterable[list[MicroBatch]], loss: Loss, schedule: LRSchedule, *, start: int = 0,
     page: StatusPage | None = None, on_device: PhaseEvents | None = None, scale: LossScale | None = None,
-    one_each: bool = False, may_be_late: Callable[[int], bool] | None = None, **options: Unpack[StepOptions],
+    one_each: bool = False, may_defer_read: Callable[[int], bool] | None = None, **options: Unpack[StepOptions],
 ) -> Generator[StepRecord]:  # fmt: skip
     """Train on `steps` and yield a record after each step.
 
@@ -217,9 +217,9 @@ def fit(
         start: the number of the first step, from 0.
         page: has the phases of this rank. Default: that of the process.
         on_device: device events of the phases; see PhaseClock.
-        may_be_late: whether a step, from 1, may be `unread` after its update. Its record then follows the backward of
-            the next step: parameters are those after the step, but buffers and gradients are not. None: no step.
-            The first step is not late, and no step after a forward that writes into its batch or a parameter.
+        may_defer_read: whether a step, from 1, may be `unread` after its update. Its record then follows the backward
+            of the next step: parameters are those after the step, but buffers and gradients are not. None: no step.
+            The first step is never unread, and no step after a forward that writes into its batch or a parameter.
         scale, one_each, options: see TaskSteps, also for the errors.
     """
     replica.model.train()
@@ -230,12 +230,12 @@ def fit(
     try:
         for number, microbatches in enumerate(steps, start):
             lr = schedule.set_lr(replica.optimizer, number)
-            late = None if may_be_late is None else may_be_late(number + 1)
-            is_computed = step.compute(microbatches, late=late)
+            defer_read = None if may_defer_read is None else may_defer_read(number + 1)
+            is_computed = step.compute(microbatches, defer_read=defer_read)
             yield from step.complete(schedule)
             if not is_computed:
                 schedule.set_lr(replica.optimizer, number)
-                step.compute(microbatches, late=late)
+                step.compute(microbatches, defer_read=defer_read)
             result = step.update()
             record = StepRecord(number + 1, result, lr, microbatches, clock.take(), clock.starts)
             if result.unread is None:

@@ -62,7 +62,7 @@ class TaskTrainer:
         # nobody needs the last loss, or the last votes to know whether a stream continues
         is_fixed = isinstance(parts.schedule, Schedule) and parts.task.on_step is None and stream is None
         is_single_gpu = is_async_device(self._world.device) and self._world.size == 1
-        self._can_be_late = is_single_gpu and is_fixed and self._scale is None and not compute.cuda_graphs
+        self._can_defer_read = is_single_gpu and is_fixed and self._scale is None and not compute.cuda_graphs
         self._audits: Audits | None = None
         if (every := self._config.guard.audit_every) is not None and self._world.size > 1:
             save = partial(self._progress.save_before_stop, partial(self._numbers, self._world))
@@ -132,7 +132,8 @@ class TaskTrainer:
             start=progress.step, max_norm=self._config.optimizer.clip_norm, votes=self._votes,
             page=self._page, on_device=self._on_device, order=progress.order,
             may_skip=self._config.guard.not_finite != "stop", ahead=parts.loading.ahead, scale=self._scale,
-            one_each=one_each, audits=self._audits, may_be_late=self._may_be_late if self._can_be_late else None,
+            one_each=one_each, audits=self._audits,
+            may_defer_read=self._may_defer_read if self._can_defer_read else None,
         )  # fmt: skip
         with closing(batches), closing(records):  # also ends the loader processes if a step fails
             for record in records:
@@ -146,7 +147,7 @@ class TaskTrainer:
                     return stops
         return False
 
-    def _may_be_late(self, step: int) -> bool:
+    def _may_defer_read(self, step: int) -> bool:
         """Whether nothing looks at the state after `step`, so that its result may be read in the next step."""
         is_end = self._data.is_last_step(step) or step == self._config.checkpoint.rehearse_preemption
         return not (is_end or self._evaluator.is_due(step) or self._progress.is_due(step))
