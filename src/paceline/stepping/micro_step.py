@@ -2,11 +2,10 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from msgspec import Struct, field
-from msgspec.structs import replace
 from torch import Tensor, nn
 
 from paceline.collectives.control import device_constant
@@ -207,10 +206,6 @@ class WeightedLoss(Struct, frozen=True):
     """whether the form of the loss implies that the weight is the number of samples, apart from dropped ones"""
     has_unit_sample_weights: bool = False
     """whether the form of the loss implies that each sample of the batch weighs 1"""
-
-    def detach(self) -> Self:
-        """Without the graph."""
-        return replace(self, value=self.value.detach())
 
     def add_to(self, total: float | Tensor, *, out: Tensor | None = None) -> Tensor:
         """`total` plus the weighted sum, () float64 on the device."""

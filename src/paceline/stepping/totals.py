@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from msgspec import Struct
-from msgspec.structs import astuple
+from msgspec.structs import astuple, replace
 from torch import Tensor
 
 from paceline.collectives.communicator import Communicator, get_communicator
@@ -210,8 +210,9 @@ class StepTotals:
             if not is_weightless:  # a mean over nothing is NaN
                 total = self._losses[virtual_rank]
                 if self._on_device:  # `start` adds the first loss to the numbers that it sends
+                    without_graph = replace(weighed, value=weighed.value.detach())
                     is_first = isinstance(total, float)
-                    self._losses[virtual_rank] = weighed.detach() if is_first else weighed.add_to(_number(total))
+                    self._losses[virtual_rank] = without_graph if is_first else weighed.add_to(_number(total))
                 else:  # a product with a number of the host has the same bits
                     assert isinstance(total, float)
                     value = weighed.value.detach() if isinstance(factor, Tensor) else weighed.value.item()
@@ -276,7 +277,8 @@ class StepTotals:
         self._is_weight_known = self._counts_all and not isinstance(self.scale, Tensor) and self.scale == self._samples
         hashes = self._order.hashes() if self._order is not None and self.divisor is None else ()
         votes = [*astuple(self._votes()), *hashes] if self.divisor is None else []
-        losses, weights = self._losses, self._weights
+        losses: list[Any] = self._losses
+        weights = self._weights
         if self._world.size == 1:
             losses = [*map(_number, losses)] if self._on_device else losses
             loss, weight = (losses[0], weights[0]) if len(losses) == 1 else (_tree_sum(losses), _tree_sum(weights))
