@@ -49,7 +49,8 @@ def check_task(name: str | None, options: Mapping[str, Any]) -> None:
             if option not in TASKS[name].options:
                 takes = ", ".join("--" + o.replace("_", "-") for o in TASKS[name].options)
                 raise UsageError(code="task-option", name=name, option=option.replace("_", "-"), takes=takes)
-        check_mnist(options.get("data_dir"))
+        if (folder := options.get("data_dir")) is not None:
+            check_mnist(folder)
         return
     if is_session_script(name):
         if name.endswith(".py") and Path(name).is_file():
