@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.cli.options import split_command, ssh_command
 from paceline.errors import ExitCode, PacelineError, UsageError, first_few, unknown_name_error
-from paceline.host.procfs import PROC, read_process
+from paceline.host.procfs import PROC
 from paceline.host.sweep import Roster, roster_path
 from paceline.launch.plan import SubmitRecord, last_submission, submit_number
 from paceline.protocol.evidence import SUCCESS_EXIT_CODES
@@ -151,9 +151,7 @@ def coordinator_roster(run_dir: Path) -> Roster | None:
 def is_agent_alive(run_dir: Path, roster: Roster, submission: SubmitRecord | None, access: RunAccess) -> bool | None:
     """Whether this agent still runs, and so holds the lock of the run; None if its host cannot be queried."""
     if roster.host == os.uname().nodename:
-        process = read_process(roster.agent_pid)
-        is_same = process is not None and process.runs and process.start_ticks == roster.agent_started
-        return is_same and _holds_lock(roster.agent_pid, run_dir)
+        return _holds_lock(roster.agent_pid, run_dir)
     done = _run_on_coordinator(submission, access, f"uname -n; cat /proc/{roster.agent_pid}/stat || true")
     host, _, stat = (done or "").partition("\n")
     if host.strip() != roster.host:
