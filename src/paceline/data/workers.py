@@ -255,25 +255,18 @@ def name_lost_workers(page: StatusPage, rank: int) -> Generator[None]:
 # ---- shared memory -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class SharedMemoryDemand:
-    """The batches that need shared memory on this node."""
+def check_shared_memory(batch: Any, samples: int, *, largest_batch: int, num_workers: int, local_ranks: int) -> None:
+    """Check before the first step that shared memory is sufficient for batches like `batch` of `samples` samples.
 
-    largest_batch: int  # samples in the largest micro-batch of the run
-    num_workers: int  # worker processes of each rank; with 0 no check is needed
-    local_ranks: int
-
-
-def check_shared_memory(batch: Any, samples: int, load: SharedMemoryDemand) -> None:
-    """Check before the first step that shared memory is sufficient for batches like `batch` of `samples` samples."""
-    num_workers, local_ranks = load.num_workers, load.local_ranks
+    `largest_batch` is the number of samples in the largest micro-batch of the run.
+    """
     if not num_workers:
         return
     if sys.platform == "linux" and not Path(SHARED_MEMORY_FOLDER).is_dir():
         raise UsageError(code="no-shared-memory", folder=SHARED_MEMORY_FOLDER)
     sizes = [tensor.nbytes for tensor in tensors(batch)]
     batches = PREFETCH_FACTOR * num_workers + 1
-    needed_bytes = sum(sizes) * load.largest_batch // samples * batches * local_ranks
+    needed_bytes = sum(sizes) * largest_batch // samples * batches * local_ranks
     free_bytes = needed_bytes
     with suppress(OSError):  # not Linux: the limit of shared memory is unknown
         free_bytes = shutil.disk_usage(SHARED_MEMORY_FOLDER).free

@@ -27,7 +27,11 @@ def check_reference(kind: str, name: str) -> None:
     """Check without importing it that a module or file exists. Warn about risks of an import from its folder."""
     folder, file = find_source(kind, name)
     if file is not None and file.suffix == ".py":
-        check_syntax(file)
+        try:
+            ast.parse(file.read_bytes(), str(file))
+        except SyntaxError as error:
+            line = f"{file}:{error.lineno}: {(error.text or '').strip()}"
+            raise UsageError(code="syntax-error", line=line, reason=error.msg) from None
         check_defined(kind, name)
     if writers := other_writers(folder.resolve()):
         print(
@@ -187,14 +191,6 @@ def import_module(module_name: str) -> Any:
     if module.__file__ is None or Path(module.__file__).resolve() != path:
         raise UsageError(code="module-name-taken", path=path, name=path.stem, file=module.__file__)
     return module
-
-
-def check_syntax(path: Path) -> None:
-    try:
-        ast.parse(path.read_bytes(), str(path))
-    except SyntaxError as error:
-        line = f"{path}:{error.lineno}: {(error.text or '').strip()}"
-        raise UsageError(code="syntax-error", line=line, reason=error.msg) from None
 
 
 def import_with_user_errors(module_name: str, folder: Path) -> Any:
