@@ -14,7 +14,7 @@ import subprocess
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,7 +27,7 @@ from paceline.protocol.evidence import SUCCESS_EXIT_CODES
 from paceline.report.live import recent_rates
 from paceline.runs.attempt import read_attempt_end, read_nodes, read_notices
 from paceline.runs.console import print_to_stderr
-from paceline.runs.events import Evaluated, FlopsCounted, Started, Step, last_events, read_events
+from paceline.runs.events import Evaluated, Event, FlopsCounted, Started, Step, last_events, read_events
 from paceline.runs.folder import CHECKPOINTS, CONFIG, LOCK, attempt_dirs, attempt_number, failure_files
 from paceline.runs.owners import check_owned_by_us, open_file, warn_if_shared
 from paceline.runs.reading import is_folder, list_folders, list_names, read_json, real_path
@@ -372,27 +372,19 @@ def _hosts(submission: SubmitRecord | None, job: queue.JobState | None, run_dir:
 
 
 def _progress(run_dir: Path) -> _Progress:
-    started: Started | None = None
-    counted: FlopsCounted | None = None
-    steps: list[Step] = []
-    metrics: dict[str, float] = {}
+    path, newest = run_dir / RANK_0_EVENTS_NAME, list[Event]()
     with suppress(OSError):
-        for event in last_events(run_dir / RANK_0_EVENTS_NAME):
-            if isinstance(event, Started):
-                started = started or event
-            elif isinstance(event, Evaluated):
-                metrics = metrics or event.metrics
-            elif isinstance(event, FlopsCounted):
-                counted = counted or event
-            elif isinstance(event, Step) and started is None and len(steps) <= WINDOW_STEPS:
-                steps.append(event)
-            if metrics and (started is not None or (counted and len(steps) > WINDOW_STEPS)):
-                break
-        if started is None:  # not among the last events: the first one has the same values
-            first = [*islice(read_events(run_dir / RANK_0_EVENTS_NAME), FIRST_EVENTS)]
-            started = first[0] if first and isinstance(first[0], Started) else None
-            counted = counted or next((event for event in first if isinstance(event, FlopsCounted)), None)
-    return _Progress(started, tuple(reversed(steps)), metrics, counted)
+        newest = [*last_events(path)]
+    # the first events are read if there is no start among the last ones: their values are the same
+    starts = (event for event in newest if isinstance(event, Started))
+    if (started := next(starts, None)) is None and newest:
+        newest += reversed([*islice(read_events(path), FIRST_EVENTS)])
+        started = next((event for event in newest if isinstance(event, Started)), None)
+    since_start = takewhile(lambda event: not isinstance(event, Started), newest)
+    steps = [*islice((event for event in since_start if isinstance(event, Step)), WINDOW_STEPS + 1)]
+    metrics = (event.metrics for event in newest if isinstance(event, Evaluated) and event.metrics)
+    counted = next((event for event in newest if isinstance(event, FlopsCounted)), None)
+    return _Progress(started, tuple(reversed(steps)), next(metrics, {}), counted)
 
 
 def _settings(run_dir: Path) -> TrainConfig:

@@ -9,7 +9,6 @@ import re
 import symtable
 import sys
 import traceback
-from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -97,38 +96,6 @@ def task_names(tree: ast.Module | None) -> list[str]:
             if made_by.rpartition(".")[2] == "Task" or made_by in names:
                 names += [target.id for target in targets if isinstance(target, ast.Name)]
     return names
-
-
-def line_that_trains_at_import(tree: ast.Module, function: str) -> int | None:
-    """The line at which an import of the file would train with paceline.session(); None if it would not train.
-
-    Calls of functions in the file count; code under `if __name__ == "__main__"` does not. If the file does not define
-    `function`, a line that only opens a session counts too.
-    """
-    sessions: set[str] = set()  # the names of paceline.session in this file
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            sessions |= {f"{alias.asname or alias.name}.session" for alias in node.names if alias.name == "paceline"}
-        elif isinstance(node, ast.ImportFrom) and node.module == "paceline":
-            sessions |= {alias.asname or alias.name for alias in node.names if alias.name == "session"}
-    bindings = [(n.value, n.targets[0]) for n in ast.walk(tree) if isinstance(n, ast.Assign)]
-    bindings += [
-        (n.context_expr, n.optional_vars) for n in ast.walk(tree) if isinstance(n, ast.withitem) and n.optional_vars
-    ]
-    backwards = {f"{ast.unparse(target)}.backward" for call, target in bindings if any(_calls([call], sessions))}
-    functions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
-    training = {name for name, node in functions.items() if any(_calls(node.body, sessions | backwards))}
-    top = [n for n in tree.body if not (isinstance(n, ast.If) and "__name__" in ast.unparse(n.test))]
-    return min(_calls(top, training | backwards | (set() if function in functions else sessions)), default=None)
-
-
-def _calls(nodes: Iterable[ast.AST], names: Collection[str]) -> Iterator[int]:
-    for node in nodes:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
-            continue
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in names:
-            yield node.lineno
-        yield from _calls(ast.iter_child_nodes(node), names)
 
 
 def find_source(kind: str, name: str) -> tuple[Path, Path | None]:
