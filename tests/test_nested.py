@@ -5,11 +5,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence
 
 from paceline.compute.precision import autocast_bf16
+from paceline.data.loader import move_to_device
 from paceline.nested import map_tensors, tensors
 
 Pair = namedtuple("Pair", ["first", "second"])
@@ -52,6 +55,14 @@ def test_every_tensor_is_found_and_changed_and_nothing_is_written_into(name):
     assert [float(tensor) for tensor in tensors(changed)] == [10, 20]
     assert [float(tensor) for tensor in tensors(value)] == [1, 2]
     assert type(changed) is type(value) or name == "read-only"
+
+
+def test_packed_sequences_move_but_for_their_batch_sizes_which_torch_needs_on_the_cpu():
+    packed = pack_padded_sequence(torch.ones(4, 2, 3), torch.tensor([2, 4]), enforce_sorted=False)
+    moved = move_to_device({"packed": packed, "array": (array := np.ones(2))}, torch.device("meta"))
+    there = moved["packed"]
+    assert type(there) is type(packed) and there.batch_sizes.device.type == "cpu" and moved["array"] is array
+    assert {tensor.device.type for tensor in (there.data, there.unsorted_indices)} == {"meta"}
 
 
 def test_a_model_in_bf16_gives_float32_in_the_container_of_its_own():

@@ -28,34 +28,27 @@ __version__ = "0.1.0"
 
 # Imported at first use: `import paceline` must not import torch, or `paceline --help` would take seconds.
 _LAZY_EXPORTS = {
-    "run": "launch.from_python",
-    "session": "sessions",
-    "load_adapter": "train.adapters",
-    "Session": "sessions",
-    "World": "rank.world",
-    "process_group": "rank.world",
-    "BatchPlan": "data.plan",
-    "virtual_ranks_of": "data.plan",
-    "ArrayDataset": "data.arrays",
-    "on_device": "data.arrays",
-    "autocast_bf16": "compute.precision",
-    "checkpoint_activations": "compute.forward",
-    "compile_model": "compute.compiling",
-    "use_cuda_graphs": "compute.compiling",
-    "tune_malloc": "compute.resources",
-    "LoadingOptions": "data.loader",
-    "MicroBatch": "data.loader",
-    "load_steps": "data.loader",
-    "STRATEGIES": "strategies",
-    "Strategy": "strategies",
-    "Task": "tasks.task",
-    "Metric": "tasks.metric",
-    "CallbackState": "tasks.task",
-    "Schedule": "train.optimizer",
-    "evaluate": "train.evaluate",
-    "fit": "train.step",
-    "train_step": "train.step",
-    "optimizer_maker": "train.optimizer",
+    name: module
+    for module, names in {
+        "launch.from_python": "run",
+        "sessions": "session Session",
+        "train.adapters": "load_adapter",
+        "rank.world": "World process_group",
+        "data.plan": "BatchPlan virtual_ranks_of",
+        "data.arrays": "ArrayDataset on_device",
+        "compute.precision": "autocast_bf16",
+        "compute.forward": "checkpoint_activations",
+        "compute.compiling": "compile_model use_cuda_graphs",
+        "compute.resources": "tune_malloc",
+        "data.loader": "LoadingOptions MicroBatch load_steps",
+        "strategies": "STRATEGIES Strategy",
+        "tasks.task": "Task CallbackState",
+        "tasks.metric": "Metric",
+        "train.optimizer": "Schedule optimizer_maker",
+        "train.evaluate": "evaluate",
+        "train.step": "fit train_step",
+    }.items()
+    for name in names.split()
 }
 
 _RENAMED = {

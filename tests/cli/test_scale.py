@@ -35,37 +35,6 @@ def test_slow_data_on_one_rank_get_the_largest_share_with_its_name(tmp_path: Pat
     assert "64 machines, " in said
 
 
-STREAM = """
-import torch
-from torch import nn
-from paceline import Task
-
-class Numbers(torch.utils.data.IterableDataset):
-    def __iter__(self):
-        return ((torch.ones(4), torch.tensor(number % 2)) for number in range(100))
-
-def loss(outputs, targets):
-    return nn.functional.cross_entropy(outputs, targets, reduction="none")
-
-task = Task(lambda: nn.Linear(4, 2), lambda split: Numbers(), loss)
-"""
-
-
-@pytest.mark.ranks
-@pytest.mark.soak  # its parts are in test_measuring.py and tests/lab/ranks/test_workload.py
-@pytest.mark.timeout(540)
-def test_of_a_stream_it_is_said_what_was_not_measured_and_a_short_one_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "streamed.py").write_text(STREAM)
-    how = ("--ranks", "1,2", "--mode", "weak", "--steps", 5, "--warmup", 3, "--rounds", 1, "--batch-size")
-    found, said = measured(tmp_path, "scale", "streamed.py:task", *how, 50)
-    [one] = found["lost"]
-    assert one["at"] == {"ranks": 2, "batch": 50}
-    assert "first 100 samples" in " ".join(said.split())
-    run = typed(tmp_path, "scale", "streamed.py:task", *how, 64, "--device", "cpu")
-    assert run.returncode == 2, run.stdout + run.stderr
-    assert run.stderr.count("128 samples on 2 ranks") == 1
-
-
 SOAK = ("--mode", "weak", "--steps", 20, "--rounds", 1)
 
 

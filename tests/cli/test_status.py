@@ -17,7 +17,7 @@ from tests.errors import raises
 
 from paceline.cli import live, logs, status
 from paceline.cli import run_state as run_state_module
-from paceline.cli.run_state import RunAccess, find_run, run_state
+from paceline.cli.run_state import find_run, run_state
 from paceline.errors import TrainingError
 from paceline.host.procfs import read_process
 from paceline.host.sweep import Roster
@@ -208,7 +208,7 @@ def test_an_agent_counts_only_with_its_own_start_time_and_host(run: Path) -> Non
 def test_a_run_of_slurm_on_a_machine_without_slurm_is_unknown(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_submission(next_submit_dir(run), SubmitRecord(on="slurm", started_at=1.0, slurm_job="12"))
     monkeypatch.setenv("PATH", "/nowhere")
-    found = run_state(run, RunAccess(may_query_slurm=True))
+    found = run_state(run, ("ssh",))
     assert (found.state, found.slurm_job) == ("unknown", "12") and "no command scontrol" in found.words
     assert "Slurm job 12" in run_state(run).words
 
@@ -228,9 +228,9 @@ def test_an_agent_on_another_host_is_asked_and_told_by_the_users_ssh(
     words = (str(tmp_path / "ssh"), "-F", "my config")
     submission = SubmitRecord(on="ssh", started_at=1.0, hosts=("n2",), ssh=words)
     write_submission(next_submit_dir(run), submission)
-    access, flag = RunAccess(words), ["--ssh", shlex.join(words)]
+    access, flag = words, ["--ssh", shlex.join(words)]
     assert run_state(run, access).state == "running"
-    found = run_state(run, RunAccess(("/no/ssh",)))  # what stands written down is told, and not run
+    found = run_state(run, ("/no/ssh",))  # what stands written down is told, and not run
     assert found.state == "unknown" and f"started with --ssh {shlex.join(words)!r}" in found.words
     with raises("agent-of-another-run"):
         write_roster(run, os.getpid(), host="n2")

@@ -11,15 +11,12 @@ import sys
 import threading
 import time
 import weakref
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tests.errors import raises
-from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.data import Dataset, TensorDataset
 
 from paceline.data.arrays import ArrayDataset
@@ -27,7 +24,6 @@ from paceline.data.loader import (
     LoadingOptions,
     PrefetchTrigger,
     load_steps,
-    move_to_device,
     prefetch,
     prefetch_to_device,
 )
@@ -357,23 +353,3 @@ def test_data_that_are_left_are_not_loaded_any_more():
     items.close()
     ahead.start_batches()
     assert log == ["begin 0"]
-
-
-@dataclass(frozen=True)
-class Record:
-    x: Any
-    name: str
-
-
-def test_tensors_move_in_nested_containers_and_nothing_else_does():
-    one, meta = torch.ones(2, 3), torch.device("meta")
-    packed = pack_padded_sequence(torch.ones(4, 2, 3), torch.tensor([2, 4]), enforce_sorted=False)
-    batch = {"list": [one, (one, "word")], "record": Record({"deep": one}, "word"), "array": np.ones(2), "n": 1}
-    there = move_to_device({**batch, "packed": packed}, meta)
-    found = [there["list"][0], there["list"][1][0], there["record"].x["deep"], there["packed"].data]
-    assert {tensor.device.type for tensor in (*found, there["packed"].unsorted_indices)} == {"meta"}
-    assert type(there["packed"]) is type(packed)
-    assert there["packed"].batch_sizes.device.type == "cpu"  # torch's LSTM needs them there
-    assert there["list"][1][1] == there["record"].name == "word"
-    assert there["array"] is batch["array"]
-    assert one.device.type == "cpu"

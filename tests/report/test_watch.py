@@ -17,7 +17,7 @@ from textual.widgets import Static
 
 from paceline.cli import live as command
 from paceline.cli import main
-from paceline.cli.run_state import NO_ACCESS, RunAccess
+from paceline.cli.run_state import NO_ACCESS
 from paceline.protocol.evidence import LIVE, WATCHED_FILE, LiveState, Phase, WorkerSample
 from paceline.report.live import FileTail, LiveReader, RankSnapshot, RunSnapshot
 from paceline.report.watch_app import KeyActions, RankScreen, RankTable, WatchApp
@@ -298,7 +298,7 @@ def training(tmp_path: Path, small_mnist: Path) -> Iterator[Path]:
 def test_a_real_run_is_seen_live_saves_when_asked_shows_its_stack_and_stops(training: Path) -> None:
     while not (training / "events-1.jsonl").exists():
         time.sleep(0.05)
-    watched = command._Run(training, RunAccess(("ssh",), may_query_slurm=False))
+    watched = command._Run(training, ("ssh",))
     told = KeyActions(watched.read_view, watched.stack, watched.log, watched.save, watched.stop)
 
     async def until(pilot: Any, condition: Callable[[], object]) -> None:

@@ -96,19 +96,6 @@ def test_padded_differs_from_one_process_in_the_last_batch_only(n: int, world: i
     assert repeated == -n % world
 
 
-@settings(deadline=None)
-@given(sizes, worlds)
-def test_chunked_is_the_documents_code(n: int, world: int) -> None:
-    # Seed 002, step 1, word for word.
-    samples_per_replica = (n + world - 1) // world
-    total_size = samples_per_replica * world
-    indices = list(range(n))
-    indices += indices[: (total_size - len(indices))]
-    for rank, share in enumerate(chunked(n, world)):
-        start_idx = rank * samples_per_replica
-        assert share == indices[start_idx : start_idx + samples_per_replica]
-
-
 def test_the_documents_examples() -> None:
     assert dealt(10, 4) == [[0, 4, 8], [1, 5, 9], [2, 6], [3, 7]]
     assert padded(10, 4) == [[0, 4, 8], [1, 5, 9], [2, 6, 0], [3, 7, 1]]

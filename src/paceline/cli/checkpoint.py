@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
@@ -160,32 +159,25 @@ def export(arguments: Sequence[str]) -> int:
     file_format = config.format or ("safetensors" if out.suffix == ".safetensors" else "torch")
     _check_out(config, out, file_format)
     from paceline.checkpoint.shards import sha256_of  # imports torch
+    from paceline.train.weights import save
 
-    write = _writer(config, run_dir, out, file_format)  # reports errors before minutes of reading
+    # before minutes of reading weights
+    model = _hugging_face_model(run_dir, config.config, trust=config.trust) if file_format == "huggingface" else None
+    adapters = _adapters(config, run_dir) if file_format == "peft" else None
     weights, origin = _weights(config, run_dir)
     try:
-        weights = write(weights)
+        if model is not None:
+            weights = _save_pretrained(model, out, weights)
+        elif adapters is not None:
+            weights = adapters.write(out, weights)
+        elif file_format == "torch":
+            save(weights, out, pickled=True)
+        else:  # safetensors refuses shared memory: each name of a tied tensor gets a copy
+            save({name: tensor.clone() for name, tensor in weights.items()}, out)
     except OSError as error:
         raise PacelineError(str(error)) from None
     print(f"{origin}: {plural(len(weights), 'tensor')} written to {config.out}\nweights {sha256_of(weights)}")
     return ExitCode.DONE
-
-
-def _writer(config: ExportConfig, run_dir: Path, out: Path, file_format: str) -> Callable[[Weights], Weights]:
-    if file_format == "huggingface":
-        return partial(_save_pretrained, _hugging_face_model(run_dir, config.config, trust=config.trust), out)
-    if file_format == "peft":
-        return partial(_adapters(config, run_dir).write, out)
-    from paceline.train.weights import save
-
-    def write(weights: Weights) -> Weights:
-        if file_format == "torch":
-            save(weights, out, pickled=True)
-        else:  # safetensors refuses shared memory: each name of a tied tensor gets a copy
-            save({name: tensor.clone() for name, tensor in weights.items()}, out)
-        return weights
-
-    return write
 
 
 def _adapters(config: ExportConfig, run_dir: Path) -> Adapters:

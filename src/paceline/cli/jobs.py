@@ -113,7 +113,7 @@ def check_balance(job: JobSpec) -> None:
     if job.balance == AUTO and job.hang_timeout.off:
         raise UsageError(code="balance-without-guard", value=job.balance)
     if speeds := parse_balance(job.balance or None):
-        speeds_of_ranks(speeds, _ranks_of_nodes(job))
+        speeds_of_ranks(speeds, ranks_of_nodes(job))
 
 
 def _nodes(nodes: str | None, hosts: tuple[Host, ...]) -> tuple[int, int]:
@@ -131,17 +131,8 @@ def _nodes(nodes: str | None, hosts: tuple[Host, ...]) -> tuple[int, int]:
     return int(min_nodes), int(max_nodes)
 
 
-def world_size(job: JobSpec) -> int:
-    """The number of processes on all nodes, including those that may join later."""
-    return sum(_ranks_of_nodes(job))
-
-
-def smallest_world_size(job: JobSpec) -> int:
-    """The number of processes on the fewest nodes with which the run continues."""
-    return sum(sorted(_ranks_of_nodes(job))[: job.min_nodes])
-
-
-def _ranks_of_nodes(job: JobSpec) -> list[int]:
+def ranks_of_nodes(job: JobSpec) -> list[int]:
+    """The number of processes on each node, including nodes that may join later."""
     slots = [host.slots or job.nproc for host in job.hosts]
     return [*slots, *[job.nproc] * (job.nodes - len(slots))]
 

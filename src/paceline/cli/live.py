@@ -43,8 +43,7 @@ POLL_SECONDS = 0.1
 RECENT_PROGRESS_SECONDS = 2.0  # a run that made progress within this time does not hang
 MAX_SHOWN_OPS = 8
 MOST_SHOWN, MOST_LINES, MAX_STACK_CHARS = 64, 200, 20_000  # ranks; lines and characters of each rank
-STATE_SECONDS = 5.0  # between reads of the complete state
-END_CHECK_SECONDS = 2.0  # between checks whether the run has ended: test its lock, or query its host
+STATE_SECONDS = 3.0  # between reads of the state, which may query the host of the agent
 LINE_INTERVAL_SECONDS = 10.0  # between lines without a terminal
 LOG_LINES = 40
 
@@ -96,17 +95,17 @@ def ask_to_stop(run_dir: Path, access: run_state.RunAccess, *, now: bool = False
 
 def _stop_agent(run_dir: Path, submission: SubmitRecord | None, access: run_state.RunAccess, *, now: bool) -> None:
     roster = run_state.coordinator_roster(run_dir)
-    if roster is None or not run_state.is_agent_alive(run_dir, roster, submission, access.ssh):
+    if roster is None or not run_state.is_agent_alive(run_dir, roster, submission, access):
         try:
             holder = read_file(run_dir / LOCK, limit_bytes=1000).decode(errors="replace").strip()
         except OSError:
             holder = "no process"
         agent = f"its agent is on {roster.host}, pid {roster.agent_pid}" if roster else ""
         raise TrainingError(code="cannot-stop-from-here", who=agent or f"it has no agent, and {holder} holds its lock")
-    is_sent = run_state.signal_agent(run_dir, roster, submission, access.ssh)
+    is_sent = run_state.signal_agent(run_dir, roster, submission, access)
     if now:  # a second signal makes the agent kill the workers immediately
         time.sleep(queue.SECOND_SIGNAL_SECONDS)
-        is_sent = run_state.signal_agent(run_dir, roster, submission, access.ssh)
+        is_sent = run_state.signal_agent(run_dir, roster, submission, access)
     if not is_sent:
         raise TrainingError(code="agent-unreachable", host=roster.host)
 
@@ -188,9 +187,7 @@ def _hang_report(run_dir: Path, access: run_state.RunAccess) -> HangReport:
     starts = run_state.attempts(run_dir)
     if not starts:
         raise UsageError(code="not-started", run_dir=run_dir)
-    may_ask = (
-        access != run_state.NO_ACCESS
-    )  # a request is a file, and paceline writes no file into a run of another user
+    may_ask = bool(access)  # a request is a file, and paceline writes no file into a run of another user
     diagnosis = request_diagnosis(starts[-1]) if state == "running" and may_ask else None
     if diagnosis is not None:
         waited = f"{diagnosis.waited_seconds:.1f} s"
@@ -242,13 +239,10 @@ def request_diagnosis(attempt: Path) -> DiagnosisRecord | None:
         shutil.rmtree(answer, ignore_errors=True)  # no other process needs it
 
 
-def _shortened(evidence: Evidence) -> Evidence:
-    return msgspec.structs.replace(
-        evidence,
-        native=evidence.native[:MAX_STACK_CHARS],
-        error_text=evidence.error_text[-MAX_STACK_CHARS:],
-        stacks=tuple(msgspec.structs.replace(stack, frames=stack.frames[:MOST_LINES]) for stack in evidence.stacks[:1]),
-    )
+def _rank_text(evidence: Evidence, most_ops: int) -> str:
+    """The evidence on a rank, with limits because a file of another user may contain any number of lines."""
+    text = describe_rank(evidence, most_ops=most_ops, most_stacks=1)[:MAX_STACK_CHARS]
+    return "\n".join(text.splitlines()[:MOST_LINES])
 
 
 def _show_hang(report: HangReport) -> None:
@@ -273,9 +267,7 @@ def _show_hang(report: HangReport) -> None:
         text = format_report(record.diagnosis, shown, waited_seconds=waited_seconds, folder=folder, run="")
         print_block(text, "bold red")
     for evidence in shown:
-        text = describe_rank(_shortened(evidence), most_ops=MAX_SHOWN_OPS, most_stacks=1)
-        lines = text.splitlines()[:MOST_LINES]
-        print_block("\n".join(lines), "bold red" if evidence.rank in causes else "bold")
+        print_block(_rank_text(evidence, MAX_SHOWN_OPS), "bold red" if evidence.rank in causes else "bold")
 
 
 @dataclass(frozen=True)
@@ -313,26 +305,19 @@ def watch(arguments: Sequence[str]) -> int:
 
 class _Run:
     def __init__(self, run_dir: Path, access: run_state.RunAccess) -> None:
-        self.run_dir, self.access, self.may_act = run_dir, access, access != run_state.NO_ACCESS
+        self.run_dir, self.access, self.may_act = run_dir, access, bool(access)
         self._reader = LiveReader(run_dir, may_ask=self.may_act)
-        self.standing = self._standing()
+        self.standing = self._read_state()
 
     def read_view(self) -> tuple[RunSnapshot, RunState]:
         """The run now. Call it from one thread at a time."""
-        now = time.monotonic()
-        if now > self._stood_seconds + STATE_SECONDS or (
-            now > self._ended_seconds + END_CHECK_SECONDS and self._ended(now)
-        ):
-            self.standing = self._standing()
+        if time.monotonic() > self._state_read + STATE_SECONDS:
+            self.standing = self._read_state()
         return self._reader.read(self._attempt), self.standing
 
-    def _ended(self, now: float) -> bool:
-        self._ended_seconds = now
-        return run_state.read_run_status(self.run_dir, self.access).state not in LIVE_STATES
-
-    def _standing(self) -> RunState:
+    def _read_state(self) -> RunState:
         self._attempt = next(reversed(run_state.attempts(self.run_dir)), None)
-        self._stood_seconds = self._ended_seconds = time.monotonic()
+        self._state_read = time.monotonic()
         return run_state.run_state(self.run_dir, self.access)
 
     def stack(self, rank: int) -> str:
@@ -342,9 +327,7 @@ class _Run:
                 "the agent of the run does not answer. Runs under torchrun and single-process runs have no agent"
             )
         evidence = next((evidence for evidence in diagnosis.evidence if evidence.rank == rank), None)
-        if evidence is None:
-            return f"rank {rank} is not running"
-        return describe_rank(evidence, most_ops=5, most_stacks=1)[:MAX_STACK_CHARS]
+        return f"rank {rank} is not running" if evidence is None else _rank_text(evidence, 5)
 
     def log(self, rank: int) -> str:
         if self._attempt is None:

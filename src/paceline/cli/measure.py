@@ -107,16 +107,8 @@ def measure_groups(
     """Yields the measurements, and the folder of the event files, which is deleted at the end of the context."""
     with tempfile.TemporaryDirectory(prefix="paceline-bench-", ignore_cleanup_errors=True) as folder:
         root = Path(folder).resolve()
-        rounds = measure_rounds(
-            groups,
-            configuration.dump(settings),
-            root,
-            rounds=how.rounds,
-            warmup=how.warmup,
-            steps=how.steps,
-            memory=memory,
-        )
-        yield rounds, root
+        text, counts = configuration.dump(settings), {"rounds": how.rounds, "warmup": how.warmup, "steps": how.steps}
+        yield measure_rounds(groups, text, root, **counts, memory=memory), root
 
 
 def core_sharing_text(ranks: int, threads: int, cores: int) -> str:
@@ -311,21 +303,31 @@ class ScaleConfig:
 def scale(arguments: Sequence[str]) -> int:
     config: ScaleConfig = command_line("scale").parse(arguments)
     network = None if config.network is None else scaling.parse_network(config.network)
-    _check_scale(config)
-    return _scale_runs(config, config.runs, network) if config.runs else _scale_task(config, network)
+    copy, copies = _check_scale(config)
+    return _scale_runs(config, config.runs, network) if config.runs else _scale_task(config, network, copy, copies)
 
 
-def _check_scale(config: ScaleConfig) -> None:
+def _check_scale(config: ScaleConfig) -> tuple[Mesh, list[int]]:
+    """The mesh of one copy of the model, and the numbers of copies to measure."""
     if (config.task is None) == (config.runs is None):
         raise UsageError(code="scale-task-or-runs")
-    copy, how = _model_copy_mesh(config), config.how
+    copy = Mesh.parse(config.mesh) if config.mesh else Mesh()
+    if named := [name for name in BATCH_DIMENSIONS if name in copy.sizes]:
+        raise UsageError(code="scale-mesh-with-data", value=config.mesh, dimension=named[0])
     if config.mesh and config.runs:
         raise UsageError(code="mesh-with-runs")
-    copies = _copy_counts(config, copy)
+    all_ranks = options.parse_whole_numbers("--ranks", config.ranks)
+    rank_counts = [ranks for ranks in all_ranks if ranks > 1 or copy.size == 1]
+    if uneven := [ranks for ranks in rank_counts if ranks % copy.size]:
+        raise UsageError(
+            code="ranks-no-whole-copies", value=config.ranks, processes=uneven[0], size=copy.size, mesh=config.mesh,
+            twice=2 * copy.size,
+        )  # fmt: skip
+    copies = sorted({1, *(ranks // copy.size for ranks in rank_counts)})
     options.check_positive(config, "batch_size")
-    check_measurement(how)
-    if how.steps < MIN_STEPS:
-        raise UsageError(code="too-few-steps", least=MIN_STEPS, value=how.steps)
+    check_measurement(config.how)
+    if config.how.steps < MIN_STEPS:
+        raise UsageError(code="too-few-steps", least=MIN_STEPS, value=config.how.steps)
     if copies[-1] == 1:
         unit, example = ("one copy of the model", 2 * copy.size) if copy.size > 1 else ("one rank", "1,2")
         raise UsageError(code="nothing-to-compare", value=config.ranks, unit=unit, example=example)
@@ -335,6 +337,7 @@ def _check_scale(config: ScaleConfig) -> None:
         raise UsageError(
             code="ranks-do-not-divide", value=config.ranks, common=math.lcm(*copies), batch_size=config.batch_size
         )
+    return copy, copies
 
 
 def _scale_runs(config: ScaleConfig, folders: str, network: NetworkSpeed | None) -> int:
@@ -352,9 +355,7 @@ def _scale_runs(config: ScaleConfig, folders: str, network: NetworkSpeed | None)
     return _publish_scaling(config, network, title, runs, {}, machine, batches, [])
 
 
-def _scale_task(config: ScaleConfig, network: NetworkSpeed | None) -> int:
-    copy = _model_copy_mesh(config)
-    copies = _copy_counts(config, copy)
+def _scale_task(config: ScaleConfig, network: NetworkSpeed | None, copy: Mesh, copies: Sequence[int]) -> int:
     settings, how = train_config(str(config.task), config.how, num_workers=config.num_workers), config.how
     if copy.size > 1:
         launch = replace(settings.launch, mesh=_copies_mesh(config, copy, copies[-1]))
@@ -412,25 +413,6 @@ def _publish_scaling(
     scaled = scaling.ScalingReport(title, lost, estimates, notes)
     output_results(scaled, config.how, partial(scaling.print_scaled, scaled))
     return ExitCode.DONE
-
-
-def _model_copy_mesh(config: ScaleConfig) -> Mesh:
-    mesh = Mesh.parse(config.mesh) if config.mesh else Mesh()
-    if named := [name for name in BATCH_DIMENSIONS if name in mesh.sizes]:
-        raise UsageError(code="scale-mesh-with-data", value=config.mesh, dimension=named[0])
-    return mesh
-
-
-def _copy_counts(config: ScaleConfig, copy: Mesh) -> list[int]:
-    rank_counts = [
-        ranks for ranks in options.parse_whole_numbers("--ranks", config.ranks) if ranks > 1 or copy.size == 1
-    ]
-    if uneven := [ranks for ranks in rank_counts if ranks % copy.size]:
-        raise UsageError(
-            code="ranks-no-whole-copies", value=config.ranks, processes=uneven[0], size=copy.size, mesh=config.mesh,
-            twice=2 * copy.size,
-        )  # fmt: skip
-    return sorted({1, *(ranks // copy.size for ranks in rank_counts)})
 
 
 def _copies_mesh(config: ScaleConfig, copy: Mesh, count: int) -> str:

@@ -282,7 +282,9 @@ def _repeat_and_compare(result: Difference, sides: tuple[ComparedRun, ComparedRu
             logged = [side.log[result.loss_step].loss for side in sides]
             result.losses = logged[0], logged[1]
             result.not_reproduced = [x for x, s, r in zip("AB", sides, (a, b), strict=True) if not _repeats(s, r)]
-        _check_models(a, b)
+        before = [{r.name for r in x.records if r.kind == "state before"} for x in (a, b)]
+        if odd := sorted(name for name in before[0] ^ before[1] if name.startswith("model/")):
+            raise UsageError(code="diff-other-models", names=first_few([n.removeprefix("model/") for n in odd], 5))
         if (positions := reports.first_difference(a.records, b.records)) is not None:
             records = [r.records[n] if n >= 0 else None for r, n in zip((a, b), positions, strict=True)]
             result.first = records[0] or records[1]
@@ -295,12 +297,6 @@ def _repeat_and_compare(result: Difference, sides: tuple[ComparedRun, ComparedRu
 def _repeats(side: ComparedRun, recording: StepRecording) -> bool:
     known = {n: side.log[n] for n in recording.losses if n in side.log and side.log[n].steps == 1}
     return all(recording.losses[n] == step.loss for n, step in known.items() if not step.skipped)
-
-
-def _check_models(a: StepRecording, b: StepRecording) -> None:
-    names = [{r.name for r in x.records if r.kind == "state before" and r.name.startswith("model/")} for x in (a, b)]
-    if odd := sorted(names[0] ^ names[1]):
-        raise UsageError(code="diff-other-models", names=first_few([n.removeprefix("model/") for n in odd], 5))
 
 
 def _measure_difference(

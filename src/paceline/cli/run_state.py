@@ -12,23 +12,22 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.cli.options import split_command, ssh_command
 from paceline.errors import ExitCode, PacelineError, UsageError, first_few, unknown_name_error
-from paceline.host.procfs import PROC, read_process
+from paceline.host.procfs import PROC
 from paceline.host.sweep import Roster, roster_path
 from paceline.launch.plan import SubmitRecord, last_submission, submit_number
 from paceline.protocol.evidence import SUCCESS_EXIT_CODES
 from paceline.report.live import recent_rates
 from paceline.runs.attempt import read_attempt_end, read_nodes, read_notices
 from paceline.runs.console import print_to_stderr
-from paceline.runs.events import Evaluated, FlopsCounted, Started, Step, last_events, read_events
+from paceline.runs.events import Evaluated, Event, FlopsCounted, Started, Step, last_events, read_events
 from paceline.runs.folder import CHECKPOINTS, CONFIG, LOCK, attempt_dirs, attempt_number, failure_files
 from paceline.runs.owners import check_owned_by_us, open_file, warn_if_shared
 from paceline.runs.reading import is_folder, list_folders, list_names, read_json, real_path
@@ -67,15 +66,9 @@ class NewestRunFlags(RunFlags):
     """run folder, or the beginning of its name under runs/ (default: the newest there)"""
 
 
-@dataclass(frozen=True)
-class RunAccess:
-    """The sources of information about a run besides its folder. For a run of another user there are none."""
-
-    ssh: tuple[str, ...] = ()
-    may_query_slurm: bool = False
-
-
-NO_ACCESS = RunAccess()
+RunAccess = tuple[str, ...]
+"""The ssh command to reach the hosts of a run. Empty: show only what is in its folder."""
+NO_ACCESS: RunAccess = ()
 
 
 def find_run(asked: str) -> Path:
@@ -124,7 +117,7 @@ def resolve_run_access(config: RunFlags, *, act: bool = False) -> tuple[Path, Ru
             check_owned_by_us(folder)
         elif warn_if_shared(folder):
             return run_dir, NO_ACCESS
-    return run_dir, RunAccess(split_command("--ssh", config.ssh), may_query_slurm=True)
+    return run_dir, split_command("--ssh", config.ssh)
 
 
 def attempts(run_dir: Path) -> list[Path]:
@@ -155,16 +148,11 @@ def coordinator_roster(run_dir: Path) -> Roster | None:
     return None
 
 
-def is_agent_alive(run_dir: Path, roster: Roster, submission: SubmitRecord | None, ssh: Sequence[str]) -> bool | None:
-    """Whether this agent still runs, and so holds the lock of the run; None if its host cannot be queried.
-
-    `submission` has the host of the agent. `ssh` is the command to query it; empty: query no other host.
-    """
+def is_agent_alive(run_dir: Path, roster: Roster, submission: SubmitRecord | None, access: RunAccess) -> bool | None:
+    """Whether this agent still runs, and so holds the lock of the run; None if its host cannot be queried."""
     if roster.host == os.uname().nodename:
-        process = read_process(roster.agent_pid)
-        is_same = process is not None and process.runs and process.start_ticks == roster.agent_started
-        return is_same and _holds_lock(roster.agent_pid, run_dir)
-    done = _run_on_coordinator(submission, ssh, f"uname -n; cat /proc/{roster.agent_pid}/stat || true")
+        return _holds_lock(roster.agent_pid, run_dir)
+    done = _run_on_coordinator(submission, access, f"uname -n; cat /proc/{roster.agent_pid}/stat || true")
     host, _, stat = (done or "").partition("\n")
     if host.strip() != roster.host:
         return None
@@ -172,7 +160,7 @@ def is_agent_alive(run_dir: Path, roster: Roster, submission: SubmitRecord | Non
     return len(fields) > 19 and fields[0] not in "ZX" and fields[19] == str(roster.agent_started)
 
 
-def signal_agent(run_dir: Path, roster: Roster, submission: SubmitRecord | None, ssh: Sequence[str]) -> bool:
+def signal_agent(run_dir: Path, roster: Roster, submission: SubmitRecord | None, access: RunAccess) -> bool:
     """Send SIGTERM to the agent, if it holds the lock of this run. Returns whether its host could be reached."""
     if roster.host == os.uname().nodename:
         with suppress(ProcessLookupError):  # the agent has just ended
@@ -187,7 +175,7 @@ def signal_agent(run_dir: Path, roster: Roster, submission: SubmitRecord | None,
     lock = shlex.quote(str(agent_run_folder(run_dir) / LOCK))
     command = f'for file in /proc/{roster.agent_pid}/fd/*; do if [ "$file" -ef {lock} ]; then '
     command += f"kill -TERM {roster.agent_pid}; echo sent; exit 0; fi; done; "
-    done = _run_on_coordinator(submission, ssh, f"{command}test -d /proc/{roster.agent_pid} || echo sent")
+    done = _run_on_coordinator(submission, access, f"{command}test -d /proc/{roster.agent_pid} || echo sent")
     if done is not None and done.strip() != "sent":
         raise _not_its_agent(roster, run_dir)
     return done is not None
@@ -212,10 +200,10 @@ def _holds_lock(pid: int, run_dir: Path) -> bool:
     return False
 
 
-def _run_on_coordinator(submission: SubmitRecord | None, ssh: Sequence[str], command: str) -> str | None:
-    if not ssh or submission is None or submission.on != "ssh" or not submission.hosts:
+def _run_on_coordinator(submission: SubmitRecord | None, access: RunAccess, command: str) -> str | None:
+    if not access or submission is None or submission.on != "ssh" or not submission.hosts:
         return None
-    argv = ssh_command(ssh, submission.hosts[0], f"sh -c {shlex.quote(command)}")
+    argv = ssh_command(access, submission.hosts[0], f"sh -c {shlex.quote(command)}")
     try:
         done = subprocess.run(
             argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=SSH_SECONDS,
@@ -248,10 +236,9 @@ def run_state(run_dir: Path, access: RunAccess = NO_ACCESS) -> RunState:
     current = read_run_status(run_dir, access)
     submission = current.submission
     saved = Checkpoints(run_dir / CHECKPOINTS).entries()
-    # a live run has that of an earlier attempt
-    summary = None if current.state in LIVE_STATES else read_summary(run_dir)
-    is_complete = summary is not None and summary.steps is not None
-    progress = _Progress() if is_complete else _progress(run_dir)
+    # a live run has the summary of an earlier attempt
+    summary = (None if current.state in LIVE_STATES else read_summary(run_dir)) or Summary("", 0)
+    progress = _progress(run_dir) if summary.steps is None else _Progress()
     starts = attempts(run_dir)
     nodes = read_nodes(starts[-1]) if starts and current.state in LIVE_STATES else None
     last_written = next(p for p in (run_dir / RANK_0_EVENTS_NAME, *starts[-1:], run_dir) if os.path.lexists(p))
@@ -264,11 +251,11 @@ def run_state(run_dir: Path, access: RunAccess = NO_ACCESS) -> RunState:
         nodes=nodes.format_line[:MOST_CHARS] if nodes is not None else "",
         slurm_job=submission.slurm_job if submission is not None else "",
         attempts=len(starts),
-        **_speed(run_dir, progress, running=current.state == "running", summary=summary or Summary("", 0)),
+        **_speed(run_dir, progress, running=current.state == "running", summary=summary),
         checkpoint_step=saved[0].step if saved else None,
         found=tuple(notice.words for notice in islice(read_notices(starts[-1]), MOST_SCORES)) if starts else (),
         unix_time=last_written.lstat().st_mtime,
-        **_progress_fields(summary or Summary("", 0), _settings(run_dir), progress),
+        **_progress_fields(summary, _settings(run_dir), progress),
     )
 
 
@@ -306,7 +293,7 @@ def _slurm_job(submission: SubmitRecord | None, access: RunAccess) -> tuple[queu
     """The state of the run's Slurm job, and the reason if the job could not be queried."""
     if submission is None or not submission.slurm_job:
         return None, ""
-    if not access.may_query_slurm:
+    if not access:
         return None, f"Slurm job {submission.slurm_job} was not queried"
     from paceline.launch.slurm import queue
 
@@ -332,7 +319,7 @@ def _determine_state(
     if is_locked(run_dir):
         return "running", ""
     roster = coordinator_roster(run_dir)
-    is_alive = is_agent_alive(run_dir, roster, submission, access.ssh) if roster is not None else False
+    is_alive = is_agent_alive(run_dir, roster, submission, access) if roster is not None else False
     if is_alive:
         return "running", ""
     newest = next(reversed(attempts(run_dir)), None)
@@ -366,10 +353,10 @@ def _state_of(code: int, details: str) -> tuple[State, str]:
 
 
 def _why_not_queried(submission: SubmitRecord | None, access: RunAccess) -> str:
-    if not access.ssh:
+    if not access:
         return "was not queried"
     reason = "cannot be reached from here"
-    if submission is not None and submission.ssh not in ((), access.ssh):
+    if submission is not None and submission.ssh not in ((), access):
         command = shlex.join(submission.ssh)
         reason += f". The run was started with --ssh {command!r}: pass it again, paceline runs no command from a file"
     return reason
@@ -385,27 +372,19 @@ def _hosts(submission: SubmitRecord | None, job: queue.JobState | None, run_dir:
 
 
 def _progress(run_dir: Path) -> _Progress:
-    started: Started | None = None
-    counted: FlopsCounted | None = None
-    steps: list[Step] = []
-    metrics: dict[str, float] = {}
+    path, newest = run_dir / RANK_0_EVENTS_NAME, list[Event]()
     with suppress(OSError):
-        for event in last_events(run_dir / RANK_0_EVENTS_NAME):
-            if isinstance(event, Started):
-                started = started or event
-            elif isinstance(event, Evaluated):
-                metrics = metrics or event.metrics
-            elif isinstance(event, FlopsCounted):
-                counted = counted or event
-            elif isinstance(event, Step) and started is None and len(steps) <= WINDOW_STEPS:
-                steps.append(event)
-            if metrics and (started is not None or (counted and len(steps) > WINDOW_STEPS)):
-                break
-        if started is None:  # not among the last events: the first one has the same values
-            first = [*islice(read_events(run_dir / RANK_0_EVENTS_NAME), FIRST_EVENTS)]
-            started = first[0] if first and isinstance(first[0], Started) else None
-            counted = counted or next((event for event in first if isinstance(event, FlopsCounted)), None)
-    return _Progress(started, tuple(reversed(steps)), metrics, counted)
+        newest = [*last_events(path)]
+    # the first events are read if there is no start among the last ones: their values are the same
+    starts = (event for event in newest if isinstance(event, Started))
+    if (started := next(starts, None)) is None and newest:
+        newest += reversed([*islice(read_events(path), FIRST_EVENTS)])
+        started = next((event for event in newest if isinstance(event, Started)), None)
+    since_start = takewhile(lambda event: not isinstance(event, Started), newest)
+    steps = [*islice((event for event in since_start if isinstance(event, Step)), WINDOW_STEPS + 1)]
+    metrics = (event.metrics for event in newest if isinstance(event, Evaluated) and event.metrics)
+    counted = next((event for event in newest if isinstance(event, FlopsCounted)), None)
+    return _Progress(started, tuple(reversed(steps)), next(metrics, {}), counted)
 
 
 def _settings(run_dir: Path) -> TrainConfig:

@@ -114,7 +114,13 @@ def _hint(state: RunState) -> str:
 
 def list_runs(arguments: Sequence[str]) -> int:
     config: RunsConfig = command_line("runs").parse(arguments)
-    states = runs_in(real_path(config.folder))
+    folder = real_path(config.folder)
+    if not is_folder(folder):
+        raise UsageError(code="no-folder-of-runs", folder=folder)
+    if run_state.holds_run(folder):
+        raise UsageError(code="run-not-folder-of-runs", folder=folder)
+    states = [state for name in list_folders(folder) if (state := _state(folder / name)) is not None]
+    states.sort(key=lambda state: (-state.unix_time, state.run_dir))
     if config.json:
         print_json(states)
     elif states:
@@ -122,16 +128,6 @@ def list_runs(arguments: Sequence[str]) -> int:
     else:
         print(f"no runs in {config.folder}", file=sys.stderr)
     return ExitCode.DONE
-
-
-def runs_in(folder: Path) -> list[RunState]:
-    """The runs whose folders are in `folder`, the newest first. Queries no host and no scheduler."""
-    if not is_folder(folder):
-        raise UsageError(code="no-folder-of-runs", folder=folder)
-    if run_state.holds_run(folder):
-        raise UsageError(code="run-not-folder-of-runs", folder=folder)
-    states = [state for name in list_folders(folder) if (state := _state(folder / name)) is not None]
-    return sorted(states, key=lambda state: (-state.unix_time, state.run_dir))
 
 
 def _state(run_dir: Path) -> RunState | None:

@@ -6,12 +6,11 @@ process is a rank.
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from msgspec.structs import replace as replace_fields
 
@@ -94,7 +93,10 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
     line = command_line("train")
     values = line.values(arguments)
     help_option, path = values.pop("help", None), values.pop("config", None)
-    resumed_file = None if path else _resumed_config(values)
+    resumed_file = None
+    if not path and values.get("checkpoint.resume") == "auto" and (folder := values.get("run.run_dir")) is not None:
+        settings_file = real_path(folder) / run_folder.CONFIG  # CONFIG itself must not be a link
+        resumed_file = settings_file if os.path.lexists(settings_file) else None
     path = real_path(path) if path else resumed_file
     default = configuration.load(path, must_own=not values.get("run.trust", False)) if path else TrainConfig()
     if resumed_file and default.task and is_session_script(default.task):
@@ -121,14 +123,6 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
         error.prefix = f"{path}: " if path and error.wrong_setting not in typed_names else ""
         raise
     return config
-
-
-def _resumed_config(values: Mapping[str, Any]) -> Path | None:
-    folder = values.get("run.run_dir")
-    if folder is None or values.get("checkpoint.resume") != "auto":
-        return None
-    path = real_path(folder) / run_folder.CONFIG  # CONFIG itself must not be a link
-    return path if os.path.lexists(path) else None
 
 
 def check_training(config: TrainConfig, nproc: int, min_nproc: int) -> None:
@@ -243,7 +237,8 @@ def _train_here(config: TrainConfig) -> tuple[Path, int]:
 
 def _train_elsewhere(config: TrainConfig, job: JobSpec) -> int:
     """Train on other machines, or detached. The workers check the settings that depend on their machine."""
-    on, size = config.cluster.on, jobs.world_size(job)
+    on, node_sizes = config.cluster.on, jobs.ranks_of_nodes(job)
+    size, smallest_size = sum(node_sizes), sum(sorted(node_sizes)[: job.min_nodes])
     if config.launch.nproc == "auto":
         raise UsageError(code="train-nproc-of-this-machine", launcher=on)
     if config.checkpoint.rehearse_preemption is not None:
@@ -251,7 +246,7 @@ def _train_elsewhere(config: TrainConfig, job: JobSpec) -> int:
     if config.launch.min_nproc is not None and on != "local":
         raise UsageError(code="min-nproc-elsewhere")
     config = replace(config, launch=replace(config.launch, nproc=job.nproc))
-    check_training(config, size, jobs.smallest_world_size(job))
+    check_training(config, size, smallest_size)
     jobs.check_balance(job)
     if job.min_nodes < job.nodes and config.checkpoint.checkpoint_every is None:
         raise UsageError(code="nodes-without-checkpoints", value=config.cluster.nodes)

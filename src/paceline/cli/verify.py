@@ -21,7 +21,7 @@ from paceline.lab import verify
 from paceline.launch.supervise import run_workers
 from paceline.protocol.job import AUTO, HangTimeout
 from paceline.runs.attempt import read_attempt_end
-from paceline.tasks.registry import check_no_training_at_import, check_task, is_session_loop
+from paceline.tasks.registry import check_task, is_session_loop
 
 WORKER = "paceline.lab.ranks.verify"
 STALL_SECONDS = 60.0  # window of the guard for a custom loop, whose epochs are short here
@@ -93,7 +93,6 @@ def main(arguments: Sequence[str]) -> int:
     check_out_file("--json", config.json)
     options = {name: str(value) for name in ("data_dir", "stem") if (value := getattr(config, name)) is not None}
     options |= parse_task_args(config.task_arg)
-    check_no_training_at_import(config.task)
     check_task(config.task, {**options, **({"data_dir": config.data_dir} if config.data_dir else {})})
     if is_session_loop(config.task):
         return _verify_loop(config, ranks, strategies if config.strategies else [""], loop_arguments)

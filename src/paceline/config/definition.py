@@ -6,7 +6,6 @@ No torch here: settings that differ are reported before any process starts.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from paceline.config.choices import check_not_renamed, current_name
@@ -53,10 +52,9 @@ UNCHANGED_SETTINGS = (  # those that a definition contains as they are
 
 
 def definition_settings(config: TrainConfig) -> dict[str, Any]:
-    sections = asdict(config)  # not vars(): msgspec sets no attribute for a missing key
-    values = {
-        name: value for section in sections.values() if isinstance(section, dict) for name, value in section.items()
-    }
+    from paceline.config.settings import settings_by_name  # a session does not import it
+
+    values = settings_by_name(config)
     definition: dict[str, Any] = {name: values[name] for name in UNCHANGED_SETTINGS} | {
         "task": _in_its_folder(str(config.task)),
         "init_from": None if values["init_from"] is None else str(values["init_from"]),

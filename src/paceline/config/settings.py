@@ -329,10 +329,16 @@ def default_strategy(config: TrainConfig, world_size: int) -> StrategyName:
     return config.strategy or (DEFAULT_STRATEGY if several else SINGLE_PROCESS_STRATEGY)
 
 
+def settings_by_name(config: TrainConfig) -> dict[str, Any]:
+    """The values of all settings, without their sections."""
+    values = dataclasses.asdict(config)  # not vars(): msgspec sets no attribute for a missing key
+    sections = [name for name, value in values.items() if isinstance(value, dict)]
+    return values | {name: value for section in sections for name, value in values.pop(section).items()}
+
+
 def strategy_options(config: TrainConfig) -> dict[str, Any]:
     """The values, by name, of settings that are set and that only some strategies support."""
-    # not vars(): msgspec does not set attributes for missing keys, so they are class attributes
-    values = dataclasses.asdict(config.model) | dataclasses.asdict(config.network)
+    values = settings_by_name(config)
     names = {name for info in STRATEGY_INFO.values() for name in info.factory_kwargs}
     return {name: values[name] for name in sorted(names) if values[name] is not None}
 
@@ -493,15 +499,9 @@ def dump_set_values(settings: Mapping[str, Any]) -> str:
 
 def dump(config: TrainConfig) -> str:
     """The TOML text from which `load` restores an equal config. None values are omitted."""
-
-    def table(settings: Mapping[str, Any]) -> dict[str, Any]:
-        set_values = {name: value for name, value in settings.items() if value is not None}
-        return {name: table(value) if isinstance(value, dict) else value for name, value in set_values.items()}  # pyright: ignore[reportUnknownArgumentType]
-
-    tables = table(msgspec.to_builtins(config, enc_hook=str))
-    if task_args := {name: _value(text) for name, text in parse_task_args(tables.pop("task_arg")).items()}:
-        tables["task_arg"] = task_args
-    return tomli_w.dumps(tables)
+    settings = msgspec.to_builtins(settings_by_name(config), enc_hook=str)
+    task_args = {name: _value(text) for name, text in parse_task_args(settings.pop("task_arg")).items()}
+    return dump_set_values(settings | {"task_arg": task_args or None})
 
 
 def _text(value: Any) -> str:

@@ -140,12 +140,16 @@ def start_loader(loader: DataLoader[Any]) -> Iterator[Any]:
     SIGTERM to the workers, which ignore it (see `initialize_worker`), and wait for them forever.
     """
     children_before, kept = {*active_children()}, getattr(loader, "_iterator", None)  # that of persistent workers
+    gc_was_enabled = gc.isenabled()
+    gc.disable()  # until `initialize_worker` has frozen the objects of this process
     try:
-        with freeze_gc_in_forks():
-            iterator = iter(loader)
+        iterator = iter(loader)
     except BaseException:  # some workers may have started
         _kill({*active_children()} - children_before)
         raise
+    finally:
+        if gc_was_enabled:
+            gc.enable()
     if iterator is kept:
         return iterator
     workers: Sequence[Any] = getattr(iterator, "_workers", ())
@@ -159,8 +163,11 @@ def start_loader(loader: DataLoader[Any]) -> Iterator[Any]:
 def initialize_worker(trainer_pid: int, worker_init_fn: Callable[[int], object] | None, worker: int) -> None:
     """Initialize a worker: it ends together with the training process, even if that process is killed.
 
-    `get_worker_info()` has the user's dataset, here and in the code of the user.
+    `get_worker_info()` has the user's dataset, here and in the code of the user. The worker never collects garbage of
+    the training process: that can contain CUDA events, and CUDA aborts a forked process that deletes one.
     """
+    gc.freeze()
+    gc.enable()
     die_with_parent(trainer_pid)
     for number in STOP_SIGNALS:  # the training process handles them, and needs its workers to finish the step
         signal.signal(number, signal.SIG_IGN)
@@ -176,35 +183,6 @@ def _kill(workers: Iterable[BaseProcess], of_iterator: int = 0) -> None:
         torch._C._remove_worker_pids(of_iterator)  # pyright: ignore[reportPrivateUsage] - or it raises an error
     for worker in workers:
         worker.kill()
-
-
-@contextmanager
-def freeze_gc_in_forks() -> Generator[None]:
-    """Workers that are forked inside freeze all inherited objects: they never collect garbage of this process.
-
-    Such garbage can contain CUDA events. If a forked process deletes one, CUDA aborts the process. This process freezes
-    nothing: it would never collect the garbage either.
-    """
-    _gc_was_enabled.append(gc.isenabled())
-    gc.disable()  # a worker must not collect before it has frozen the objects
-    try:
-        yield
-    finally:
-        if _gc_was_enabled.pop():
-            gc.enable()
-
-
-_gc_was_enabled: list[bool] = []  # inside `freeze_gc_in_forks`: whether garbage collection was enabled
-
-
-def _freeze_in_child() -> None:
-    if _gc_was_enabled:
-        gc.freeze()
-        if _gc_was_enabled[-1]:
-            gc.enable()
-
-
-os.register_at_fork(after_in_child=_freeze_in_child)
 
 
 def iterate_loader(iterator: Iterator[Any], page: StatusPage | None) -> Generator[Any]:
@@ -277,25 +255,18 @@ def name_lost_workers(page: StatusPage, rank: int) -> Generator[None]:
 # ---- shared memory -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class SharedMemoryDemand:
-    """The batches that need shared memory on this node."""
+def check_shared_memory(batch: Any, samples: int, *, largest_batch: int, num_workers: int, local_ranks: int) -> None:
+    """Check before the first step that shared memory is sufficient for batches like `batch` of `samples` samples.
 
-    largest_batch: int  # samples in the largest micro-batch of the run
-    num_workers: int  # worker processes of each rank; with 0 no check is needed
-    local_ranks: int
-
-
-def check_shared_memory(batch: Any, samples: int, load: SharedMemoryDemand) -> None:
-    """Check before the first step that shared memory is sufficient for batches like `batch` of `samples` samples."""
-    num_workers, local_ranks = load.num_workers, load.local_ranks
+    `largest_batch` is the number of samples in the largest micro-batch of the run.
+    """
     if not num_workers:
         return
     if sys.platform == "linux" and not Path(SHARED_MEMORY_FOLDER).is_dir():
         raise UsageError(code="no-shared-memory", folder=SHARED_MEMORY_FOLDER)
     sizes = [tensor.nbytes for tensor in tensors(batch)]
     batches = PREFETCH_FACTOR * num_workers + 1
-    needed_bytes = sum(sizes) * load.largest_batch // samples * batches * local_ranks
+    needed_bytes = sum(sizes) * largest_batch // samples * batches * local_ranks
     free_bytes = needed_bytes
     with suppress(OSError):  # not Linux: the limit of shared memory is unknown
         free_bytes = shutil.disk_usage(SHARED_MEMORY_FOLDER).free

@@ -9,7 +9,6 @@ import re
 import symtable
 import sys
 import traceback
-from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,11 @@ def check_reference(kind: str, name: str) -> None:
     """Check without importing it that a module or file exists. Warn about risks of an import from its folder."""
     folder, file = find_source(kind, name)
     if file is not None and file.suffix == ".py":
-        check_syntax(file)
+        try:
+            ast.parse(file.read_bytes(), str(file))
+        except SyntaxError as error:
+            line = f"{file}:{error.lineno}: {(error.text or '').strip()}"
+            raise UsageError(code="syntax-error", line=line, reason=error.msg) from None
         check_defined(kind, name)
     if writers := other_writers(folder.resolve()):
         print(
@@ -95,38 +98,6 @@ def task_names(tree: ast.Module | None) -> list[str]:
     return names
 
 
-def line_that_trains_at_import(tree: ast.Module, function: str) -> int | None:
-    """The line at which an import of the file would train with paceline.session(); None if it would not train.
-
-    Calls of functions in the file count; code under `if __name__ == "__main__"` does not. If the file does not define
-    `function`, a line that only opens a session counts too.
-    """
-    sessions: set[str] = set()  # the names of paceline.session in this file
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            sessions |= {f"{alias.asname or alias.name}.session" for alias in node.names if alias.name == "paceline"}
-        elif isinstance(node, ast.ImportFrom) and node.module == "paceline":
-            sessions |= {alias.asname or alias.name for alias in node.names if alias.name == "session"}
-    bindings = [(n.value, n.targets[0]) for n in ast.walk(tree) if isinstance(n, ast.Assign)]
-    bindings += [
-        (n.context_expr, n.optional_vars) for n in ast.walk(tree) if isinstance(n, ast.withitem) and n.optional_vars
-    ]
-    backwards = {f"{ast.unparse(target)}.backward" for call, target in bindings if any(_calls([call], sessions))}
-    functions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
-    training = {name for name, node in functions.items() if any(_calls(node.body, sessions | backwards))}
-    top = [n for n in tree.body if not (isinstance(n, ast.If) and "__name__" in ast.unparse(n.test))]
-    return min(_calls(top, training | backwards | (set() if function in functions else sessions)), default=None)
-
-
-def _calls(nodes: Iterable[ast.AST], names: Collection[str]) -> Iterator[int]:
-    for node in nodes:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
-            continue
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in names:
-            yield node.lineno
-        yield from _calls(ast.iter_child_nodes(node), names)
-
-
 def find_source(kind: str, name: str) -> tuple[Path, Path | None]:
     """Return the folder that the Python path needs for this code, and the file that contains it."""
     module_name, _, attribute = name.rpartition(":")
@@ -187,14 +158,6 @@ def import_module(module_name: str) -> Any:
     if module.__file__ is None or Path(module.__file__).resolve() != path:
         raise UsageError(code="module-name-taken", path=path, name=path.stem, file=module.__file__)
     return module
-
-
-def check_syntax(path: Path) -> None:
-    try:
-        ast.parse(path.read_bytes(), str(path))
-    except SyntaxError as error:
-        line = f"{path}:{error.lineno}: {(error.text or '').strip()}"
-        raise UsageError(code="syntax-error", line=line, reason=error.msg) from None
 
 
 def import_with_user_errors(module_name: str, folder: Path) -> Any:

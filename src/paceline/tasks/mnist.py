@@ -72,10 +72,6 @@ class CNN(nn.Module):
 
     It reaches about 99 % on MNIST after a few epochs. Source: pytorch/examples, mnist/main.py. Unlike the source, it
     returns logits, so that the loss is cross-entropy.
-
-    Args:
-        channels: of the input images, which are 28 x 28.
-        num_classes: number of logits.
     """
 
     def __init__(self, channels: int = 1, num_classes: int = 10) -> None:
@@ -131,16 +127,9 @@ class ResNet18(nn.Module):
     parameters for 3 channels, 1000 classes and the stem "imagenet".
 
     Source: He, Zhang, Ren, Sun, "Deep Residual Learning for Image Recognition", 2015; names, shapes and initial
-    weights (from the same seed) are those of torchvision.models.resnet18.
-
-    Args:
-        channels: of the input images: 3, or 1 for MNIST.
-        num_classes: number of logits.
-        stem: "imagenet" (7x7, stride 2, max-pool: a 224 x 224 image enters the stages as 56 x 56) or "small" (3x3,
-            stride 1, no pool: for images of about 32 x 32, which the other stem would reduce to 8 x 8).
-
-    Raises:
-        ValueError: if the stem is unknown.
+    weights (from the same seed) are those of torchvision.models.resnet18. The stem "imagenet" is 7x7, stride 2 and
+    max-pool: a 224 x 224 image enters the stages as 56 x 56. The stem "small" is 3x3, stride 1 without a pool: for
+    images of about 32 x 32, which the other stem would reduce to 8 x 8.
     """
 
     def __init__(
@@ -161,7 +150,11 @@ class ResNet18(nn.Module):
         self.layer3 = nn.Sequential(BasicBlock(128, 256, 2), BasicBlock(256, 256, 1))
         self.layer4 = nn.Sequential(BasicBlock(256, 512, 2), BasicBlock(512, 512, 1))
         self.fc = nn.Linear(512, num_classes)
-        self._initialise()
+        # Keep the variance of *gradients* through a convolution and its relu (He et al., 2015, "fan out"). Batch norms
+        # (weight 1, bias 0) and the linear layer keep the initialization of torch.
+        for layer in self.modules():
+            if isinstance(layer, nn.Conv2d):
+                nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, images: Tensor) -> Tensor:
         """(B, channels, H, W) -> logits (B, num_classes). Comments: the shapes for stem "imagenet" and H = W = 224."""
@@ -173,12 +166,3 @@ class ResNet18(nn.Module):
         x = self.layer4(x)  # (B, 512, 7, 7)
         x = F.adaptive_avg_pool2d(x, 1).flatten(1)  # (B, 512); not view(B, -1), which fails for an empty batch
         return self.fc(x)  # (B, num_classes)
-
-    def _initialise(self) -> None:
-        """Keep the variance of *gradients* through a convolution and its relu (He et al., 2015, "fan out").
-
-        Batch norms (weight 1, bias 0) and the linear layer keep the initialization of torch.
-        """
-        for layer in self.modules():
-            if isinstance(layer, nn.Conv2d):
-                nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")

@@ -49,7 +49,8 @@ def check_task(name: str | None, options: Mapping[str, Any]) -> None:
             if option not in TASKS[name].options:
                 takes = ", ".join("--" + o.replace("_", "-") for o in TASKS[name].options)
                 raise UsageError(code="task-option", name=name, option=option.replace("_", "-"), takes=takes)
-        check_mnist(options.get("data_dir"))
+        if (folder := options.get("data_dir")) is not None:
+            check_mnist(folder)
         return
     if is_session_script(name):
         if name.endswith(".py") and Path(name).is_file():
@@ -101,19 +102,9 @@ def is_session_loop(name: str) -> bool:
     tree = None if name in TASKS else parse_source("loop", name)
     if tree is None or "session(" not in ast.unparse(tree):
         return False
+    finding.check_defined("loop", name)
     functions = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name.rpartition(":")[2]]
     return any("Task(" not in ast.unparse(node) for node in functions)
-
-
-def check_no_training_at_import(name: str) -> None:
-    """Check a training loop without importing it: an import of its file must not start the training."""
-    script, colon, function = name.rpartition(":")
-    script = script if colon else name
-    tree = parse_source("loop", f"{script}:main") if Path(script).is_file() and script.endswith(".py") else None
-    if tree is not None and (line := finding.line_that_trains_at_import(tree, function)) is not None:
-        raise UsageError(code="session-at-import", script=script, line=line)
-    if tree is not None and colon and "session(" in ast.unparse(tree):
-        finding.check_defined("loop", name)
 
 
 def load_function(name: str) -> Callable[[], object]:

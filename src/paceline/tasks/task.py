@@ -125,15 +125,11 @@ def call_model(model: nn.Module, inputs: Any, through: Callable[..., Any] | None
     has **kwargs. If the forward accepts none of them, or requires an argument that is missing, it gets the dict.
     """
     function = model if through is None else through
-    names = _accepted(model, inputs) if isinstance(inputs, Mapping) else []
-    return function(**{name: inputs[name] for name in names}) if names else function(inputs)
-
-
-def _accepted(model: nn.Module, inputs: Mapping[Any, Any]) -> list[str]:
+    if not isinstance(inputs, Mapping):
+        return function(inputs)
     parameters = signature(model.forward).parameters
-    keys = [key for key in inputs if isinstance(key, str)]
     named = {name: p for name, p in parameters.items() if p.kind in KEYWORD_PARAMETER_KINDS}
-    if any(p.default is Parameter.empty and name not in keys for name, p in named.items()):
-        return []
     takes_all = any(p.kind == Parameter.VAR_KEYWORD for p in parameters.values())
-    return [key for key in keys if takes_all or key in named]
+    accepted = {key: value for key, value in inputs.items() if isinstance(key, str) and (takes_all or key in named)}
+    lacks_one = any(p.default is Parameter.empty and name not in accepted for name, p in named.items())
+    return function(inputs) if lacks_one or not accepted else function(**accepted)

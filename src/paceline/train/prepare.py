@@ -55,7 +55,7 @@ from paceline.data.loader import (
 )
 from paceline.data.plan import BatchPlan
 from paceline.data.streams import ENDLESS_NUM_SAMPLES, StreamPlan, is_stream
-from paceline.data.workers import SharedMemoryDemand, check_shared_memory
+from paceline.data.workers import check_shared_memory
 from paceline.errors import UsageError
 from paceline.host.cgroup import free_memory
 from paceline.rank.world import World
@@ -176,7 +176,7 @@ def prepare(config: TrainConfig, world: World) -> TrainingComponents:
     compute = resolve_compute(config.compute, model, task, train_set, loading, largest, world)
     config = replace(config, compute=replace(config.compute, precision=compute.precision))
     with raise_on_all_ranks(world):
-        load = SharedMemoryDemand(largest, config.data.num_workers, world.local_size)
+        load = {"largest_batch": largest, "num_workers": config.data.num_workers, "local_ranks": world.local_size}
         check = partial(check_loss, task, model, train_set, in_process, load, None if config.compute.compile else count)
         sample_bytes = compute_first_samples(check, model, world)
         with preserve_generator_states():  # an error in the evaluation must not appear only after the first epoch
@@ -315,7 +315,7 @@ def make_replica(
 
 def check_loss(
     task: Task, model: nn.Module, dataset: Dataset[Any], loading: LoadingOptions,
-    load: SharedMemoryDemand | None = None, count: FlopCount | None = None, samples: int = 2,
+    load: Mapping[str, int] | None = None, count: FlopCount | None = None, samples: int = 2,
 ) -> int:  # fmt: skip
     """Run forward, loss and backward on the first `samples` samples, so that errors appear before the first step.
 
@@ -334,7 +334,7 @@ def check_loss(
     with preserve_generator_states(), eval_mode(model), explain_missing_kernel(UsageError), torch.enable_grad():
         for inputs, targets in fetch_pairs(dataset, [(0, indices)], 0, loading):
             if load is not None and batch_gatherer(dataset) is None:  # gathering needs no worker processes
-                check_shared_memory((inputs, targets), len(indices), load)
+                check_shared_memory((inputs, targets), len(indices), **load)
             with nullcontext() if count is None else count.count_samples(len(indices)):
                 losses, _ = weighted_losses(task.loss, call_model(model, inputs), targets)
                 if losses.requires_grad:  # some models disable gradients in eval mode

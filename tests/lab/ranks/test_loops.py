@@ -14,12 +14,10 @@ from tests.errors import ended_with, raises
 from tests.lab.ranks import loops
 from tests.lab.ranks.loop_table import ENDS, RANKS, RIGHT, right, said_of, spec_of
 
-from paceline.cli import verify
 from paceline.lab.ranks.causes import Comparison
 from paceline.lab.ranks.loop_findings import make_loop_reports
 from paceline.lab.ranks.reference import StepValues
 from paceline.lab.verify import LOOP_CAUSES, Case, Result, VerifyReport, print_report
-from paceline.tasks.registry import check_no_training_at_import
 
 LOOPS = Path(loops.__file__)
 # three virtual ranks on one process show these as well as three ranks do
@@ -125,44 +123,10 @@ def test_what_was_not_compared_is_no_zero_in_the_table(capsys: pytest.CaptureFix
     assert re.findall(r"(?<= )[0-]+(?= )", row.partition("SGD")[2]) == ["0", "-", "-", "-", "-"]
 
 
-FLAT = "import paceline\n\ns = paceline.session()\n"
-LOOP = "for x in s.loader([1], global_batch=1):\n    s.backward(x)\n"
-MAIN = "import paceline\ns = paceline.session()\ndef main():\n    s.backward(1)\n"
-AT_IMPORT = {  # the line that is told; and that where a function `main` is there
-    "flat": (FLAT, 3, 3),
-    "with": ("from paceline import session\nwith session() as s:\n    pass\n", 2, 2),
-    "under another name": ("import torch\nimport paceline as p\nif torch:\n    s = p.session('runs/x')\n", 4, 4),
-    "its function is called": ("import paceline\ndef main():\n    s = paceline.session()\nmain()\n", 4, 4),
-    "its function is called, the session is outside": (f"{MAIN}main()\n", 2, 5),
-    "a loop beside a function": (f"{FLAT}def main():\n    pass\n{LOOP}", 3, 7),
-}
-BY_CALL = {
-    "guarded": "import paceline\ndef main():\n    s = paceline.session()\nif __name__ == '__main__':\n    main()\n",
-    "guarded, the session is outside": f"{MAIN}if __name__ == '__main__':\n    main()\n",
-    "another session": "import requests\nsession = requests.session\ns = requests.session()\n",
-    "in a class": "import paceline\nclass Loop:\n    def run(self):\n        paceline.session()\nloop = Loop()\n",
-    "a later call": "import paceline\ndef main():\n    return lambda: paceline.session()\nmain()\n",
-}
-
-
-@pytest.mark.parametrize("name", AT_IMPORT)
-@pytest.mark.parametrize("asked", ["", ":main", ":s"])
-def test_a_script_that_trains_while_it_is_imported_is_refused_before_anything_starts(
-    tmp_path: Path, name: str, asked: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text, line, in_main = AT_IMPORT[name]
-    line = in_main if asked == ":main" else line
-    monkeypatch.chdir(tmp_path)
-    Path("loop.py").write_text(text)
-    monkeypatch.setattr(verify, "run_workers", None)  # would fail if a process were started
-    with raises("session-at-import", script="loop.py", line=line):
-        verify.main([f"loop.py{asked}", "--ranks", "1,2"])
-
-
-@pytest.mark.parametrize("name", BY_CALL)
-def test_a_script_that_begins_no_session_while_it_is_imported_is_not_refused_for_it(tmp_path: Path, name: str) -> None:
-    (tmp_path / "loop.py").write_text(f"{BY_CALL[name]}\nmain = None\n")
-    check_no_training_at_import(f"{tmp_path}/loop.py:main")
+@pytest.mark.slow
+def test_a_script_that_trains_while_it_is_imported_is_refused(paceline: Any, tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(f"{LOOPS.read_text()}\nright()\n")
+    ended_with(paceline("verify", "loop.py:right", "--ranks", "1"), "session-at-import")
 
 
 def test_what_is_for_tasks_is_refused_for_a_loop_and_the_other_way_round(paceline: Any) -> None:

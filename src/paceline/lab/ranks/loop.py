@@ -73,6 +73,7 @@ class LoopRun:
     # fingerprints of the models before the first step
     start_fingerprints: dict[str, Any] = field(default_factory=dict[str, Any])
     draws_random_numbers: bool = False  # whether the loop draws random numbers
+    trains_at_import: bool = False  # then its function was not called
     precision: str = "float64"  # the least precise type in the graphs of its losses
     digests: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])  # of weights and state, at the end
     error: str = ""
@@ -294,7 +295,10 @@ def _run_case(spec: LoopSpec, case: LoopCase, rank: int) -> LoopRun:
     modules_before, folder = set(sys.modules), Path(spec.target.rpartition(":")[0]).resolve().parent
     try:
         with use_observer(_Recorder(spec, case, run)), nullcontext() if case.exact else _without_dropout():
-            load_function(spec.target)()
+            function = load_function(spec.target)
+            run.trains_at_import = bool(run.steps)
+            if not run.trains_at_import:
+                function()
             close_all()
     except BaseException as error:
         close_all(error)

@@ -22,6 +22,8 @@ def make_loop_reports(
     """The results of all runs. There are no bits if a run did not finish."""
     runs = {(n, i): read_run(folder, n, i) for n in {1, *ranks} for i in range(len(spec.cases))}
     reference = runs[1, 0]
+    if reference and reference[0].trains_at_import:
+        raise UsageError(code="session-at-import", script=spec.target.rpartition(":")[0])
     if reference and not (reference[0].error or any(step.updates for step in reference[0].steps)):
         raise UsageError(code="verify-no-step", target=spec.target, batches=len(reference[0].steps))
     notes = {note for run in runs.values() for rank_run in run for note in rank_run.notes}
