@@ -23,7 +23,6 @@ from paceline.errors import ExitCode, FaultyRankError, UsageError, first_few, pl
 from paceline.guard.deaths import RankEnd, diagnosis_due_seconds, first_to_fail, rank_end
 from paceline.guard.judge import diagnose_samples
 from paceline.guard.report import RunEvent, same_diagnosis
-from paceline.host.procfs import read_process
 from paceline.host.sweep import agent_mark
 from paceline.launch.agent.cluster import Generation, RemoteNode, RemoteNodes
 from paceline.launch.agent.joining import JoinQueue, gather_nodes, use_reachable_address
@@ -207,9 +206,8 @@ class EventCommand:
 
     def _failure(self, data: bytes) -> str:
         """Run the command. Returns why it failed; empty if it did not."""
-        agent = read_process(os.getpid())
-        # with the mark, the janitor ends the command if this agent is killed. The sweep of a generation spares -1
-        env = os.environ | {AGENT_MARK: agent_mark(os.getpid(), agent.start_ticks if agent else 0, -1)}
+        # with the mark, the janitor ends the command if this agent is killed. The sweep of a generation spares it
+        env = os.environ | {AGENT_MARK: agent_mark("event")}
         shell, pipe = ("/bin/sh", "-c", self._plan.on_event), subprocess.PIPE
         with os.fdopen(writing.open_or_create(self._log, append=True), "ab", 0) as log:
             process = subprocess.Popen(shell, env=env, stdin=pipe, stdout=log, stderr=log, start_new_session=True)

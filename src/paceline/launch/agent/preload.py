@@ -11,7 +11,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -138,17 +137,13 @@ class Preloader:
 
 def start_preloader(argv: Sequence[str], env: Mapping[str, str]) -> Preloader | None:
     """Start a preloader for workers with this command and environment. Main thread only, as for workers."""
-    agent = read_process(os.getpid())
-    if sys.platform != "linux" or agent is None:
-        return None
     import_env = control.import_time_variables(env)
     agent_socket, preloader_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     # The output of the imports is kept in memory: each worker prints it, as if it had imported torch itself
     output = os.memfd_create("paceline-preload-stdout"), os.memfd_create("paceline-preload-stderr")
     preload_env = {
         **control.WorkerSpec(agent_pid=os.getpid(), preload=preloader_socket.fileno()).to_environment(),
-        # the mark is as long as that of a worker, which overwrites it
-        control.AGENT_MARK: agent_mark(agent.pid, agent.start_ticks) + "preloader-",
+        control.AGENT_MARK: agent_mark("preloader"),  # a worker overwrites it, so it must be long enough
     }
     try:
         process = subprocess.Popen(

@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from paceline.errors import UsageError
 from paceline.guard.collect import EvidenceCollection, IdleClock
 from paceline.host.cgroup import oom_kills
 from paceline.host.machine_log import NodeLog
-from paceline.host.procfs import read_process
+from paceline.host.procfs import start_ticks
 from paceline.host.sweep import Roster, RosterWorker, agent_mark, roster_path, sweep
 from paceline.launch.agent.channel import port_taken_error
 from paceline.launch.agent.preload import ForkedProcess, Preloader
@@ -219,7 +218,7 @@ def worker_environment(plan: NodePlan, local_rank: int, port: int, generation: i
         with suppress(UsageError):  # there is no private folder, and a script may compile nothing
             env["TORCHINDUCTOR_CACHE_DIR"] = str(cache := compile_cache())
             env.setdefault("TRITON_CACHE_DIR", str(cache / "triton"))
-    if plan.master_addr == "127.0.0.1" and sys.platform == "linux":
+    if plan.master_addr == "127.0.0.1":
         # One host: gradients stay on the loopback, even if the name of the host cannot be resolved
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if plan.interface:  # gloo's default is the interface of the host's name, which is often the loopback
@@ -234,7 +233,6 @@ def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inhe
     Main thread only: the kernel treats the end of the starting thread as the end of the parent
     (host.procfs.die_with_parent).
     """
-    agent = read_process(os.getpid())
     for local_rank in range(plan.nproc):
         rank = plan.ranks.first + local_rank
         path = Path(plan.attempt_dir) / f"rank-{rank}.log"
@@ -265,8 +263,7 @@ def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inhe
         )
         env = worker_environment(plan, local_rank, store.port_number(plan), generation) | spec.to_environment()
         env["MASTER_ADDR"] = store.address(plan)
-        if agent is not None:
-            env[AGENT_MARK] = agent_mark(agent.pid, agent.start_ticks, generation)
+        env[AGENT_MARK] = agent_mark(generation)
         pipes = [(*os.pipe(), screen) for screen in ((2,) if is_direct else (1, 2)) if is_shown]
         writers = {screen: writer for _, writer, screen in pipes}
         stdin = plan.stdin if plan.stdin_rank in (-1, rank) else -1
@@ -290,8 +287,7 @@ def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inhe
         prefix = b"" if plan.show == "rank 0" else b"[rank %d] " % rank
         relays = [relay_output(os.fdopen(reader, "rb"), os.dup(log), screen=s, prefix=prefix) for reader, _, s in pipes]
         os.close(log)
-        status = read_process(process.pid)
-        member = RosterWorker(rank, process.pid, status.start_ticks if status else 0)
+        member = RosterWorker(rank, process.pid, start_ticks(process.pid))
         yield Worker(member, process, path, log_start, relays, record, status_page)
     if inherited.preloader is not None and not plan.max_restarts and plan.min_nodes == plan.nodes:
         inherited.preloader.close()  # no restart is possible
@@ -376,9 +372,8 @@ class Workers:
         return workers
 
     def _write_roster(self) -> None:
-        agent = read_process(os.getpid())
-        members = tuple(w.member for w in self._workers)
-        roster = Roster(os.uname().nodename, os.getpid(), members, agent.start_ticks if agent else 0)
+        members = tuple(worker.member for worker in self._workers)
+        roster = Roster(os.uname().nodename, os.getpid(), members, start_ticks(os.getpid()))
         writing.replace_file(roster_path(Path(self.plan.attempt_dir), self.plan.node), msgspec.json.encode(roster))
 
     def stop(self, grace_seconds: float, number: int = signal.SIGTERM) -> None:
@@ -499,9 +494,7 @@ class Workers:
         self.stopping = True
         if self.machine is not None:
             self.machine.close()
-        agent = read_process(os.getpid())
-        mark = agent_mark(os.getpid(), agent.start_ticks, self.number) if agent else ""  # spares the next generation
-        self.left = sweep([worker.member for worker in self._workers], mark)
+        self.left = sweep([worker.member for worker in self._workers], agent_mark(self.number))
         for worker in self._workers:
             with suppress(subprocess.TimeoutExpired):  # SIGKILL does not end an uninterruptible system call
                 worker.process.wait(1.0)
