@@ -365,25 +365,26 @@ class Handshake:
             self._socket.close()
 
 
-def authenticate_to_coordinator(connection: socket.socket, secret: bytes) -> Link | str:
-    """A node's side of the handshake. Returns the link, or why the peer is not the coordinator of this job."""
+def connect_to_coordinator(host: str, port: int, secret: bytes) -> Link:
+    """A further connection to the coordinator. Raises OSError."""
+    return authenticate_to_coordinator(socket.create_connection((host, port), timeout=HANDSHAKE_SECONDS), secret)
+
+
+def authenticate_to_coordinator(connection: socket.socket, secret: bytes) -> Link:
+    """A node's side of the handshake. Raises ConnectionRefusedError if the peer is not the coordinator of this job."""
+    reason = "the program that listens there is not an agent of paceline"
     connection.settimeout(HANDSHAKE_SECONDS)
-    try:
-        greeting = _exactly(connection, len(MAGIC) + NONCE_BYTES)
-        if not greeting.startswith(MAGIC):
-            connection.close()
-            return "a different program listens there"
-        nonce = os.urandom(NONCE_BYTES)
-        nonces = greeting[len(MAGIC) :] + nonce
-        connection.sendall(nonce + _proof(secret, b"node", nonces))
-        proof = _exactly(connection, MAC_BYTES)
-    except OSError:
-        connection.close()
-        return "the program that listens there is not an agent of paceline"
-    if not hmac.compare_digest(proof, _proof(secret, b"coordinator", nonces)):  # b"" if it closed the connection
-        connection.close()
-        return "a different job of paceline listens there: it does not know this job's secret"
-    return Link(connection, _proof(secret, b"key", nonces), mine=b"node", theirs=b"coordinator")
+    with suppress(OSError):
+        greeting, nonce = _exactly(connection, len(MAGIC) + NONCE_BYTES), os.urandom(NONCE_BYTES)
+        if greeting.startswith(MAGIC):
+            nonces = greeting[len(MAGIC) :] + nonce
+            connection.sendall(nonce + _proof(secret, b"node", nonces))
+            proof = _exactly(connection, MAC_BYTES)  # b"" if it closed the connection
+            if hmac.compare_digest(proof, _proof(secret, b"coordinator", nonces)):
+                return Link(connection, _proof(secret, b"key", nonces), mine=b"node", theirs=b"coordinator")
+            reason = "a different job of paceline listens there: it does not know this job's secret"
+    connection.close()
+    raise ConnectionRefusedError(reason)
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:

@@ -270,12 +270,8 @@ class FileClient:
         self._link = None
 
     def _connect(self) -> FileLink:
-        address = self._plan.master_addr, self._plan.node0_ports[0]
-        connection = socket.create_connection(address, timeout=channel.HANDSHAKE_SECONDS)
-        answer = channel.authenticate_to_coordinator(connection, bytes.fromhex(self._plan.secret))
-        if isinstance(answer, str):
-            raise ConnectionError(errno.ECONNREFUSED, answer)
-        return FileLink(answer)
+        secret = bytes.fromhex(self._plan.secret)
+        return FileLink(channel.connect_to_coordinator(self._plan.master_addr, self._plan.node0_ports[0], secret))
 
     def upload(self, path: Path, name: str, tick: Tick = _ignore) -> tuple[int, int]:
         def action(link: FileLink) -> tuple[int, int]:
