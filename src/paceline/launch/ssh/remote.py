@@ -27,7 +27,7 @@ from paceline.launch.ssh.sessions import (
     Sessions,
     await_agents,
     open_sessions,
-    parse_announcement,
+    read_announcement,
     why_lost,
 )
 from paceline.protocol.control import GRACE_SECONDS, STOP_SIGNALS, signal_wakeup
@@ -213,10 +213,9 @@ class _LostHost:
     due_seconds: float = 0.0
     is_connecting: bool = False  # the reconnector has opened its session, and no agent has answered yet
     returned_at_seconds: float = math.inf  # when it came back
-    received: bytes = b""
 
     def schedule_retry(self) -> None:
-        self.is_connecting, self.returned_at_seconds, self.received = False, math.inf, b""
+        self.is_connecting, self.returned_at_seconds = False, math.inf
         self.due_seconds = time.monotonic() + self.pause_seconds
         self.pause_seconds = min(LAST_PAUSE_SECONDS, self.pause_seconds * GROWTH)
 
@@ -269,9 +268,7 @@ class Reconnector:
         host = self._lost.get(piece.session.node)
         if host is None or not host.is_connecting:
             return False
-        if piece.descriptor == 1:
-            host.received += piece.data
-        answer = parse_announcement(piece.session.name, host.received)
+        answer = read_announcement(piece)
         if isinstance(answer, str):
             self._give_up(host, answer)
         elif answer is not None:
