@@ -13,7 +13,6 @@ import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 
 import msgspec
 
@@ -96,9 +95,9 @@ class Preloader:
         if control.import_time_variables(env) != self._env:
             self.disable("was started with a different environment")
             return None
-        start_reader, start_writer = os.pipe()
+        libc, (start_reader, start_writer) = ctypes.CDLL(None), os.pipe()
         try:
-            _set_subreaper(True)  # only during the fork: the agent must not inherit orphans of the workers
+            libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # only now: the agent must not inherit orphans of workers
             blocked = tuple(int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, []))
             order = msgspec.msgpack.encode(
                 control.ForkRequest(control.encode_environment(env), tuple(descriptors), blocked)
@@ -118,8 +117,7 @@ class Preloader:
         finally:
             os.close(start_reader)
             os.close(start_writer)  # a worker that has not received its start byte ends now
-            with suppress(OSError):
-                _set_subreaper(False)
+            libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
     def disable(self, why: str) -> None:
         if not self._gone:
@@ -163,9 +161,3 @@ def start_preloader(argv: Sequence[str], env: Mapping[str, str]) -> Preloader | 
         for descriptor in output:
             os.close(descriptor)
     return Preloader(process, agent_socket, import_env)
-
-
-def _set_subreaper(is_subreaper: bool) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_CHILD_SUBREAPER, int(is_subreaper), 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "no PR_SET_CHILD_SUBREAPER")

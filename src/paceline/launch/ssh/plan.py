@@ -40,10 +40,6 @@ def plan_ssh(job: JobSpec) -> Plan:
     Every user of a host can read command lines, so they contain only the path of Python. The command of the workers,
     its environment and the secret are sent through stdin of the sessions.
     """
-    if not job.hosts:
-        raise UsageError(code="ssh-without-hosts")
-    if not min(job.min_nodes, job.nodes) <= len(job.hosts) <= job.nodes:
-        raise UsageError(code="nodes-and-hosts-differ", value=job.nodes, count=len(job.hosts))
     job = replace(job, silence_seconds=SILENCE_SECONDS)
     node0 = (host_name(job.hosts[0]),)  # its addresses are added once its agent has announced them
     return Plan(

@@ -105,7 +105,6 @@ class Sessions:
         try:
             process = subprocess.Popen(
                 command.argv,
-                env={**os.environ, **command.env},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
