@@ -82,6 +82,12 @@ class NodeHeartbeat(msgspec.Struct, frozen=True, tag=True):
     # of the last `CoordinatorHeartbeat`: receive time (here) - send time (coordinator)
     alive_took_seconds: float | None = None
 
+    @property
+    def news(self) -> tuple[object, ...]:
+        """What the coordinator must know immediately: ends of workers and of their generation, and stop requests."""
+        states = ((worker.code, worker.failure is None, worker.stop_asked) for worker in self.workers)
+        return self.generation, self.stopped, self.left, *states
+
 
 class EvidenceReply(msgspec.Struct, frozen=True, tag=True):
     """The details of one worker, because they can be large; None at the end."""
@@ -173,6 +179,9 @@ class StopStep(msgspec.Struct, frozen=True, tag=True):
     """Ranks of an unmodified script stop after this number of steps; 0: they wait for the number."""
 
     step: int = 0
+
+
+Order = UnblockOrder | StopOrder | StopStep  # to the workers of every node: see `Workers.execute`
 
 
 class FileReply(msgspec.Struct, frozen=True, tag=True):

@@ -533,7 +533,9 @@ class SeparateFolder:
         self._fetcher.download(f"{CHECKPOINTS}/{name}/{MANIFEST_NAME}", partial / MANIFEST_NAME, tick)
         data = read_file(partial / MANIFEST_NAME, limit_bytes=MANIFEST_LIMIT_BYTES, ours=True)
         files = decode_manifest(data).files
-        if not self._has_checkpoint(folder, data, files, None if is_size_enough else tick):
+        hashed_tick = None if is_size_enough else tick
+        is_same = _read_or_empty(folder / MANIFEST_NAME) == data
+        if not (is_same and all(_is_intact(folder, file, hashed_tick) for file in files)):
             for file in files:
                 sent = (f for f in list_folders(self._checkpoints) if f.startswith(f".tmp-{step}-"))  # by a rank
                 places = (folder, *(self._checkpoints / own for own in sent))
@@ -554,10 +556,6 @@ class SeparateFolder:
             if old not in kept:
                 writing.remove(self._checkpoints / old)
         self._remove_partial(step)
-
-    def _has_checkpoint(self, folder: Path, manifest: bytes, files: Sequence[ShardFile], tick: Tick | None) -> bool:
-        is_same = _read_or_empty(folder / MANIFEST_NAME) == manifest
-        return is_same and all(_is_intact(folder, file, tick) for file in files)
 
     def _remove_partial(self, step: float) -> None:
         """Remove shards of checkpoints up to `step`, which are published or have failed, and incomplete copies."""

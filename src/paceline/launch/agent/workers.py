@@ -24,7 +24,7 @@ from paceline.host.cgroup import oom_kills
 from paceline.host.machine_log import NodeLog
 from paceline.host.procfs import start_ticks
 from paceline.host.sweep import Roster, RosterWorker, agent_mark, roster_path, sweep
-from paceline.launch.agent.channel import port_taken_error
+from paceline.launch.agent.channel import Order, StopOrder, StopStep, UnblockOrder, port_taken_error
 from paceline.launch.agent.preload import ForkedProcess, Preloader
 from paceline.launch.output import relay_output
 from paceline.protocol.control import AGENT_MARK, RANK_PACKAGE, RUN_ID, SHARED_MEMORY, WorkerSpec
@@ -61,7 +61,9 @@ class Store:
     not assign it to another process that asks for any free port, and the script can still bind it with SO_REUSEADDR.
     """
 
-    listening_socket: socket.socket | None
+    port: int
+    address: str
+    listening_socket: socket.socket | None = None
     memory_fd: int = -1
     proxy: "StoreProxy | None" = None
 
@@ -72,24 +74,21 @@ class Store:
 
             if plan.node:
                 port, secret = plan.node0_ports[0], bytes.fromhex(plan.secret)
-                return cls(None, proxy=store_proxy.remote_store_proxy(plan.master_addr, port, secret))
-            store, gate = store_proxy.open_node0_store(plan.ranks.master_port)
-            return cls(store, proxy=gate)
-        return cls(_bound(plan), os.memfd_create("paceline-store") if plan.nodes == 1 else -1)
+                store, proxy = None, store_proxy.remote_store_proxy(plan.master_addr, port, secret)
+            else:
+                store, proxy = store_proxy.open_node0_store(plan.ranks.master_port)
+            return cls(proxy.port, store_proxy.LOOPBACK, store, proxy=proxy)
+        if plan.node:
+            return cls(plan.ranks.master_port, plan.master_addr)
+        store = _bound(plan)
+        memory_fd = os.memfd_create("paceline-store") if plan.nodes == 1 else -1
+        return cls(store.getsockname()[1], plan.master_addr, store, memory_fd)
 
     def inherited_fd(self, rank: int, *, plain: bool) -> int:
         """The descriptor of the store that this rank inherits; -1 if the rank connects instead."""
         if self.memory_fd >= 0:
             return self.memory_fd
         return self.listening_socket.fileno() if rank == 0 and self.listening_socket is not None and not plain else -1
-
-    def port_number(self, plan: NodePlan) -> int:
-        if self.proxy is not None:
-            return self.proxy.port
-        return self.listening_socket.getsockname()[1] if self.listening_socket is not None else plan.ranks.master_port
-
-    def address(self, plan: NodePlan) -> str:
-        return plan.master_addr if self.proxy is None else "127.0.0.1"
 
     def close(self) -> None:
         """Close the agent's descriptors. With its socket open, connections to an ended rank 0 would not be refused."""
@@ -99,9 +98,7 @@ class Store:
             os.close(self.memory_fd)
 
 
-def _bound(plan: NodePlan) -> socket.socket | None:
-    if plan.node != 0:
-        return None
+def _bound(plan: NodePlan) -> socket.socket:
     port = plan.ranks.master_port
     store = socket.socket(socket.AF_INET6 if ":" in plan.master_addr else socket.AF_INET)
     store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # despite closing connections of the last run
@@ -173,11 +170,6 @@ class Worker:
                 return file.read().decode(errors="replace")
         except OSError:
             return ""
-
-    def finish(self) -> None:
-        """Wait until the last output is on the screen, so that it precedes the diagnosis."""
-        for thread in self.relays:
-            thread.join(1.0)
 
 
 def worker_environment(plan: NodePlan, local_rank: int, port: int, generation: int = 0) -> dict[str, str]:
@@ -261,8 +253,8 @@ def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inhe
             transfers=inherited.transfers,
             keeps_copy=inherited.keeps_copy,
         )
-        env = worker_environment(plan, local_rank, store.port_number(plan), generation) | spec.to_environment()
-        env["MASTER_ADDR"] = store.address(plan)
+        env = worker_environment(plan, local_rank, store.port, generation) | spec.to_environment()
+        env["MASTER_ADDR"] = store.address
         env[AGENT_MARK] = agent_mark(generation)
         pipes = [(*os.pipe(), screen) for screen in ((2,) if is_direct else (1, 2)) if is_shown]
         writers = {screen: writer for _, writer, screen in pipes}
@@ -352,7 +344,7 @@ class Workers:
         if inherited.janitor_fd >= 0:
             os.write(inherited.janitor_fd, os.fsencode(plan.attempt_dir) + b"\0")  # the folder of the roster
         store = Store.make(plan)
-        workers = cls(plan, number, store.port_number(plan))
+        workers = cls(plan, number, store.port)
         workers.gate = store.proxy
         try:
             for worker in start_workers(plan, store, number, inherited):
@@ -375,6 +367,18 @@ class Workers:
         members = tuple(worker.member for worker in self._workers)
         roster = Roster(os.uname().nodename, os.getpid(), members, start_ticks(os.getpid()))
         writing.replace_file(roster_path(Path(self.plan.attempt_dir), self.plan.node), msgspec.json.encode(roster))
+
+    def execute(self, order: Order) -> None:
+        """Execute an order of the coordinator, which executes it on its own node in the same way."""
+        match order:
+            case StopOrder(grace_seconds, number):
+                self.stop(grace_seconds, number)
+            case StopStep(step):
+                self._ask_to_stop_after(step)
+            case UnblockOrder(ranks, word):  # raise an exception in the collective in which they wait
+                for worker in self._workers:
+                    if worker.rank in ranks:
+                        release_from_collective(worker.status_page_fd, word.encode())
 
     def stop(self, grace_seconds: float, number: int = signal.SIGTERM) -> None:
         """Send this signal to the workers and give them this time to end. A later call can only shorten the time.
@@ -415,8 +419,7 @@ class Workers:
             process.send_signal(number)  # without effect if it has ended
         process.send_signal(signal.SIGCONT)  # afterwards: a suspended process continues with the signal pending
 
-    def ask_to_stop_after(self, step: int) -> None:
-        """Have each rank that stops by step stop after this number of steps; 0: have it wait for the number."""
+    def _ask_to_stop_after(self, step: int) -> None:
         for worker in self._workers:
             if read_counters(worker.status_page_fd).stops_by_step:
                 if step:
@@ -468,12 +471,6 @@ class Workers:
         status_pages = {worker.rank: worker.status_page_fd for worker in self._workers}
         return EvidenceCollection(self.samples(), status_pages, question, patience_seconds=patience_seconds)
 
-    def unblock(self, ranks: Sequence[int], word: bytes) -> None:
-        """Raise an exception with the message `word` in the collective in which workers with these ranks wait."""
-        for worker in self._workers:
-            if worker.rank in ranks:
-                release_from_collective(worker.status_page_fd, word)
-
     def ask_to_save(self) -> None:
         """Have the first worker vote for a checkpoint after its next step: two votes at different steps save twice."""
         self._saves_asked += 1
@@ -498,7 +495,8 @@ class Workers:
         for worker in self._workers:
             with suppress(subprocess.TimeoutExpired):  # SIGKILL does not end an uninterruptible system call
                 worker.process.wait(1.0)
-            worker.finish()
+            for thread in worker.relays:  # so that the last output precedes the diagnosis
+                thread.join(1.0)
         for times in self._times:
             times.record_growth(last=True)
         self.swept = True
