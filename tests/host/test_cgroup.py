@@ -1,13 +1,41 @@
 """What this process is granted: by Slurm, where it does not bind tasks; and how much memory is left."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from paceline.host.cgroup import free_memory, oom_kills, threads_per_rank, usable_cores
+from paceline.host import cgroup
+from paceline.host.cgroup import (
+    free_memory,
+    memory_limit,
+    oom_kills,
+    quota_used_seconds,
+    threads_per_rank,
+    usable_cores,
+)
 
 MIB = 1 << 20
+SLURM_VARIABLES = ("SLURM_CPUS_ON_NODE", "SLURM_STEP_NUM_TASKS", "SLURM_CPUS_PER_TASK")
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine without limits: its files `own`, `meminfo` and the folder `fs` replace those of the kernel."""
+    for name in SLURM_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for constant, name in (("CGROUP_ROOT", "fs"), ("OWN_CGROUP_FILE", "own"), ("MEMINFO_FILE", "meminfo")):
+        monkeypatch.setattr(cgroup, constant, tmp_path / name)
+    (tmp_path / "fs").mkdir()
+    return tmp_path
+
+
+def write_group(machine: Path, group: str, files: Mapping[str, object]) -> None:
+    (machine / "own").write_text(group + "\n")
+    for name, content in files.items():
+        (machine / "fs" / name).parent.mkdir(parents=True, exist_ok=True)
+        (machine / "fs" / name).write_text(f"{content}\n")
 
 
 @pytest.mark.parametrize(
@@ -21,9 +49,13 @@ MIB = 1 << 20
         ({"SLURM_CPUS_ON_NODE": "1(x2)"}, None),
     ],
 )
-def test_slurms_grant_counts_where_it_is_smaller(tmp_path: Path, env: dict[str, str], cores: int | None) -> None:
-    everything = usable_cores(tmp_path, tmp_path / "none", {})
-    assert usable_cores(tmp_path, tmp_path / "none", env) == (cores or everything)
+def test_slurms_grant_counts_where_it_is_smaller(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, env: dict[str, str], cores: int | None
+) -> None:
+    everything = usable_cores()
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert usable_cores() == (cores or everything)
 
 
 @pytest.mark.parametrize(
@@ -41,20 +73,16 @@ def test_slurms_grant_counts_where_it_is_smaller(tmp_path: Path, env: dict[str, 
     ],
 )  # fmt: skip
 def test_free_memory_is_the_machines_or_what_a_containers_limit_leaves(
-    tmp_path: Path, group: str, files: dict[str, object], free_mib: int
+    machine: Path, group: str, files: dict[str, object], free_mib: int
 ) -> None:
-    own, machine, root = tmp_path / "own", tmp_path / "meminfo", tmp_path / "fs"
-    own.write_text(group + "\n")
-    machine.write_text(f"MemTotal: 9999999 kB\nMemAvailable:   {1000 << 10} kB\n")
-    root.mkdir()
-    for name, content in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(f"{content}\n")
-    assert free_memory(root, own, machine) == free_mib * MIB
+    (machine / "meminfo").write_text(f"MemTotal: 9999999 kB\nMemAvailable:   {1000 << 10} kB\n")
+    write_group(machine, group, files)
+    assert free_memory() == free_mib * MIB
 
 
-def test_a_kernel_that_says_nothing_of_memory(tmp_path: Path) -> None:
-    assert free_memory(tmp_path, tmp_path / "none", tmp_path / "none") is None
+@pytest.mark.usefixtures("machine")
+def test_a_kernel_that_says_nothing_of_memory() -> None:
+    assert free_memory() is None
 
 
 def test_threads_per_rank() -> None:
@@ -74,21 +102,29 @@ def test_threads_per_rank() -> None:
         ("9:name=systemd:/", {}, None),
     ],
 )
-def test_usable_cores(tmp_path: Path, group: str, files: dict[str, str], quota: int | None) -> None:
-    own, root = tmp_path / "cgroup", tmp_path / "fs"
-    own.write_text(group + "\n")
-    root.mkdir()
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text + "\n")
+def test_usable_cores(machine: Path, group: str, files: dict[str, str], quota: int | None) -> None:
+    write_group(machine, group, files)
     allowed = len(os.sched_getaffinity(0))
-    assert usable_cores(root, own) == (allowed if quota is None else min(allowed, quota))
+    assert usable_cores() == (allowed if quota is None else min(allowed, quota))
 
 
-def test_oom_kills_are_counted_from_the_cgroup(tmp_path: Path) -> None:
-    own = tmp_path / "cgroup"
-    own.write_text("4:memory:/a\n0::/\n")
-    (tmp_path / "memory/a").mkdir(parents=True)
-    assert oom_kills(tmp_path, own) is None
-    (tmp_path / "memory/a/memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
-    assert oom_kills(tmp_path, own) == 3
+def test_oom_kills_are_counted_from_the_cgroup(machine: Path) -> None:
+    write_group(machine, "4:memory:/a\n0::/", {"memory/a/memory.usage_in_bytes": 0})
+    assert oom_kills() is None
+    write_group(machine, "4:memory:/a", {"memory/a/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 3"})
+    assert oom_kills() == 3
+
+
+def test_in_a_container_its_own_quota_and_limit_count(machine: Path) -> None:
+    (machine / "meminfo").write_text("MemTotal: 4096 kB\n")
+    write_group(machine, "0::/a/b", {"a/b/cgroup.type": "domain"})
+    assert quota_used_seconds() is None
+    assert memory_limit() == 4 << 20
+    quota = {"a/cpu.max": "150000 100000", "a/cpu.stat": "usage_usec 2500000\nuser_usec 1"}
+    write_group(machine, "0::/a/b", {**quota, "a/b/memory.max": 1 << 20})
+    assert quota_used_seconds() == 2.5
+    assert memory_limit() == 1 << 20
+    # version 1, each controller mounted for itself
+    quota = {"cpu/a/cpu.cfs_quota_us": "100000", "cpu/a/cpu.cfs_period_us": "100000"}
+    write_group(machine, "2:cpuacct:/a\n1:cpu:/a", {**quota, "cpuacct/a/cpuacct.usage": "7000000000"})
+    assert quota_used_seconds() == 7.0

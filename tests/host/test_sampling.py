@@ -11,7 +11,6 @@ import pytest
 from tests.host.test_gpus import HOT, Driver
 
 from paceline.host import machine_log as sampling
-from paceline.host.cgroup import memory_limit, quota_used_seconds
 from paceline.host.machine_log import THROTTLE_REASONS, GpuReader, NodeLog, NodeSampler, read_gpus
 from paceline.runs.machine import NodeUtilization, decode_record
 
@@ -40,7 +39,7 @@ def test_rates_are_differences_and_the_loopback_does_not_count(tmp_path: Path, m
     monkeypatch.setattr(sampling, "PROC", tmp_path)
     monkeypatch.setattr(sampling, "quota_used_seconds", lambda: None)
     monkeypatch.setattr(sampling, "usable_cores", lambda: 2)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(sampling.time, "monotonic", lambda: next(now))
     counted(0, 1000)
     sampler = NodeSampler()
@@ -48,26 +47,6 @@ def test_rates_are_differences_and_the_loopback_does_not_count(tmp_path: Path, m
     found = sampler.sample({})
     assert found.cores_busy == 1.0  # two cores for one second each, of two seconds; the third core is not ours
     assert (found.sent_bytes, found.received_bytes) == (2000, 0)
-
-
-def test_in_a_container_its_own_quota_and_limit_count(tmp_path: Path) -> None:
-    own, machine, root = tmp_path / "own", tmp_path / "meminfo", tmp_path / "fs"
-    own.write_text("0::/a/b\n")
-    machine.write_text("MemTotal: 4096 kB\n")
-    (root / "a" / "b").mkdir(parents=True)
-    assert quota_used_seconds(root, own) is None
-    assert memory_limit(root, own, machine) == 4 << 20
-    (root / "a" / "cpu.max").write_text("150000 100000\n")
-    (root / "a" / "cpu.stat").write_text("usage_usec 2500000\nuser_usec 1\n")
-    (root / "a" / "b" / "memory.max").write_text(f"{1 << 20}\n")
-    assert quota_used_seconds(root, own) == 2.5
-    assert memory_limit(root, own, machine) == 1 << 20
-    own.write_text("2:cpuacct:/a\n1:cpu:/a\n")  # version 1, each controller mounted for itself
-    for name, content in {"cpu/a/cpu.cfs_quota_us": "100000", "cpu/a/cpu.cfs_period_us": "100000",
-                          "cpuacct/a/cpuacct.usage": "7000000000"}.items():  # fmt: skip
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(f"{content}\n")
-    assert quota_used_seconds(root, own) == 7.0
 
 
 def test_a_gpu_is_told_with_what_the_driver_knows_and_a_lost_one_hides_nothing() -> None:

@@ -11,7 +11,7 @@ from tests.ended import digest, start_steps
 from tests.errors import codes, ended_with
 from tests.run_script import run_script
 
-from paceline.launch.agent.coordinator import Coordinator, Restart
+from paceline.launch.agent.coordinator import Coordinator
 from paceline.protocol.control import WorkerSpec
 from paceline.protocol.job import NodePlan
 from paceline.rank import world
@@ -226,7 +226,7 @@ def test_exclusions_leave_out_devices_and_end_at_the_least_number_of_ranks() -> 
     agent: Any = SimpleNamespace(plan=NodePlan(("x",), nproc=4, min_nproc=2))
     for named, devices in ((1, (0, 2, 3)), (2, (0, 2))):
         decision = Coordinator._without_rank(agent, SimpleNamespace(plan=agent.plan), named)  # pyright: ignore
-        assert decision == Restart(len(devices), after_failure=False) and agent.plan.devices == devices
+        assert decision == len(devices) and agent.plan.devices == devices
     assert isinstance(Coordinator._without_rank(agent, SimpleNamespace(plan=agent.plan), 0), str)  # pyright: ignore
 
 

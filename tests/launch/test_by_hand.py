@@ -99,6 +99,6 @@ def test_a_line_can_be_pasted_whatever_is_in_it(tmp_path: Path) -> None:
 
 
 def test_the_description_is_what_will_be_typed() -> None:
-    text = format_plan(plan_by_hand(job(hosts=parse_hosts("n1,n2"), port=1)))
+    text = format_commands(plan_by_hand(job(hosts=parse_hosts("n1,n2"), port=1)))
     assert shlex.split(text.splitlines()[1])[:2] == ["PACELINE_RUN_ID=5f", "OMP_NUM_THREADS=2"]
     assert "--node-rank=1" in text and "at port 1," in text

@@ -207,7 +207,7 @@ def test_a_host_cannot_make_us_remember_without_end(shown: Shown) -> None:
 
 def test_what_could_move_the_cursor_or_hide_words_is_gone() -> None:
     assert sanitize_line(b"\x1b[31mred\x1b[0m \x1b]0;title\x07 \x9b \xff\ttab \xe2\x80\xaereversed") == (
-        "red \ufffd]0;title\ufffd \ufffd \ufffd\ttab \ufffdreversed"
+        "red ]0;title \ufffd \ufffd\ttab reversed"
     )
     assert sanitize_line(b"10%\r20%\r") == "20%" and sanitize_line(b"windows\r") == "windows"
 

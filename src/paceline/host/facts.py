@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
@@ -134,10 +135,8 @@ def resolve_host(name: str, seconds: float = RESOLVE_SECONDS) -> tuple[str, ...]
 
 def _versions() -> Iterator[tuple[str, str]]:
     for name in PACKAGES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             yield name, importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
 
 
 def _addresses() -> tuple[tuple[Address, ...], tuple[Address, ...]]:

@@ -5,7 +5,7 @@ CPU) does not affect other queries.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -77,12 +77,12 @@ def cores_near(uuid: str) -> set[int]:
 
 
 def _mig(nvml: Any) -> list[list[str] | None]:
+    """The instances of each GPU; None for one that is whole or lost."""
     gpus: list[list[str] | None] = []
-    for index in range(int(nvml.nvmlDeviceGetCount())):
+    for _, gpu, _ in gpu_handles(nvml):
         instances: list[str] | None = None
         with suppress(nvml.NVMLError):
-            gpu = nvml.nvmlDeviceGetHandleByIndex(index)
-            if nvml.nvmlDeviceGetMigMode(gpu)[0]:
+            if gpu is not None and nvml.nvmlDeviceGetMigMode(gpu)[0]:
                 instances = []
                 for number in range(int(nvml.nvmlDeviceGetMaxMigDeviceCount(gpu))):
                     with suppress(nvml.NVMLError):  # no instance with this number
@@ -129,25 +129,34 @@ def query_nvml(nvml: Any, question: Callable[[], T], otherwise: T) -> T:
     return otherwise
 
 
+def gpu_handles(nvml: Any) -> Iterator[tuple[int, Any, str]]:
+    """The index and the handle of each GPU; for a lost one None, and the driver's message."""
+    for index in range(int(nvml.nvmlDeviceGetCount())):
+        handle, lost = None, ""
+        try:
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        except nvml.NVMLError as error:
+            lost = str(error)
+        yield index, handle, lost
+
+
+def count_ecc_errors(nvml: Any, gpu: Any) -> int:
+    kinds = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+    return query_nvml(nvml, lambda: int(nvml.nvmlDeviceGetTotalEccErrors(gpu, *kinds)), 0)
+
+
 def _gpus(nvml: Any) -> tuple[Gpu, ...]:
     driver = str(nvml.nvmlSystemGetDriverVersion())
-    handles: list[Any] = []
-    lost: dict[int, str] = {}
-    for index in range(int(nvml.nvmlDeviceGetCount())):
-        try:
-            handles.append(nvml.nvmlDeviceGetHandleByIndex(index))
-        except nvml.NVMLError as error:
-            handles.append(None)
-            lost[index] = str(error)
+    found = [*gpu_handles(nvml)]
+    handles = [handle for _, handle, _ in found]
     return tuple(
-        Gpu(i, "?", driver, 0, 0, lost=lost[i]) if handle is None else _gpu(nvml, driver, i, handles)
-        for i, handle in enumerate(handles)
+        Gpu(i, "?", driver, 0, 0, lost=lost) if handle is None else _gpu(nvml, driver, i, handles)
+        for i, handle, lost in found
     )
 
 
 def _gpu(nvml: Any, driver: str, index: int, handles: list[Any]) -> Gpu:
     handle = handles[index]
-    kinds = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
     memory = query_nvml(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle), None)
     return Gpu(
         index=index,
@@ -158,7 +167,7 @@ def _gpu(nvml: Any, driver: str, index: int, handles: list[Any]) -> Gpu:
         processes=query_nvml(
             nvml, lambda: tuple(int(p.pid) for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle)), ()
         ),
-        ecc_errors=query_nvml(nvml, lambda: int(nvml.nvmlDeviceGetTotalEccErrors(handle, *kinds)), 0),
+        ecc_errors=count_ecc_errors(nvml, handle),
         links=tuple("-" if i == index else _link(nvml, handle, other) for i, other in enumerate(handles)),
     )
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from paceline.host.cgroup import free_memory, memory_limit, quota_used_seconds, usable_cores
-from paceline.host.gpus import call_with_nvml, query_nvml
+from paceline.host.gpus import call_with_nvml, count_ecc_errors, gpu_handles, query_nvml
 from paceline.host.procfs import PROC, read_process
 from paceline.protocol.control import STOP_SIGNALS
 from paceline.runs.console import print_to_stderr
@@ -53,7 +53,7 @@ class NodeSampler:
         self.gpus = GpuReader()
         self._host, self._cores = os.uname().nodename, usable_cores()
         self._limited = quota_used_seconds() is not None
-        self._own = {f"cpu{core}" for core in os.sched_getaffinity(0)} if hasattr(os, "sched_getaffinity") else set()
+        self._own = {f"cpu{core}" for core in os.sched_getaffinity(0)}
         self._before = self._count()
         self._cpu_before: dict[int, tuple[float, float]] = {}  # pid -> its CPU seconds, and the time of the reading
 
@@ -192,11 +192,9 @@ def read_gpus(nvml: Any) -> GpuReading:
     """The state of all GPUs; `nvml` is an initialised pynvml. A lost GPU does not hide the others."""
     gpus: list[GpuUtilization] = []
     memory_of: dict[int, int] = {}
-    for index in range(int(nvml.nvmlDeviceGetCount())):
-        try:
-            handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        except nvml.NVMLError as error:
-            gpus.append(GpuUtilization(index, held_back=f"does not answer: {error}"))
+    for index, handle, lost in gpu_handles(nvml):
+        if lost:
+            gpus.append(GpuUtilization(index, held_back=f"does not answer: {lost}"))
             continue
         gpus.append(_use(nvml, index, handle))
         with suppress(nvml.NVMLError):
@@ -237,12 +235,14 @@ def query_gpu_problems(pids: Collection[int], *, wait_seconds: float = 0.0) -> d
 
 def find_gpu_problems(pids: Collection[int], nvml: Any) -> dict[int, str]:
     problems: dict[int, str] = {}
-    for index in range(int(nvml.nvmlDeviceGetCount())):
-        with suppress(nvml.NVMLError):  # a lost GPU does not hide the others
-            gpu = nvml.nvmlDeviceGetHandleByIndex(index)
+    for index, gpu, lost in gpu_handles(nvml):
+        with suppress(nvml.NVMLError):
+            if lost:
+                continue
             users = {int(process.pid) for process in nvml.nvmlDeviceGetComputeRunningProcesses(gpu)}
-            finders = [partial(find, nvml, gpu) for find in (_slowed, _damaged)]
-            reasons = [line for find in finders for line in query_nvml(nvml, find, [])]
+            reasons = query_nvml(nvml, partial(_slowed, nvml, gpu), [])
+            if errors := count_ecc_errors(nvml, gpu):
+                reasons = [*reasons, f"{errors:,} uncorrectable memory errors"]
             for pid in users & {*pids}:
                 shared = [f"shared with process {', '.join(map(str, sorted(users - {pid})))}"] if users - {pid} else []
                 if reasons or shared:
@@ -261,9 +261,3 @@ def _slowed(nvml: Any, gpu: Any) -> list[str]:
     now_mhz, max_mhz = nvml.nvmlDeviceGetClockInfo(gpu, CLOCK_SM), nvml.nvmlDeviceGetMaxClockInfo(gpu, CLOCK_SM)
     degrees = nvml.nvmlDeviceGetTemperature(gpu, CORE_SENSOR)
     return [f"{' and '.join(reasons)} ({now_mhz:,} of {max_mhz:,} MHz, {degrees} °C)"]
-
-
-def _damaged(nvml: Any, gpu: Any) -> list[str]:
-    kinds = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-    errors = int(nvml.nvmlDeviceGetTotalEccErrors(gpu, *kinds))
-    return [f"{errors:,} uncorrectable memory errors"] if errors else []

@@ -6,7 +6,6 @@ import resource
 import signal
 import socket
 import struct
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -38,7 +37,7 @@ class Process:
 
 
 def read_process(pid: int) -> Process | None:
-    """The current state of a process; None if it does not exist, or without /proc (macOS)."""
+    """The current state of a process; None if it does not exist."""
     try:
         text = (PROC / str(pid) / "stat").read_text(errors="replace")
     except OSError:
@@ -47,6 +46,11 @@ def read_process(pid: int) -> Process | None:
     fields = text.rpartition(")")[2].split()
     cpu_seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return Process(pid, fields[0], int(fields[1]), int(fields[3]), int(fields[19]), cpu_seconds)
+
+
+def start_ticks(pid: int) -> int:
+    process = read_process(pid)
+    return process.start_ticks if process else 0
 
 
 def queued_seconds(pid: int) -> float:
@@ -112,7 +116,7 @@ def _thread(pid: int, task: int) -> tuple[str, str, int]:
 
 
 def processes() -> Iterator[Process]:
-    for folder in PROC.iterdir() if PROC.is_dir() else ():
+    for folder in PROC.iterdir():
         if folder.name.isdecimal() and (process := read_process(int(folder.name))) is not None:
             yield process
 
@@ -161,11 +165,9 @@ def die_with_parent(parent_pid: int) -> None:
     """Have the kernel kill this process when its parent ends; end immediately if the parent has already ended.
 
     Children do not inherit this: every DataLoader worker also calls it, in its `worker_init_fn`. For the kernel, the
-    parent is the *thread* that forked. Therefore fork only from threads that live as long as the process. Without prctl
-    (not Linux), the function only checks once.
+    parent is the *thread* that forked. Therefore fork only from threads that live as long as the process.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:  # the parent ended before prctl, so no signal will arrive
         os._exit(128 + signal.SIGKILL)
 

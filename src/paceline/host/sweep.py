@@ -17,7 +17,7 @@ from typing import Annotated
 
 import msgspec
 
-from paceline.host.procfs import PROC, Process, processes
+from paceline.host.procfs import PROC, Process, processes, start_ticks
 from paceline.protocol.control import AGENT_MARK, STOP_SIGNALS
 from paceline.runs.reading import list_names, read_json
 
@@ -28,7 +28,7 @@ Ticks = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class RosterWorker(msgspec.Struct, frozen=True):
-    """A worker, which is the leader of a session; `started` is in clock ticks since boot, 0 without /proc."""
+    """A worker, which is the leader of a session; `started` is in clock ticks since boot."""
 
     rank: int
     pid: Pid
@@ -46,9 +46,13 @@ def roster_path(attempt_dir: Path, node: int = 0) -> Path:
     return attempt_dir / f"agent-{node}.json"
 
 
-def agent_mark(pid: int, started: int, generation: int | None = None) -> str:
-    """The value of AGENT_MARK in all processes that an agent has started; without `generation`: the common prefix."""
-    return f"{pid}-{started}-" + ("" if generation is None else f"{generation}-")
+def agent_mark(generation: object) -> str:
+    """The value of AGENT_MARK in all processes that this agent has started for a generation, or for another purpose."""
+    return f"{_mark_prefix(os.getpid(), start_ticks(os.getpid()))}{generation}-"
+
+
+def _mark_prefix(agent_pid: int, agent_started: int) -> str:
+    return f"{agent_pid}-{agent_started}-"
 
 
 def sweep(workers: Sequence[RosterWorker], mark: str = "", *, variable: str = AGENT_MARK) -> list[int]:
@@ -58,13 +62,8 @@ def sweep(workers: Sequence[RosterWorker], mark: str = "", *, variable: str = AG
     finds processes by session, and by the agent's `mark` in an environment variable, which new sessions also inherit.
 
     Returns:
-        The pids that are left, because the kernel keeps them; none without /proc.
+        The pids that are left, because the kernel keeps them.
     """
-    if not PROC.is_dir():
-        for worker in workers:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(worker.pid, signal.SIGKILL)
-        return []
     deadline = time.monotonic() + SWEEP_SECONDS
     while (living := _living_members(workers, mark, variable)) and time.monotonic() < deadline:
         for process in living:
@@ -108,7 +107,7 @@ def sweep_recorded(attempt_dir: Path, agent_pid: int = 0) -> None:
         except OSError:
             continue
         if roster.host == os.uname().nodename and agent_pid in (0, roster.agent_pid):
-            sweep(roster.workers, agent_mark(roster.agent_pid, roster.agent_started))
+            sweep(roster.workers, _mark_prefix(roster.agent_pid, roster.agent_started))
 
 
 def start_janitor(not_kept: Sequence[int] = (), temporary: str = "") -> int:

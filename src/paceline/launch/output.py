@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, NamedTuple
@@ -141,32 +142,34 @@ def _relay(source: IO[bytes], log: int, screen: int, prefix: bytes) -> None:
     lines, live_filter = LineSplitter(), LiveFilter()
     is_live = not prefix and not stat.S_ISREG(os.fstat(screen).st_mode)
     redrawn = bool(prefix) and os.isatty(screen)
+    pass_on = partial(_pass_on, log=log, screen=-1 if is_live else screen, prefix=prefix, redrawn=redrawn)
     with source:
         ready = select.poll()
         ready.register(source, select.POLLIN)
         while True:
             wait_seconds = lines.wait_seconds
             if not ready.poll(None if wait_seconds is None else wait_seconds * 1000 + 1):
-                _pass_on(lines.take_due_bar(), log, -1 if is_live else screen, prefix, redrawn=redrawn)
+                pass_on(lines.take_due_bar())
                 continue
             if not (data := os.read(source.fileno(), 65536)):
                 break
             if is_live:
-                _write(screen, live_filter.filter_bytes(data))
-            _pass_on(lines.feed(data), log, -1 if is_live else screen, prefix, redrawn=redrawn)
+                with OUTPUT_LOCK:
+                    _put(screen, live_filter.filter_bytes(data))
+            pass_on(lines.feed(data))
             if redrawn and lines.bar_state:
                 with OUTPUT_LOCK:
                     _BAR.draw(screen, prefix, lines.bar_state)
-    _pass_on(lines.end(), log, -1 if is_live else screen, prefix, redrawn=redrawn)
-    if redrawn:
+    pass_on(lines.end())
+    if redrawn and _BAR.owner == prefix:
         with OUTPUT_LOCK:
-            _put(screen, _BAR.erase() if _BAR.owner == prefix else b"")
+            _put(screen, _BAR.erase())
     os.close(log)
 
 
-def _pass_on(pieces: Sequence[LinePart], log: int, screen: int, prefix: bytes, *, redrawn: bool) -> None:
-    if pieces:
-        _write(log, b"".join(piece.text for piece in pieces))
+def _pass_on(pieces: Sequence[LinePart], *, log: int, screen: int, prefix: bytes, redrawn: bool) -> None:
+    with OUTPUT_LOCK:
+        _put(log, b"".join(piece.text for piece in pieces))
     lines = [piece.text.rstrip(b"\r\n") for piece in pieces if not (redrawn and piece.is_bar)]
     if prefix:  # an empty line with a prefix would not separate paragraphs
         lines = [line for line in lines if strip_controls(line).strip()]
@@ -174,11 +177,6 @@ def _pass_on(pieces: Sequence[LinePart], log: int, screen: int, prefix: bytes, *
         data = strip_controls(b"".join(prefix + line + b"\n" for line in lines))
         with OUTPUT_LOCK:
             _put(screen, (_BAR.erase() if redrawn else b"") + data)
-
-
-def _write(descriptor: int, data: bytes) -> None:
-    with OUTPUT_LOCK:
-        _put(descriptor, data)
 
 
 def _put(descriptor: int, data: bytes) -> None:
@@ -194,9 +192,6 @@ HALF_LINE_SECONDS = 1.0  # how long other lines wait until node 0 completes its 
 MAX_HOST_LINE_BYTES = 8192
 MAX_WAITING_LINES = 200
 MAX_UNWRITTEN_BYTES = 1 << 20
-
-_COLOURS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
-_CONTROLS = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 class TerminalWriter:
@@ -321,9 +316,8 @@ class HostRelay:
 
 
 def sanitize_line(line: bytes) -> str:
-    """The line without characters that could move the cursor or hide text, since other machines are not trusted."""
-    text = _COLOURS.sub("", line.decode(errors="replace"))
-    return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", final_line_state(text))
+    """The final state of a line, without characters that could move the cursor or hide text."""
+    return remove_controls(final_line_state(line.decode(errors="replace")))
 
 
 # ---- files ----
@@ -348,7 +342,7 @@ class LogTail:
         while to_the_end and (new_text := self._read()):
             text += new_text
         if to_the_end and self._rest:
-            text += _shown(self._rest) + "\n"
+            text += sanitize_line(self._rest) + "\n"
             self._rest = b""
         return text
 
@@ -364,7 +358,7 @@ class LogTail:
         if bar_due or len(self._rest) > MAX_LINE_BYTES:
             lines, self._rest = [*lines, self._rest], b""
             self._bar_seconds = time.monotonic() + FILE_BAR_SECONDS
-        return "".join(f"{_shown(line)}\n" for line in lines)
+        return "".join(f"{sanitize_line(line)}\n" for line in lines)
 
 
 class Line(NamedTuple):
@@ -383,18 +377,13 @@ def read_lines(path: Path, start: int = 0, end: int | None = None) -> Iterator[L
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
                 line_end += len(line) + 1
-                yield Line(line_end - 1, _shown(line))
+                yield Line(line_end - 1, sanitize_line(line))
             if len(rest) > MAX_LINE_BYTES:  # keep the last state of an unfinished bar: more of it may follow
                 if b"\r" not in rest:
-                    yield Line(at - 1, _shown(rest))
+                    yield Line(at - 1, sanitize_line(rest))
                 rest = rest[rest.rfind(b"\r") + 1 :] if b"\r" in rest[:-1] else b""
     if rest:
-        yield Line(at - 1, _shown(rest))
-
-
-def _shown(line: bytes) -> str:
-    text = line.decode(errors="replace")
-    return remove_controls(final_line_state(text) if "\r" in text else text)
+        yield Line(at - 1, sanitize_line(rest))
 
 
 def find_last_lines(path: Path, count: int) -> tuple[int, int]:

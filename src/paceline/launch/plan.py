@@ -28,7 +28,6 @@ from paceline.runs.folder import MAX_ATTEMPTS, attempt_number
 from paceline.runs.reading import list_names, read_file, read_json
 
 _JSON_VALUE = re.compile(rf'("[^"\s]*(?:{SECRET_NAME.pattern})[^"\s]*":\s*)"(?:[^"\\]|\\.)+"', re.IGNORECASE)
-_SHELL_VALUE = re.compile(rf"(?m)^(\s*(?:export\s+)?\w*(?:{SECRET_NAME.pattern})\w*=)\S.*$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -86,10 +85,9 @@ def format_plan(plan: Plan) -> str:
         lines += [f"# {command.name}", f"{format_command(command)} <<'PLAN'", _masked(format_plan_file(node)) + "PLAN"]
     for name, text in plan.files.items():
         lines += [f"# the file {name}", _masked(text).rstrip("\n")]
-    for command in (plan.submit_command, *plan.manual_commands):
-        if command is not None:
-            lines += [f"# {command.name}", format_command(command)]
-    return "\n".join([*lines, *(f"# {note}" for note in plan.notes)]) + "\n"
+    if (command := plan.submit_command) is not None:
+        lines += [f"# {command.name}", format_command(command)]
+    return "\n".join(lines) + "\n"
 
 
 def format_command(command: Command) -> str:
@@ -98,8 +96,8 @@ def format_command(command: Command) -> str:
 
 
 def _masked(text: str) -> str:
-    """The text with masked values, in JSON or in `NAME=value` of a shell, if their names look secret."""
-    return _SHELL_VALUE.sub(r"\1…", _JSON_VALUE.sub(r'\1"…"', text))
+    """JSON with masked values, if their names look secret. No other text of a plan contains secrets."""
+    return _JSON_VALUE.sub(r'\1"…"', text)
 
 
 # ---- hosts ----
@@ -210,19 +208,15 @@ class SubmitRecord(msgspec.Struct, frozen=True):
 
 
 def next_submit_dir(run_dir: Path) -> Path:
+    """Make the folder of the next start. The caller holds the lock of the run folder."""
     try:
-        writing.make_folder(run_dir, exist_ok=True)
-        while True:
-            number = 1 + max((submit_number(Path(name)) for name in list_names(run_dir)), default=0)
-            if number > MAX_ATTEMPTS:
-                raise UsageError(code="submit-out-of-range", run_dir=run_dir, number=number - 1)
-            try:
-                writing.make_folder(run_dir / f"submit-{number}")
-            except FileExistsError:  # another launcher has just created it
-                continue
-            return run_dir / f"submit-{number}"
+        number = 1 + max((submit_number(Path(name)) for name in list_names(run_dir)), default=0)
+        if number > MAX_ATTEMPTS:
+            raise UsageError(code="submit-out-of-range", run_dir=run_dir, number=number - 1)
+        writing.make_folder(run_dir / f"submit-{number}")
     except OSError as error:
         raise UsageError(code="run-dir-not-writable", folder=run_dir, strerror=error.strerror) from None
+    return run_dir / f"submit-{number}"
 
 
 def submit_number(folder: Path) -> int:

@@ -87,7 +87,6 @@ def _start(command: Command, node: NodePlan, keep_open: Sequence[int]) -> subpro
     try:
         agent = subprocess.Popen(
             command.argv,
-            env={**os.environ, **command.env},
             stdin=subprocess.PIPE,
             pass_fds=(*keep_open, *stdin),
             start_new_session=True,

@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
@@ -27,18 +28,17 @@ SECRET = b"s" * 32
 
 
 def met(head_secret: bytes = SECRET, node_secret: bytes = SECRET) -> tuple[Link | None, Link | str]:
-    """Both ends after a meeting: the head's (None: a stranger) and the node's."""
+    """Both ends after a meeting: the head's (None: a stranger) and the node's, or why it is refused."""
     with socket.create_server(("127.0.0.1", 0)) as door:
         near = socket.create_connection(door.getsockname())
         knock = Handshake(door.accept()[0], head_secret)
-    found: list[Link | str] = []
-    node = threading.Thread(target=lambda: found.append(authenticate_to_coordinator(near, node_secret)))
-    node.start()
-    link = None
-    while not knock.closed and (link := knock.try_complete()) is None:
-        time.sleep(0.001)
-    node.join()
-    return link, found[0]
+    with ThreadPoolExecutor(1) as pool:
+        node = pool.submit(authenticate_to_coordinator, near, node_secret)
+        link = None
+        while not knock.closed and (link := knock.try_complete()) is None:
+            time.sleep(0.001)
+        refusal = node.exception()
+        return link, str(refusal) if refusal else node.result()
 
 
 @pytest.fixture
@@ -104,7 +104,10 @@ def test_a_wrong_secret_opens_no_door_on_either_side(head: bytes, node: bytes) -
 @pytest.mark.parametrize(
     ("greets", "told"),
     [
-        (channel.MAGIC + bytes(32) + bytes(channel.MAC_BYTES), ""),  # as an agent does, but without the secret's proof
+        (
+            channel.MAGIC + bytes(32) + bytes(channel.MAC_BYTES),
+            "secret",
+        ),  # as an agent does, but without the secret's proof
         (b"HTTP/1.1 400 Bad Request\r\nServer: something\r\nConnection: close\r\n\r\n", "program"),
     ],
     ids=["false head", "another program"],
@@ -115,8 +118,9 @@ def test_a_false_head_is_not_believed_and_a_program_of_another_kind_told_apart(g
         far = door.accept()[0]
     with closing(far):
         far.sendall(greets)
-        answer = authenticate_to_coordinator(near, SECRET)
-    assert isinstance(answer, str) and told in answer
+        with pytest.raises(ConnectionRefusedError, match=told):
+            authenticate_to_coordinator(near, SECRET)
+    assert near.fileno() < 0
 
 
 def test_a_stranger_who_says_nothing_is_shown_the_door(monkeypatch: pytest.MonkeyPatch) -> None:

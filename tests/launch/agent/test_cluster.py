@@ -6,6 +6,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Thread
 
@@ -95,12 +96,8 @@ def wait_until(cluster: RemoteNodes, happened: Callable[[], bool]) -> None:
 
 def met(connection: socket.socket, cluster: RemoteNodes) -> Link:
     """The node's end of a link to `cluster`, which has to answer meanwhile."""
-    found: list[object] = []
-    thread = Thread(target=lambda: found.append(authenticate_to_coordinator(connection, bytes.fromhex(SECRET))))
-    thread.start()
-    while thread.is_alive():
-        cluster.wait(0.05)
-    thread.join()
-    (link,) = found
-    assert isinstance(link, Link)
-    return link
+    with ThreadPoolExecutor(1) as pool:
+        node = pool.submit(authenticate_to_coordinator, connection, bytes.fromhex(SECRET))
+        while not node.done():
+            cluster.wait(0.05)
+        return node.result()

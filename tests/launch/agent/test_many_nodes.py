@@ -8,6 +8,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
@@ -29,6 +30,7 @@ from paceline.launch.agent.channel import (
     Listener,
     NodeHeartbeat,
     authenticate_to_coordinator,
+    connect_to_coordinator,
 )
 from paceline.launch.agent.cluster import Generation, RemoteNodes
 from paceline.launch.agent.joining import MAX_ALL_PAIRS_NODES, probe_partners
@@ -53,10 +55,7 @@ def crew_of(nodes: int) -> Generator[tuple[RemoteNodes, list[Link]]]:
 
         def come() -> None:
             for node in range(1, nodes):
-                link = authenticate_to_coordinator(
-                    socket.create_connection(("127.0.0.1", cluster.port)), bytes.fromhex(SECRET)
-                )
-                assert isinstance(link, Link)
+                link = connect_to_coordinator("127.0.0.1", cluster.port, bytes.fromhex(SECRET))
                 link.send(Hello(node, nodes, 1, 0, replace(facts, host=f"n{node}"), (node,)))
                 links.append(link)
 
@@ -171,15 +170,12 @@ def test_strangers_who_hold_the_door_do_not_keep_a_node_out() -> None:
     assert door.take_new_links() == [] and door.take_new_links() == []
     assert len(door.sockets()) <= 1 + MAX_HANDSHAKES
     near = socket.create_connection(("127.0.0.1", door.port))
-    found: list[object] = []
-    thread = Thread(target=lambda: found.append(authenticate_to_coordinator(near, bytes.fromhex(SECRET))))
-    thread.start()
-    while thread.is_alive():
-        door.take_new_links()
-        time.sleep(0.005)
-    (link,) = found
-    assert isinstance(link, Link), link
-    link.end("the test is over")
+    with ThreadPoolExecutor(1) as pool:
+        node = pool.submit(authenticate_to_coordinator, near, bytes.fromhex(SECRET))
+        while not node.done():
+            door.take_new_links()
+            time.sleep(0.005)
+        node.result().end("the test is over")
     door.close()
     for one in strangers:
         one.close()

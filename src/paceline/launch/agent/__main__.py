@@ -17,7 +17,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -89,40 +88,37 @@ def detach(log: Path) -> Callable[[], None]:
     """Continue in a child process with a new session; return a function that the child calls once its workers run.
 
     Until that call, the output of the child reaches the launcher, and this process ends with the child. The call
-    redirects the output to `log`; this process then reports this to the launcher and ends. Call `detach` before there
-    are threads or children.
+    redirects the output to `log`; this process then ends with code 0. Call `detach` before there are threads or
+    children.
     """
     ready, started = os.pipe()
     child = os.fork()
     if child:
         os.close(started)
         if os.read(ready, 1):
-            with suppress(OSError):
-                os.write(1, b'{"detached": true}\n')  # the launcher reads this line, see launch/ssh/remote.py
             os._exit(0)
         _, status = os.waitpid(child, 0)
         os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
     os.close(ready)
     os.setsid()
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
+    _redirect(os.open(os.devnull, os.O_RDONLY), 0)
+    pipe = [started]
 
     def on_started() -> None:
-        nonlocal started
-        if started < 0:
-            return
-        sys.stdout.flush()
-        sys.stderr.flush()
-        descriptor = writing.open_or_create(log, append=True)
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
-        os.close(descriptor)
-        os.write(started, b"+")
-        os.close(started)
-        started = -1
+        while pipe:  # at the first call
+            sys.stdout.flush()
+            sys.stderr.flush()
+            _redirect(writing.open_or_create(log, append=True), 1, 2)
+            os.write(pipe[0], b"+")
+            os.close(pipe.pop())
 
     return on_started
+
+
+def _redirect(descriptor: int, *numbers: int) -> None:
+    for number in numbers:
+        os.dup2(descriptor, number)
+    os.close(descriptor)
 
 
 def prepare_environment(plan: NodePlan) -> NodePlan:

@@ -82,6 +82,12 @@ class NodeHeartbeat(msgspec.Struct, frozen=True, tag=True):
     # of the last `CoordinatorHeartbeat`: receive time (here) - send time (coordinator)
     alive_took_seconds: float | None = None
 
+    @property
+    def news(self) -> tuple[object, ...]:
+        """What the coordinator must know immediately: ends of workers and of their generation, and stop requests."""
+        states = ((worker.code, worker.failure is None, worker.stop_asked) for worker in self.workers)
+        return self.generation, self.stopped, self.left, *states
+
 
 class EvidenceReply(msgspec.Struct, frozen=True, tag=True):
     """The details of one worker, because they can be large; None at the end."""
@@ -173,6 +179,9 @@ class StopStep(msgspec.Struct, frozen=True, tag=True):
     """Ranks of an unmodified script stop after this number of steps; 0: they wait for the number."""
 
     step: int = 0
+
+
+Order = UnblockOrder | StopOrder | StopStep  # to the workers of every node: see `Workers.execute`
 
 
 class FileReply(msgspec.Struct, frozen=True, tag=True):
@@ -365,25 +374,26 @@ class Handshake:
             self._socket.close()
 
 
-def authenticate_to_coordinator(connection: socket.socket, secret: bytes) -> Link | str:
-    """A node's side of the handshake. Returns the link, or why the peer is not the coordinator of this job."""
+def connect_to_coordinator(host: str, port: int, secret: bytes) -> Link:
+    """A further connection to the coordinator. Raises OSError."""
+    return authenticate_to_coordinator(socket.create_connection((host, port), timeout=HANDSHAKE_SECONDS), secret)
+
+
+def authenticate_to_coordinator(connection: socket.socket, secret: bytes) -> Link:
+    """A node's side of the handshake. Raises ConnectionRefusedError if the peer is not the coordinator of this job."""
+    reason = "the program that listens there is not an agent of paceline"
     connection.settimeout(HANDSHAKE_SECONDS)
-    try:
-        greeting = _exactly(connection, len(MAGIC) + NONCE_BYTES)
-        if not greeting.startswith(MAGIC):
-            connection.close()
-            return "a different program listens there"
-        nonce = os.urandom(NONCE_BYTES)
-        nonces = greeting[len(MAGIC) :] + nonce
-        connection.sendall(nonce + _proof(secret, b"node", nonces))
-        proof = _exactly(connection, MAC_BYTES)
-    except OSError:
-        connection.close()
-        return "the program that listens there is not an agent of paceline"
-    if not hmac.compare_digest(proof, _proof(secret, b"coordinator", nonces)):  # b"" if it closed the connection
-        connection.close()
-        return "a different job of paceline listens there: it does not know this job's secret"
-    return Link(connection, _proof(secret, b"key", nonces), mine=b"node", theirs=b"coordinator")
+    with suppress(OSError):
+        greeting, nonce = _exactly(connection, len(MAGIC) + NONCE_BYTES), os.urandom(NONCE_BYTES)
+        if greeting.startswith(MAGIC):
+            nonces = greeting[len(MAGIC) :] + nonce
+            connection.sendall(nonce + _proof(secret, b"node", nonces))
+            proof = _exactly(connection, MAC_BYTES)  # b"" if it closed the connection
+            if hmac.compare_digest(proof, _proof(secret, b"coordinator", nonces)):
+                return Link(connection, _proof(secret, b"key", nonces), mine=b"node", theirs=b"coordinator")
+            reason = "a different job of paceline listens there: it does not know this job's secret"
+    connection.close()
+    raise ConnectionRefusedError(reason)
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:

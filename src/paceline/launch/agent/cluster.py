@@ -41,7 +41,7 @@ class RemoteNode:
         self.clock = channel.ClockBounds()  # the same, more exact with every beat
         self.ranks: Sequence[int] = hello.ranks  # in this generation
         self.beat = channel.NodeHeartbeat(-1)
-        self._ends: tuple[object, ...] = ()  # ends of workers and of their generation in the last beat
+        self._news: tuple[object, ...] = ()  # of the last beat
         self.asked = 0  # number of the last question
         self.shown: list[Evidence] | None = None  # the answer, once it is complete
         self._partial_answer: list[Evidence] = []
@@ -103,18 +103,16 @@ class RemoteNode:
         return True
 
     def _process_beat(self, beat: channel.NodeHeartbeat) -> bool:
-        now, previous_ends = time.monotonic(), self._ends
+        now, previous_news = time.monotonic(), self._news
         if beat.unix_time is not None:
             self.clock.narrow(now, least_seconds=beat.unix_time - time.time())
         if beat.alive_took_seconds is not None:
             self.clock.narrow(now, most_seconds=beat.alive_took_seconds)
         if beat.generation >= self.beat.generation:  # otherwise it was sent before the present generation started
-            self.beat = beat
-            states = ((worker.code, worker.failure is None, worker.stop_asked) for worker in beat.workers)
-            self._ends = beat.generation, beat.stopped, beat.left, *states
+            self.beat, self._news = beat, beat.news
             if beat.workers:
                 self._samples = {worker.rank: worker.swap_times_and_ages(now) for worker in beat.workers}
-        return self._ends != previous_ends
+        return self._news != previous_news
 
 
 NODE_END_SECONDS = 3.0
@@ -279,10 +277,6 @@ class RemoteNodes:
                 self._orders_by_node.setdefault(member.hello.node, []).append(message.signal)
         return has_news
 
-    def send_to_all(self, message: channel.Message) -> None:
-        for member in self.present_nodes:
-            member.link.send(message)
-
     def stopped(self) -> bool:
         return all(member.beat.stopped for member in self.present_nodes)
 
@@ -433,8 +427,7 @@ class Generation:
 
         Returns when they have ended, make no progress, or have used the whole grace.
         """
-        self.own.unblock(ranks, word.encode())
-        self.cluster.send_to_all(channel.UnblockOrder(tuple(ranks), word))
+        self._order(channel.UnblockOrder(tuple(ranks), word))
         start, grace_seconds = time.monotonic(), self.plan.grace_period_seconds
         while (waited_seconds := time.monotonic() - start) < grace_seconds and not self.cluster.is_stop_ordered:
             running = [sample for sample in self.running() if sample.rank in ranks]
@@ -445,7 +438,7 @@ class Generation:
 
     def save_and_stop(self, number: int) -> None:
         """As `stop` after signal `number`, but ranks of an unmodified script that can save stop after the same step."""
-        self._ask_to_stop_after(0)
+        self._order(channel.StopStep())
         self.stop(self.plan.grace_period_seconds, number, signals_heard=1)
 
     def stop(self, grace_seconds: float, number: int = signal.SIGTERM, *, signals_heard: int = 0) -> None:
@@ -459,7 +452,7 @@ class Generation:
         self._await_end(grace_seconds, last_seconds, number, signals_heard)
         if last_seconds:
             self._await_end(last_seconds, 0.0, signal.SIGTERM, len(self.cluster.signals))
-        self.cluster.send_to_all(channel.StopOrder(0.0))
+        self._order(channel.StopOrder(0.0))
         self.own.sweep()
         deadline = time.monotonic() + SWEEP_MARGIN_SECONDS
         while not self.cluster.stopped() and time.monotonic() < deadline:
@@ -470,7 +463,7 @@ class Generation:
 
     def _await_end(self, grace_seconds: float, more_seconds: float, number: int, signals_heard: int) -> None:
         """Signal all workers and wait for them to end. The nodes kill them only after a further `more_seconds`."""
-        self._ask_to_stop(grace_seconds + more_seconds, number)
+        self._order(channel.StopOrder(grace_seconds + more_seconds, number))
         deadline, launcher_gone = time.monotonic() + grace_seconds, self.cluster.launcher_gone
         while self.own.seconds_until_kill or not self.cluster.stopped():
             now = time.monotonic()
@@ -478,11 +471,11 @@ class Generation:
                 break
             if not self.own.patient and any(sample.ended_badly for sample in self.samples()):
                 deadline = min(deadline, now + self.plan.grace_seconds)
-                self._ask_to_stop(deadline - now, number)
+                self._order(channel.StopOrder(deadline - now, number))
             self._choose_last_step()
             if self.cluster.launcher_gone and not launcher_gone:
                 launcher_gone, deadline = True, min(deadline, now + LIFELINE_GRACE_SECONDS)
-                self._ask_to_stop(deadline - now, signal.SIGTERM)
+                self._order(channel.StopOrder(deadline - now))
             self.cluster.wait(min(deadline - now, self.own.seconds_until_kill or channel.BEAT_SECONDS))
 
     def _choose_last_step(self) -> None:
@@ -495,15 +488,12 @@ class Generation:
         running = [sample for sample in samples if sample.is_running]
         if not self._last_step and running and all(sample.stop_asked for sample in running):
             self._last_step = 1 + max(sample.steps_ended for sample in samples)
-            self._ask_to_stop_after(self._last_step)
+            self._order(channel.StopStep(self._last_step))
 
-    def _ask_to_stop_after(self, step: int) -> None:
-        self.cluster.send_to_all(channel.StopStep(step))
-        self.own.ask_to_stop_after(step)
-
-    def _ask_to_stop(self, grace_seconds: float, number: int) -> None:
-        self.cluster.send_to_all(channel.StopOrder(grace_seconds, number))
-        self.own.stop(grace_seconds, number)
+    def _order(self, order: channel.Order) -> None:
+        for member in self.cluster.present_nodes:
+            member.link.send(order)
+        self.own.execute(order)
 
 
 def must_share_folder(plan: NodePlan) -> bool:

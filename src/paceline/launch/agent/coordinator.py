@@ -23,7 +23,6 @@ from paceline.errors import ExitCode, FaultyRankError, UsageError, first_few, pl
 from paceline.guard.deaths import RankEnd, diagnosis_due_seconds, first_to_fail, rank_end
 from paceline.guard.judge import diagnose_samples
 from paceline.guard.report import RunEvent, same_diagnosis
-from paceline.host.procfs import read_process
 from paceline.host.sweep import agent_mark
 from paceline.launch.agent.cluster import Generation, RemoteNode, RemoteNodes
 from paceline.launch.agent.joining import JoinQueue, gather_nodes, use_reachable_address
@@ -91,12 +90,6 @@ class FailedGeneration:
         return (self.rank_end, self.rank, self.exit_code) == (other.rank_end, other.rank, other.exit_code)
 
 
-@dataclass(frozen=True)
-class Restart:
-    nproc: int
-    after_failure: bool = True
-
-
 def _restart_message(ranks: int, nodes: int, number: str, *, joined: int, lost: int, fewer: bool) -> str:
     """The message for a restart. `joined` and `lost` are numbers of nodes; `number` is empty without a failure."""
     rank_count = plural(ranks, "rank")
@@ -108,10 +101,8 @@ def _restart_message(ranks: int, nodes: int, number: str, *, joined: int, lost: 
     return f"continuing {' and '.join(changes)}: {rank_count} on {plural(nodes, 'node')}"
 
 
-def decide_restart(
-    history: Sequence[FailedGeneration], *, nproc: int, min_nproc: int, max_restarts: int
-) -> Restart | str:
-    """The restart after the last failure, or why there is none; the reason is empty if `max_restarts` is 0.
+def decide_restart(history: Sequence[FailedGeneration], *, nproc: int, min_nproc: int, max_restarts: int) -> int | str:
+    """The number of ranks of a restart after the last failure, or why there is none; empty if `max_restarts` is 0.
 
     `history` has one failure per generation, the oldest first. `nproc` is the number of ranks of the first generation.
     At least `min_nproc` ranks must remain; 0: all.
@@ -131,7 +122,7 @@ def decide_restart(
         return f"not restarted: the same failure at the same step twice: {culprit}exit code {last.exit_code}{step_text}"
     if len(history) > max_restarts:
         return f"not restarted: {max_restarts} of {max_restarts} restarts are used up"
-    return Restart(last.nproc - 1 if is_repeated else last.nproc)
+    return last.nproc - 1 if is_repeated else last.nproc
 
 
 def _is_repeated(history: Sequence[FailedGeneration]) -> bool:
@@ -207,9 +198,8 @@ class EventCommand:
 
     def _failure(self, data: bytes) -> str:
         """Run the command. Returns why it failed; empty if it did not."""
-        agent = read_process(os.getpid())
-        # with the mark, the janitor ends the command if this agent is killed. The sweep of a generation spares -1
-        env = os.environ | {AGENT_MARK: agent_mark(os.getpid(), agent.start_ticks if agent else 0, -1)}
+        # with the mark, the janitor ends the command if this agent is killed. The sweep of a generation spares it
+        env = os.environ | {AGENT_MARK: agent_mark("event")}
         shell, pipe = ("/bin/sh", "-c", self._plan.on_event), subprocess.PIPE
         with os.fdopen(writing.open_or_create(self._log, append=True), "ab", 0) as log:
             process = subprocess.Popen(shell, env=env, stdin=pipe, stdout=log, stderr=log, start_new_session=True)
@@ -244,7 +234,7 @@ class Coordinator:
         self.plan, self.cluster = plan, RemoteNodes(plan, orders)
         self._inherited = inherited
         self._on_started = on_started  # called when all nodes have started their workers
-        self._number = 0  # of the generation
+        self._number, self._nproc = 0, plan.nproc  # of the generation; its ranks on node 0
         self._cause = ""  # cause of the last failure, in one line
         self._failures: list[FailedGeneration] = []
         self._events = EventCommand(plan)
@@ -290,16 +280,15 @@ class Coordinator:
     def _run(self) -> int:
         self.plan = use_reachable_address(gather_nodes(self.plan, self.cluster), self.cluster)
         self._queue.invite(self.plan)
-        nproc = self.plan.nproc
         while not self.cluster.is_stop_ordered:
             self.plan = use_reachable_address(self.plan, self.cluster)
-            ranks = replace(self.plan.ranks, restarts=len(self._failures), speeds=self._speeds(nproc))
-            plan = replace(self.plan, nproc=nproc, ranks=ranks)
+            ranks = replace(self.plan.ranks, restarts=len(self._failures), speeds=self._speeds(self._nproc))
+            plan = replace(self.plan, nproc=self._nproc, ranks=ranks)
             with Generation.start(plan, self._number, self.cluster, self._inherited) as generation:
-                outcome = self._run_generation(generation)
-            if isinstance(outcome, int):
-                return outcome
-            nproc, self._number = outcome.nproc, self._number + 1
+                code = self._run_generation(generation)
+            if code is not None:
+                return code
+            self._number += 1
         return _launcher_gone() if self.cluster.launcher_gone else self._stopped_by_signal([])
 
     def _speeds(self, nproc: int) -> tuple[float, ...]:
@@ -321,7 +310,8 @@ class Coordinator:
             print_to_stderr(f"--balance auto: the ranks save and restart. They then compute {counts} virtual ranks")
             generation.regroup()
 
-    def _run_generation(self, generation: Generation) -> Restart | int:
+    def _run_generation(self, generation: Generation) -> int | None:
+        """The exit code of the run; None if another generation follows, with `self._nproc` ranks on node 0."""
         try:
             if not generation.wait_started():
                 return self._obey(generation)
@@ -342,7 +332,7 @@ class Coordinator:
             generation.stop(self.plan.grace_seconds)  # all ranks have saved and ended
             self._regrouped = True
             is_fixed = not self.plan.elastic and len(self.cluster.present_nodes) == len(generation.members)
-            decision = Restart(generation.plan.nproc) if is_fixed else self._with_remaining_nodes()
+            decision = generation.plan.nproc if is_fixed else self._with_remaining_nodes()
             return self._continue(generation, decision, ExitCode.SAVED)
         return outcome if isinstance(outcome, int) else self._decide_restart(generation, self._end(generation, outcome))
 
@@ -448,10 +438,11 @@ class Coordinator:
         print_to_stderr(text)
         self._events.send("diagnosis", self._number, words=stop.line, report=text, diagnosis=stop.diagnosis)
 
-    def _decide_restart(self, generation: Generation, failed: FailedGeneration) -> Restart | int:
+    def _decide_restart(self, generation: Generation, failed: FailedGeneration) -> int | None:
         plan = self.plan
         if failed.exception == FaultyRankError.__name__:
-            return self._continue(generation, self._without_rank(generation, failed.rank), failed.exit_code)
+            decision = self._without_rank(generation, failed.rank)
+            return self._continue(generation, decision, failed.exit_code, counts=False)
         # a node may also be lost while the others are being stopped
         is_lost = failed.rank_end is RankEnd.LOST or len(self.cluster.present_nodes) < len(generation.members)
         is_trial = failed.step == 0 and time.monotonic() < self._began_seconds + JOIN_TRIAL_SECONDS
@@ -467,17 +458,17 @@ class Coordinator:
             )
         return self._continue(generation, decision, failed.exit_code)
 
-    def _with_remaining_nodes(self) -> Restart | str:
+    def _with_remaining_nodes(self) -> int | str:
         plan, staying = self.plan, [member for member in self.cluster.present_nodes if not member.leaves]
         count = 1 + len(staying) + len(self._queue.ready)
         if plan.elastic and count >= plan.min_nodes:
-            return Restart(plan.nproc)
+            return plan.nproc
         option = f"--nodes {plan.min_nodes}:{plan.nodes}" if plan.elastic else f"--nodes {plan.nodes}"
         advice = "" if plan.elastic else " (over ssh, --nodes MIN:MAX continues with fewer)"
         verb = "remains" if count == 1 else "remain"
         return f"not restarted: {count} of {plan.nodes} nodes {verb}, but {option} requires more{advice}"
 
-    def _without_rank(self, generation: Generation, rank: int) -> Restart | str:
+    def _without_rank(self, generation: Generation, rank: int) -> int | str:
         """Decide on a start without a rank that an audit has named. On another node, all ranks of it are left out."""
         first, plan = generation.plan.nproc, self.plan
         if rank < first:
@@ -487,7 +478,7 @@ class Coordinator:
                 return f"not restarted: {first - 1} ranks remain, but --min-nproc {plan.min_nproc} requires more"
             devices = [device for local, device in enumerate(plan.devices or range(first)) if local != rank]
             self.plan = replace(plan, nproc=first - 1, devices=tuple(devices))
-            return Restart(first - 1, after_failure=False)
+            return first - 1
         for member in generation.members:
             first += member.hello.nproc
             if rank < first:
@@ -495,7 +486,8 @@ class Coordinator:
                 break
         return self._with_remaining_nodes()
 
-    def _continue(self, generation: Generation, decision: Restart | str, code: int) -> Restart | int:
+    def _continue(self, generation: Generation, decision: int | str, code: int, *, counts: bool = True) -> int | None:
+        """Prepare the next generation, with the decided number of ranks on node 0; or end the run with `code`."""
         if isinstance(decision, str):
             if decision:
                 print_to_stderr(decision)
@@ -508,21 +500,21 @@ class Coordinator:
             pids = ", ".join(f"pid {pid}" for pid in left_pids)
             print_to_stderr(f"Not restarting: {pids} did not exit after SIGKILL (stuck in the kernel?)")
             return code
-        self._entered, is_counted = self._queue.admit(), code != ExitCode.SAVED and decision.after_failure
+        self._nproc, self._entered = decision, self._queue.admit()
         members, joined = self.cluster.present_nodes, len(self._entered)
         message = _restart_message(
-            decision.nproc + sum(member.hello.nproc for member in members),
+            decision + sum(member.hello.nproc for member in members),
             1 + len(members),
-            f"{len(self._failures)} of {self.plan.max_restarts}" if is_counted else "",
+            f"{len(self._failures)} of {self.plan.max_restarts}" if counts and code != ExitCode.SAVED else "",
             joined=joined,
             lost=len(generation.members) + joined - len(members),
-            fewer=generation.plan.nproc > decision.nproc,
+            fewer=generation.plan.nproc > decision,
         )
         origin = "" if self.plan.plain_store else ", from the newest snapshot or checkpoint"
         message += f" as generation {self._number + 1}{origin}"
         print_to_stderr(message)
         self._events.send("restart", self._number + 1, words=message)
-        return decision
+        return None
 
 
 def _launcher_gone() -> ExitCode:

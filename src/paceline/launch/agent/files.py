@@ -270,12 +270,8 @@ class FileClient:
         self._link = None
 
     def _connect(self) -> FileLink:
-        address = self._plan.master_addr, self._plan.node0_ports[0]
-        connection = socket.create_connection(address, timeout=channel.HANDSHAKE_SECONDS)
-        answer = channel.authenticate_to_coordinator(connection, bytes.fromhex(self._plan.secret))
-        if isinstance(answer, str):
-            raise ConnectionError(errno.ECONNREFUSED, answer)
-        return FileLink(answer)
+        secret = bytes.fromhex(self._plan.secret)
+        return FileLink(channel.connect_to_coordinator(self._plan.master_addr, self._plan.node0_ports[0], secret))
 
     def upload(self, path: Path, name: str, tick: Tick = _ignore) -> tuple[int, int]:
         def action(link: FileLink) -> tuple[int, int]:
@@ -537,7 +533,9 @@ class SeparateFolder:
         self._fetcher.download(f"{CHECKPOINTS}/{name}/{MANIFEST_NAME}", partial / MANIFEST_NAME, tick)
         data = read_file(partial / MANIFEST_NAME, limit_bytes=MANIFEST_LIMIT_BYTES, ours=True)
         files = decode_manifest(data).files
-        if not self._has_checkpoint(folder, data, files, None if is_size_enough else tick):
+        hashed_tick = None if is_size_enough else tick
+        is_same = _read_or_empty(folder / MANIFEST_NAME) == data
+        if not (is_same and all(_is_intact(folder, file, hashed_tick) for file in files)):
             for file in files:
                 sent = (f for f in list_folders(self._checkpoints) if f.startswith(f".tmp-{step}-"))  # by a rank
                 places = (folder, *(self._checkpoints / own for own in sent))
@@ -558,10 +556,6 @@ class SeparateFolder:
             if old not in kept:
                 writing.remove(self._checkpoints / old)
         self._remove_partial(step)
-
-    def _has_checkpoint(self, folder: Path, manifest: bytes, files: Sequence[ShardFile], tick: Tick | None) -> bool:
-        is_same = _read_or_empty(folder / MANIFEST_NAME) == manifest
-        return is_same and all(_is_intact(folder, file, tick) for file in files)
 
     def _remove_partial(self, step: float) -> None:
         """Remove shards of checkpoints up to `step`, which are published or have failed, and incomplete copies."""

@@ -50,7 +50,7 @@ class Follower:
         self._number = -1  # of the generation, even if it could not be started
         self._workers: Workers | None = None  # of this generation; None if they could not be started
         self._files: SeparateFolder | None = None  # None: this node sees the run folder of node 0, or needs none
-        self._news: Sequence[object] = []
+        self._news: Sequence[object] = ()
         self._sent_seconds = 0.0
         self._alive_took_seconds: float | None = None  # for the coordinator to compare clocks
 
@@ -104,15 +104,12 @@ class Follower:
                 link.send(self._enter(message))
             case channel.StartOrder():
                 link.send(self._start(message, link))
-            case channel.EvidenceRequest() | channel.UnblockOrder():
+            case channel.EvidenceRequest():
                 if self._workers is not None:
                     self._answer(link, self._workers, message)
-            case channel.StopOrder(grace_seconds, number):
+            case channel.UnblockOrder() | channel.StopOrder() | channel.StopStep():
                 if self._workers is not None:
-                    self._workers.stop(grace_seconds, number)
-            case channel.StopStep(step):
-                if self._workers is not None:
-                    self._workers.ask_to_stop_after(step)
+                    self._workers.execute(message)
             case channel.RunOver(code, words):
                 self._code = code
                 if words:
@@ -168,25 +165,16 @@ class Follower:
                 raise UsageError(code="run-dir-not-shared", run_dir=attempt_dir.parent)
             time.sleep(0.1)
 
-    def _answer(
-        self,
-        link: channel.Link,
-        workers: Workers,
-        message: channel.EvidenceRequest | channel.UnblockOrder | None = None,
-    ) -> None:
+    def _answer(self, link: channel.Link, workers: Workers, request: channel.EvidenceRequest | None = None) -> None:
         """Process a request of the guard, or send the answer to the last request if it is complete. Never waits."""
         try:
-            match message:
-                case channel.EvidenceRequest(question, patience_seconds):
-                    self._collection = workers.collect_evidence(question, patience_seconds)
-                case channel.UnblockOrder(ranks, word):
-                    workers.unblock(ranks, word.encode())
-                case None:
-                    if (collection := self._collection) is not None and collection.advance():
-                        self._collection, now = None, time.monotonic()
-                        for evidence in collection.evidence(workers.samples()):
-                            link.send(channel.EvidenceReply(collection.question, evidence.swap_times_and_ages(now)))
-                        link.send(channel.EvidenceReply(collection.question, None))
+            if request is not None:
+                self._collection = workers.collect_evidence(request.question, request.patience_seconds)
+            elif (collection := self._collection) is not None and collection.advance():
+                self._collection, now = None, time.monotonic()
+                for evidence in collection.evidence(workers.samples()):
+                    link.send(channel.EvidenceReply(collection.question, evidence.swap_times_and_ages(now)))
+                link.send(channel.EvidenceReply(collection.question, None))
         except Exception as error:  # an error of the guard must not end the run
             self._collection = None
             print_to_stderr(
@@ -214,16 +202,14 @@ class Follower:
             samples = tuple(sample.swap_times_and_ages(now) for sample in workers.samples())
             oom_kills, left = workers.oom_kills(), tuple(workers.left)
             beat = channel.NodeHeartbeat(workers.number, samples, oom_kills, workers.swept, left)
-        states = ((worker.code, worker.failure is None, worker.stop_asked) for worker in beat.workers)
-        news = [(beat.generation, beat.stopped), *states]
         is_guarded = self._workers is not None and not self.plan.hang_timeout.off
         sampled = heartbeat_interval_seconds(self.plan.hang_timeout, self.plan.nodes, beat.workers)
         sampled = min(sampled, self._max_sample_seconds)
         interval = sampled - self._sample_seconds / 2 if is_guarded else channel.BEAT_SECONDS
         is_due = now >= self._sent_seconds + interval
-        if is_due or news != self._news or self._alive_took_seconds is not None:
+        if is_due or beat.news != self._news or self._alive_took_seconds is not None:
             link.send(replace(beat, unix_time=time.time(), alive_took_seconds=self._alive_took_seconds))
-            self._news, self._sent_seconds, self._alive_took_seconds = news, now, None
+            self._news, self._sent_seconds, self._alive_took_seconds = beat.news, now, None
 
     def _coordinator_lost(self, link: channel.Link) -> str:
         is_late = time.monotonic() > self._deadline_seconds

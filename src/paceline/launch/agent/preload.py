@@ -11,10 +11,8 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 
 import msgspec
 
@@ -97,9 +95,9 @@ class Preloader:
         if control.import_time_variables(env) != self._env:
             self.disable("was started with a different environment")
             return None
-        start_reader, start_writer = os.pipe()
+        libc, (start_reader, start_writer) = ctypes.CDLL(None), os.pipe()
         try:
-            _set_subreaper(True)  # only during the fork: the agent must not inherit orphans of the workers
+            libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # only now: the agent must not inherit orphans of workers
             blocked = tuple(int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, []))
             order = msgspec.msgpack.encode(
                 control.ForkRequest(control.encode_environment(env), tuple(descriptors), blocked)
@@ -119,8 +117,7 @@ class Preloader:
         finally:
             os.close(start_reader)
             os.close(start_writer)  # a worker that has not received its start byte ends now
-            with suppress(OSError):
-                _set_subreaper(False)
+            libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
     def disable(self, why: str) -> None:
         if not self._gone:
@@ -138,17 +135,13 @@ class Preloader:
 
 def start_preloader(argv: Sequence[str], env: Mapping[str, str]) -> Preloader | None:
     """Start a preloader for workers with this command and environment. Main thread only, as for workers."""
-    agent = read_process(os.getpid())
-    if sys.platform != "linux" or agent is None:
-        return None
     import_env = control.import_time_variables(env)
     agent_socket, preloader_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     # The output of the imports is kept in memory: each worker prints it, as if it had imported torch itself
     output = os.memfd_create("paceline-preload-stdout"), os.memfd_create("paceline-preload-stderr")
     preload_env = {
         **control.WorkerSpec(agent_pid=os.getpid(), preload=preloader_socket.fileno()).to_environment(),
-        # the mark is as long as that of a worker, which overwrites it
-        control.AGENT_MARK: agent_mark(agent.pid, agent.start_ticks) + "preloader-",
+        control.AGENT_MARK: agent_mark("preloader"),  # a worker overwrites it, so it must be long enough
     }
     try:
         process = subprocess.Popen(
@@ -168,9 +161,3 @@ def start_preloader(argv: Sequence[str], env: Mapping[str, str]) -> Preloader | 
         for descriptor in output:
             os.close(descriptor)
     return Preloader(process, agent_socket, import_env)
-
-
-def _set_subreaper(is_subreaper: bool) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_CHILD_SUBREAPER, int(is_subreaper), 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "no PR_SET_CHILD_SUBREAPER")

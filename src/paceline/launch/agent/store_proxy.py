@@ -21,6 +21,7 @@ from paceline.errors import UsageError
 from paceline.host.procfs import tcp_owner
 from paceline.host.reach import sign_tcp_packets
 from paceline.launch.agent import channel
+from paceline.protocol.control import wait_readable
 
 LOOPBACK, STORE_ADDRESS = "127.0.0.1", "127.0.0.2"
 KEY_BYTES = 16
@@ -142,18 +143,11 @@ def remote_store_proxy(node0: str, port: int, secret: bytes) -> StoreProxy:
 
 
 def _to_node0(node0: str, port: int, secret: bytes) -> socket.socket:
-    link = channel.authenticate_to_coordinator(
-        socket.create_connection((node0, port), timeout=channel.HANDSHAKE_SECONDS), secret
-    )
-    if not isinstance(link, channel.Link):
-        raise ConnectionRefusedError(link)
+    link = channel.connect_to_coordinator(node0, port, secret)
+    link.silence_seconds = channel.HANDSHAKE_SECONDS
     link.send(channel.StoreConnectionRequest())
-    deadline = time.monotonic() + channel.HANDSHAKE_SECONDS
-    while not (answer := link.receive()) and not link.ended:
-        if time.monotonic() > deadline:
-            link.end("it did not answer")
-        time.sleep(0.001)
-    if link.ended or not answer or not isinstance(answer[0], channel.CoordinatorHeartbeat):
-        link.end("it has no store")
-        raise ConnectionRefusedError(link.ended)
+    while not link.receive():  # node 0 answers with a heartbeat, or closes the connection
+        if link.ended:
+            raise ConnectionRefusedError(link.ended)
+        wait_readable([link], channel.HANDSHAKE_SECONDS)
     return link.detach()

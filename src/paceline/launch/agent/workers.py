@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,9 +22,9 @@ from paceline.errors import UsageError
 from paceline.guard.collect import EvidenceCollection, IdleClock
 from paceline.host.cgroup import oom_kills
 from paceline.host.machine_log import NodeLog
-from paceline.host.procfs import read_process
+from paceline.host.procfs import start_ticks
 from paceline.host.sweep import Roster, RosterWorker, agent_mark, roster_path, sweep
-from paceline.launch.agent.channel import port_taken_error
+from paceline.launch.agent.channel import Order, StopOrder, StopStep, UnblockOrder, port_taken_error
 from paceline.launch.agent.preload import ForkedProcess, Preloader
 from paceline.launch.output import relay_output
 from paceline.protocol.control import AGENT_MARK, RANK_PACKAGE, RUN_ID, SHARED_MEMORY, WorkerSpec
@@ -62,7 +61,9 @@ class Store:
     not assign it to another process that asks for any free port, and the script can still bind it with SO_REUSEADDR.
     """
 
-    listening_socket: socket.socket | None
+    port: int
+    address: str
+    listening_socket: socket.socket | None = None
     memory_fd: int = -1
     proxy: "StoreProxy | None" = None
 
@@ -73,24 +74,21 @@ class Store:
 
             if plan.node:
                 port, secret = plan.node0_ports[0], bytes.fromhex(plan.secret)
-                return cls(None, proxy=store_proxy.remote_store_proxy(plan.master_addr, port, secret))
-            store, gate = store_proxy.open_node0_store(plan.ranks.master_port)
-            return cls(store, proxy=gate)
-        return cls(_bound(plan), os.memfd_create("paceline-store") if plan.nodes == 1 else -1)
+                store, proxy = None, store_proxy.remote_store_proxy(plan.master_addr, port, secret)
+            else:
+                store, proxy = store_proxy.open_node0_store(plan.ranks.master_port)
+            return cls(proxy.port, store_proxy.LOOPBACK, store, proxy=proxy)
+        if plan.node:
+            return cls(plan.ranks.master_port, plan.master_addr)
+        store = _bound(plan)
+        memory_fd = os.memfd_create("paceline-store") if plan.nodes == 1 else -1
+        return cls(store.getsockname()[1], plan.master_addr, store, memory_fd)
 
     def inherited_fd(self, rank: int, *, plain: bool) -> int:
         """The descriptor of the store that this rank inherits; -1 if the rank connects instead."""
         if self.memory_fd >= 0:
             return self.memory_fd
         return self.listening_socket.fileno() if rank == 0 and self.listening_socket is not None and not plain else -1
-
-    def port_number(self, plan: NodePlan) -> int:
-        if self.proxy is not None:
-            return self.proxy.port
-        return self.listening_socket.getsockname()[1] if self.listening_socket is not None else plan.ranks.master_port
-
-    def address(self, plan: NodePlan) -> str:
-        return plan.master_addr if self.proxy is None else "127.0.0.1"
 
     def close(self) -> None:
         """Close the agent's descriptors. With its socket open, connections to an ended rank 0 would not be refused."""
@@ -100,9 +98,7 @@ class Store:
             os.close(self.memory_fd)
 
 
-def _bound(plan: NodePlan) -> socket.socket | None:
-    if plan.node != 0:
-        return None
+def _bound(plan: NodePlan) -> socket.socket:
     port = plan.ranks.master_port
     store = socket.socket(socket.AF_INET6 if ":" in plan.master_addr else socket.AF_INET)
     store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # despite closing connections of the last run
@@ -175,11 +171,6 @@ class Worker:
         except OSError:
             return ""
 
-    def finish(self) -> None:
-        """Wait until the last output is on the screen, so that it precedes the diagnosis."""
-        for thread in self.relays:
-            thread.join(1.0)
-
 
 def worker_environment(plan: NodePlan, local_rank: int, port: int, generation: int = 0) -> dict[str, str]:
     ranks, rank = plan.ranks, plan.ranks.first + local_rank
@@ -219,7 +210,7 @@ def worker_environment(plan: NodePlan, local_rank: int, port: int, generation: i
         with suppress(UsageError):  # there is no private folder, and a script may compile nothing
             env["TORCHINDUCTOR_CACHE_DIR"] = str(cache := compile_cache())
             env.setdefault("TRITON_CACHE_DIR", str(cache / "triton"))
-    if plan.master_addr == "127.0.0.1" and sys.platform == "linux":
+    if plan.master_addr == "127.0.0.1":
         # One host: gradients stay on the loopback, even if the name of the host cannot be resolved
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if plan.interface:  # gloo's default is the interface of the host's name, which is often the loopback
@@ -234,7 +225,6 @@ def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inhe
     Main thread only: the kernel treats the end of the starting thread as the end of the parent
     (host.procfs.die_with_parent).
     """
-    agent = read_process(os.getpid())
     for local_rank in range(plan.nproc):
         rank = plan.ranks.first + local_rank
         path = Path(plan.attempt_dir) / f"rank-{rank}.log"
@@ -263,10 +253,9 @@ def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inhe
             transfers=inherited.transfers,
             keeps_copy=inherited.keeps_copy,
         )
-        env = worker_environment(plan, local_rank, store.port_number(plan), generation) | spec.to_environment()
-        env["MASTER_ADDR"] = store.address(plan)
-        if agent is not None:
-            env[AGENT_MARK] = agent_mark(agent.pid, agent.start_ticks, generation)
+        env = worker_environment(plan, local_rank, store.port, generation) | spec.to_environment()
+        env["MASTER_ADDR"] = store.address
+        env[AGENT_MARK] = agent_mark(generation)
         pipes = [(*os.pipe(), screen) for screen in ((2,) if is_direct else (1, 2)) if is_shown]
         writers = {screen: writer for _, writer, screen in pipes}
         stdin = plan.stdin if plan.stdin_rank in (-1, rank) else -1
@@ -290,8 +279,7 @@ def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inhe
         prefix = b"" if plan.show == "rank 0" else b"[rank %d] " % rank
         relays = [relay_output(os.fdopen(reader, "rb"), os.dup(log), screen=s, prefix=prefix) for reader, _, s in pipes]
         os.close(log)
-        status = read_process(process.pid)
-        member = RosterWorker(rank, process.pid, status.start_ticks if status else 0)
+        member = RosterWorker(rank, process.pid, start_ticks(process.pid))
         yield Worker(member, process, path, log_start, relays, record, status_page)
     if inherited.preloader is not None and not plan.max_restarts and plan.min_nodes == plan.nodes:
         inherited.preloader.close()  # no restart is possible
@@ -356,7 +344,7 @@ class Workers:
         if inherited.janitor_fd >= 0:
             os.write(inherited.janitor_fd, os.fsencode(plan.attempt_dir) + b"\0")  # the folder of the roster
         store = Store.make(plan)
-        workers = cls(plan, number, store.port_number(plan))
+        workers = cls(plan, number, store.port)
         workers.gate = store.proxy
         try:
             for worker in start_workers(plan, store, number, inherited):
@@ -376,10 +364,21 @@ class Workers:
         return workers
 
     def _write_roster(self) -> None:
-        agent = read_process(os.getpid())
-        members = tuple(w.member for w in self._workers)
-        roster = Roster(os.uname().nodename, os.getpid(), members, agent.start_ticks if agent else 0)
+        members = tuple(worker.member for worker in self._workers)
+        roster = Roster(os.uname().nodename, os.getpid(), members, start_ticks(os.getpid()))
         writing.replace_file(roster_path(Path(self.plan.attempt_dir), self.plan.node), msgspec.json.encode(roster))
+
+    def execute(self, order: Order) -> None:
+        """Execute an order of the coordinator, which executes it on its own node in the same way."""
+        match order:
+            case StopOrder(grace_seconds, number):
+                self.stop(grace_seconds, number)
+            case StopStep(step):
+                self._ask_to_stop_after(step)
+            case UnblockOrder(ranks, word):  # raise an exception in the collective in which they wait
+                for worker in self._workers:
+                    if worker.rank in ranks:
+                        release_from_collective(worker.status_page_fd, word.encode())
 
     def stop(self, grace_seconds: float, number: int = signal.SIGTERM) -> None:
         """Send this signal to the workers and give them this time to end. A later call can only shorten the time.
@@ -420,8 +419,7 @@ class Workers:
             process.send_signal(number)  # without effect if it has ended
         process.send_signal(signal.SIGCONT)  # afterwards: a suspended process continues with the signal pending
 
-    def ask_to_stop_after(self, step: int) -> None:
-        """Have each rank that stops by step stop after this number of steps; 0: have it wait for the number."""
+    def _ask_to_stop_after(self, step: int) -> None:
         for worker in self._workers:
             if read_counters(worker.status_page_fd).stops_by_step:
                 if step:
@@ -473,12 +471,6 @@ class Workers:
         status_pages = {worker.rank: worker.status_page_fd for worker in self._workers}
         return EvidenceCollection(self.samples(), status_pages, question, patience_seconds=patience_seconds)
 
-    def unblock(self, ranks: Sequence[int], word: bytes) -> None:
-        """Raise an exception with the message `word` in the collective in which workers with these ranks wait."""
-        for worker in self._workers:
-            if worker.rank in ranks:
-                release_from_collective(worker.status_page_fd, word)
-
     def ask_to_save(self) -> None:
         """Have the first worker vote for a checkpoint after its next step: two votes at different steps save twice."""
         self._saves_asked += 1
@@ -499,13 +491,12 @@ class Workers:
         self.stopping = True
         if self.machine is not None:
             self.machine.close()
-        agent = read_process(os.getpid())
-        mark = agent_mark(os.getpid(), agent.start_ticks, self.number) if agent else ""  # spares the next generation
-        self.left = sweep([worker.member for worker in self._workers], mark)
+        self.left = sweep([worker.member for worker in self._workers], agent_mark(self.number))
         for worker in self._workers:
             with suppress(subprocess.TimeoutExpired):  # SIGKILL does not end an uninterruptible system call
                 worker.process.wait(1.0)
-            worker.finish()
+            for thread in worker.relays:  # so that the last output precedes the diagnosis
+                thread.join(1.0)
         for times in self._times:
             times.record_growth(last=True)
         self.swept = True

@@ -3,7 +3,7 @@
 import shlex
 import subprocess
 from collections.abc import Sequence
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 
 from msgspec.structs import replace
 
@@ -40,10 +40,6 @@ def plan_ssh(job: JobSpec) -> Plan:
     Every user of a host can read command lines, so they contain only the path of Python. The command of the workers,
     its environment and the secret are sent through stdin of the sessions.
     """
-    if not job.hosts:
-        raise UsageError(code="ssh-without-hosts")
-    if not min(job.min_nodes, job.nodes) <= len(job.hosts) <= job.nodes:
-        raise UsageError(code="nodes-and-hosts-differ", value=job.nodes, count=len(job.hosts))
     job = replace(job, silence_seconds=SILENCE_SECONDS)
     node0 = (host_name(job.hosts[0]),)  # its addresses are added once its agent has announced them
     return Plan(
@@ -86,34 +82,23 @@ def rsync_commands(job: JobSpec) -> list[Command]:
 
 
 def run_rsync(commands: Sequence[Command]) -> None:
-    processes: list[tuple[Command, subprocess.Popen[str]]] = []
+    def run(command: Command) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command.argv, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", errors="replace",
+            timeout=SYNC_SECONDS, check=False,
+        )  # fmt: skip
+
     failures: list[str] = []
     try:
-        for command in commands:
-            process = subprocess.Popen(
-                command.argv,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                encoding="utf-8",
-                errors="replace",
-            )
-            processes.append((command, process))
-        for command, process in processes:
-            _, errors = process.communicate(timeout=SYNC_SECONDS)
-            if process.returncode:
-                lines = [line for line in errors.splitlines() if line.strip()] or [f"exit code {process.returncode}"]
-                failures.append(f"{command.name}: {' / '.join(lines[:MAX_ERROR_LINES])}")
+        with ThreadPoolExecutor(len(commands)) as pool:
+            for command, done in zip(commands, pool.map(run, commands), strict=True):
+                if done.returncode:
+                    lines = [line for line in done.stderr.splitlines() if line.strip()]
+                    reason = " / ".join(lines[:MAX_ERROR_LINES]) or f"exit code {done.returncode}"
+                    failures.append(f"{command.name}: {reason}")
     except FileNotFoundError as error:
         raise UsageError(code="no-rsync") from error
     except subprocess.TimeoutExpired as error:
         raise UsageError(code="sync-timed-out", seconds=SYNC_SECONDS) from error
-    finally:
-        for _, process in processes:
-            with suppress(ProcessLookupError):
-                process.terminate()
-            process.wait()
-            if process.stderr is not None:
-                process.stderr.close()
     if failures:
         raise UsageError(code="sync-failed", wrong="\n  ".join(failures))

@@ -27,7 +27,7 @@ from paceline.launch.ssh.sessions import (
     Sessions,
     await_agents,
     open_sessions,
-    parse_announcement,
+    read_announcement,
     why_lost,
 )
 from paceline.protocol.control import GRACE_SECONDS, STOP_SIGNALS, signal_wakeup
@@ -40,7 +40,6 @@ STOP_MARGIN_SECONDS = 4.0  # beyond the workers' grace: the agents end, and thei
 CLOSING_SECONDS = min(2.0, GRACE_SECONDS) + 2.0  # for the agents to end after their lifelines are closed
 SAME_REQUEST_SECONDS = 0.1  # timeout(1), for example, sends each signal twice: to its child and to the child's group
 SCREEN_POLL_SECONDS = 0.1  # between checks whether the queue of the screen has room
-DETACHED_LINE_PREFIX = b'{"detached"'  # beginning of an agent's second line: the agent continues without the launcher
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, GROWTH = 2.0, 60.0, 1.5  # between two tries to reconnect
 GIVE_UP_SECONDS = 4 * 3600.0  # without an answer
 STABLE_CONNECTION_SECONDS = 60.0  # a host that was back for this time begins with the first pause again
@@ -73,7 +72,6 @@ class _RemoteRun:
         self._reason = ""
         self._reconnector = Reconnector(sessions, self._send_plan, self._relay.say)
         self._unexplained: list[HostSession] = []  # failed sessions; node 0 may fail with the same code and the reason
-        self._detached: set[int] = set()
         self._interrupted = False  # by a second signal: wait no longer
 
     def _send_plan(self, session: HostSession) -> None:
@@ -107,7 +105,7 @@ class _RemoteRun:
             if self._interrupted:
                 break
         self._explain(head_code=code)
-        return self._detached_code() if self._plan.nodes[0].detached and code == ExitCode.DONE else code
+        return code
 
     def end(self) -> None:
         self._sessions.close_lifelines()
@@ -131,22 +129,13 @@ class _RemoteRun:
         ended_sessions, last_pieces = self._sessions.reap()
         for piece in (*pieces, *last_pieces):
             if not self._reconnector.handle_message(piece):
-                self._show(piece)
+                self._relay.put(piece.session.node, piece.descriptor, piece.data)
         for number in signals:
             self._obey(number)
         for session in ended_sessions:
             self._relay.end_node(session.node)
             if session is not self._head and not self._reconnector.retry_if_failed(session):
                 self._follower_ended(session)
-
-    def _show(self, piece: Output) -> None:
-        data = piece.data
-        if self._plan.nodes[0].detached and piece.descriptor == 1 and DETACHED_LINE_PREFIX in data:
-            self._detached.add(piece.session.node)
-            lines = data.splitlines(keepends=True)
-            data = b"".join(line for line in lines if not line.startswith(DETACHED_LINE_PREFIX))
-        if data:
-            self._relay.put(piece.session.node, piece.descriptor, data)
 
     def _obey(self, number: signal.Signals) -> None:
         now = time.monotonic()
@@ -178,9 +167,8 @@ class _RemoteRun:
         present = sum(session.has_plan and not session.is_drained for session in self._sessions.all)
         if first.elastic:
             self._reconnector.handle_lost(session, for_good=code == ExitCode.USAGE)
-        if present >= min(first.min_nodes, first.nodes) and (
-            code != ExitCode.USAGE or self._reconnector.has_returned(session)
-        ):
+        may_continue = code != ExitCode.USAGE or session.node in self._reconnector.returned
+        if may_continue and present >= min(first.min_nodes, first.nodes):
             self._explain()
             return
         seconds = first.grace_seconds + first.event_seconds + NODE0_REPORT_SECONDS
@@ -197,13 +185,6 @@ class _RemoteRun:
                 self._relay.say(f"node {session.node} ({session.name}): its agent ended with exit code {session.code}")
         self._unexplained.clear()
 
-    def _detached_code(self) -> int:
-        unconfirmed = [session.name for session in self._sessions.all if session.node not in self._detached]
-        if not unconfirmed:
-            return ExitCode.DONE
-        self._relay.say(f"the agent on {', '.join(unconfirmed)} has not confirmed that it runs detached")
-        return ExitCode.FAILED
-
 
 @dataclass
 class _LostHost:
@@ -213,10 +194,9 @@ class _LostHost:
     due_seconds: float = 0.0
     is_connecting: bool = False  # the reconnector has opened its session, and no agent has answered yet
     returned_at_seconds: float = math.inf  # when it came back
-    received: bytes = b""
 
     def schedule_retry(self) -> None:
-        self.is_connecting, self.returned_at_seconds, self.received = False, math.inf, b""
+        self.is_connecting, self.returned_at_seconds = False, math.inf
         self.due_seconds = time.monotonic() + self.pause_seconds
         self.pause_seconds = min(LAST_PAUSE_SECONDS, self.pause_seconds * GROWTH)
 
@@ -229,7 +209,7 @@ class Reconnector:
     ) -> None:
         self._sessions, self._send_plan, self._say = sessions, send_plan, say
         self._lost: dict[int, _LostHost] = {}  # by node; includes hosts that are back
-        self._returned: set[int] = set()
+        self.returned: set[int] = set()  # nodes that have answered again
         self._over = False
 
     def handle_lost(self, session: HostSession, *, for_good: bool) -> None:
@@ -243,9 +223,6 @@ class Reconnector:
             self._say(f"reconnecting to node {session.node} ({session.name}); it rejoins the run when it answers")
         host.session, host.since_seconds = session, now
         host.schedule_retry()
-
-    def has_returned(self, session: HostSession) -> bool:
-        return session.node in self._returned
 
     def start_due_sessions(self) -> float:
         """Start the sessions that are due; return the seconds until the next one is due."""
@@ -269,14 +246,12 @@ class Reconnector:
         host = self._lost.get(piece.session.node)
         if host is None or not host.is_connecting:
             return False
-        if piece.descriptor == 1:
-            host.received += piece.data
-        answer = parse_announcement(piece.session.name, host.received)
+        answer = read_announcement(piece)
         if isinstance(answer, str):
             self._give_up(host, answer)
         elif answer is not None:
             host.is_connecting, host.returned_at_seconds = False, time.monotonic()
-            self._returned.add(piece.session.node)
+            self.returned.add(piece.session.node)
             self._say(f"node {piece.session.node} ({piece.session.name}) answers again")
             self._send_plan(piece.session)
         return True

@@ -15,7 +15,7 @@ import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import IO
+from typing import IO, NamedTuple
 
 import msgspec
 
@@ -31,6 +31,7 @@ from paceline.runs.console import MAX_NAMES, print_to_stderr
 MAX_CONCURRENT_LOGINS = 64
 FILES, FILES_PER_SESSION = 256, 3
 HEARTBEAT_SECONDS = 2.0  # between heartbeats; the agents allow NodePlan.silence_seconds without one
+RESEND_SECONDS = 0.02  # between two tries to write to a client whose pipe is full
 KEPT_STDERR_BYTES = 8192  # the end of each session's stderr, which contains the reason of a failure
 READ_BYTES = 65536
 LAST_OUTPUT_BYTES = 1 << 20  # limit of the output that is read after the end of a session
@@ -44,6 +45,7 @@ class HostSession:
     answered: bool = False  # it has written to stdout, or has ended
     has_plan: bool = False  # the plan was sent: from now on the session gets heartbeats
     unsent: bytes = b""
+    greeting: bytes = b""  # its stdout until the agent has announced itself
     stderr: bytes = b""  # the end of its stderr
     is_drained: bool = False  # it has ended, and its output was read to the end
     pipes: dict[IO[bytes], int] = field(default_factory=dict[IO[bytes], int])  # open pipe -> 1 (stdout) or 2 (stderr)
@@ -74,8 +76,7 @@ class HostSession:
                 os.killpg(self.process.pid, number)
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     session: HostSession
     descriptor: int
     data: bytes
@@ -104,7 +105,6 @@ class Sessions:
         try:
             process = subprocess.Popen(
                 command.argv,
-                env={**os.environ, **command.env},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -133,20 +133,18 @@ class Sessions:
         """
         self.start_more()
         self._send_heartbeats()
-        poll = self._poll if read else select.poll()
-        poll.register(self._wakeup, select.POLLIN)
-        full_stdins = [stdin for session in self.all if session.unsent and (stdin := session.stdin) is not None]
-        for stdin in full_stdins:
-            poll.register(stdin, select.POLLOUT)
+        for session in self.all:
+            self._send(session)
+            seconds = min(seconds, RESEND_SECONDS) if session.unsent else seconds
+        poll = self._poll
+        if not read:
+            poll = select.poll()
+            poll.register(self._wakeup, select.POLLIN)
         until_heartbeat = self._heartbeat_seconds + HEARTBEAT_SECONDS - time.monotonic()
         self._poll_processes()
         ending = any(session.has_ended and not session.is_drained for session in self.all)
         ready = poll.poll(0 if ending else 1000 * max(0.0, min(seconds, until_heartbeat)))
         signals = read_stop_signals(self._wakeup)
-        for stdin in full_stdins:
-            poll.unregister(stdin)
-        for session in self.all:
-            self._send(session)
         readable = [self._pipes[fd] for fd, _ in ready if fd in self._pipes]
         return [piece for session, pipe in readable for piece in self._read(session, pipe)], signals
 
@@ -217,7 +215,7 @@ class Sessions:
         try:
             session.unsent = session.unsent[os.write(stdin.fileno(), session.unsent) :]
         except BlockingIOError:
-            return
+            pass
         except OSError:  # the client is ending; its exit code has the reason
             session.unsent = b""
 
@@ -319,7 +317,6 @@ def await_agents(sessions: Sessions, *, seconds: float) -> list[Facts] | signal.
     """
     start = time.monotonic()
     deadline, next_message = start + seconds, start + FIRST_MESSAGE_SECONDS
-    received = {session.node: b"" for session in sessions.all}
     answers: dict[int, Facts | str] = {}  # the facts, or why there are none
     while len(answers) < len(sessions.all) and (remaining := deadline - time.monotonic()) > 0:
         pieces, signals = sessions.wait(max(0.0, min(remaining, next_message - time.monotonic())))
@@ -334,10 +331,8 @@ def await_agents(sessions: Sessions, *, seconds: float) -> list[Facts] | signal.
         ended, last_pieces = sessions.reap()
         for piece in (*pieces, *last_pieces):
             node = piece.session.node
-            if piece.descriptor == 1 and node not in answers:
-                received[node] += piece.data
-                if (answer := parse_announcement(piece.session.name, received[node])) is not None:
-                    answers[node] = answer
+            if node not in answers and (answer := read_announcement(piece)) is not None:
+                answers[node] = answer
         for session in ended:
             if not isinstance(answers.get(session.node), str):  # also if the agent ended after its announcement
                 answers[session.node] = why_no_agent(session.command.argv, session.code, session.stderr)
@@ -350,28 +345,29 @@ def await_agents(sessions: Sessions, *, seconds: float) -> list[Facts] | signal.
     return [facts for session in sessions.all if not isinstance(facts := answers[session.node], str)]
 
 
-def parse_announcement(name: str, received: bytes) -> Facts | str | None:
-    """The announcement of an agent in the output of a host; a text, if it can never come; None, if it may yet come."""
-    *lines, _ = received.split(b"\n")
-    for number, line in enumerate(lines):
-        if not line.startswith(b"{") or b'"host"' not in line:
-            continue
-        try:
-            facts = msgspec.json.decode(line, type=Facts)
-        except msgspec.MsgspecError as error:
-            return f"its agent uses a different protocol ({error}). Install the same version of paceline"
-        if number:
-            print_to_stderr(
-                f"{name}: its login profile writes to stdout ({_quote(lines[0])}). paceline ignores this output; the "
-                "profile should write only in interactive shells"
-            )
-        return facts
-    if len(received) > MAX_GREETING_BYTES:
+def read_announcement(piece: Output) -> Facts | str | None:
+    """The announcement of an agent in the output of its host; None: not yet complete; or why it can never come."""
+    session = piece.session
+    session.greeting += piece.data if piece.descriptor == 1 else b""
+    *lines, _ = session.greeting.split(b"\n")
+    found = next((line for line in lines if line.startswith(b"{") and b'"host"' in line), None)
+    if found is None:
+        if len(session.greeting) <= MAX_GREETING_BYTES:
+            return None
         return (
             f"its login profile has written more than {MAX_GREETING_BYTES} bytes to stdout "
-            f"({_quote(received)}...). It should write nothing in non-interactive shells"
+            f"({_quote(session.greeting)}...). It should write nothing in non-interactive shells"
         )
-    return None
+    try:
+        facts = msgspec.json.decode(found, type=Facts)
+    except msgspec.MsgspecError as error:
+        return f"its agent uses a different protocol ({error}). Install the same version of paceline"
+    if found is not lines[0]:
+        print_to_stderr(
+            f"{session.name}: its login profile writes to stdout ({_quote(lines[0])}). paceline ignores this output; "
+            "the profile should write only in interactive shells"
+        )
+    return facts
 
 
 def _quote(line: bytes) -> str:
