@@ -95,7 +95,7 @@ def _measure_set(results: MeasuredRounds, order: m.MeasurementRequest, settings:
         failure = m.FailedMeasurement(failed.name, failed.strategy, nproc, failed.batch_size, reason, failed.mesh)
         results.failures.append(failure)
         print_to_stderr(f"{format_strategy(failed.strategy, failed.mesh)} failed; measuring the other candidates")
-        done = {failed.name, *(measurement.name for measurement in measured)}
+        done = {failed.name, *(measurement.candidate.name for measurement in measured)}
         remaining = [candidate for candidate in remaining if candidate.name not in done]
 
 

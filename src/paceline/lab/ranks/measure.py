@@ -249,11 +249,8 @@ def _measure(order: MeasurementRequest, workload: Workload, candidate: Candidate
     if world.rank == 0:  # measures the peak again if the machine was busy when it was measured
         training.use.peak_tflops(measure=True, samples_per_second=samples / seconds)
     return Measurement(
-        name=candidate.name,
-        strategy=candidate.strategy,
-        world_size=world.size,
-        batch_size=candidate.batch_size,
-        threads=candidate.threads,
+        candidate,
+        world.size,
         global_batch=training.plan.global_batch,
         samples=samples,
         seconds=seconds,
@@ -268,7 +265,6 @@ def _measure(order: MeasurementRequest, workload: Workload, candidate: Candidate
         device=device_name(world.device),
         sync_share=sum(result["sync"] / result["seconds"] for result in results) / world.size,
         notes=(*workload.notes, *training.notes),
-        mesh=candidate.mesh,
         use=training.use.speed(samples / seconds),
         mfu_words=explain_mfu(samples / seconds, workload.count.per_sample, training.use.peak_tflops(), world.size),
         gpus={rank: result["gpu"] for rank, result in enumerate(results) if result["gpu"]},
