@@ -203,7 +203,7 @@ def rank(number: int, store: str, asked: argparse.Namespace) -> None:
         traffic = TrafficCounter(guard.page, replica.world, replica.pipeline)
         mine.step()
         gathered = [None] * RANKS
-        dist.all_gather_object(gathered, (mine.held(), sides["by hand"].held(), traffic.take_sent_bytes() or 0.0))
+        dist.all_gather_object(gathered, (mine.held(), sides["by hand"].held(), traffic.sent_bytes() or 0.0))
         held, hand, sent = zip(*gathered, strict=True)
         ratios = sorted(turn["by hand"] / turn["paceline"] for turn in turns)
         state, volume = arithmetic(whole, mesh, asked)

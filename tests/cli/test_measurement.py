@@ -14,7 +14,7 @@ from paceline.cli import main, measure
 from paceline.cli.measure import MeasurementConfig, check_measurement, output_results, train_config
 from paceline.config.settings import TrainConfig, dump
 from paceline.lab.compare import compared_rows
-from paceline.lab.measurement import Measurement
+from paceline.lab.measurement import Candidate, Measurement
 from paceline.lab.rounds import MeasuredRounds
 
 TASKS = Path(__file__).parents[1] / "lab" / "tasks_to_measure.py"
@@ -64,7 +64,9 @@ def test_results_are_written_and_printed_as_asked(tmp_path: Path, capsys: pytest
 
 
 def chunk(ranks: int) -> Measurement:
-    return Measurement(f"ddp-{ranks}", "ddp", ranks, 8, 1, 8 * ranks, 80, 1.0, 1.0, 0.1, 2.5, "", 100, None, None)
+    return Measurement(
+        Candidate(f"ddp-{ranks}", "ddp", 8, 1), ranks, 8 * ranks, 80, 1.0, 1.0, 0.1, 2.5, "", 100, None, None
+    )
 
 
 def test_more_ranks_than_cores_are_said_and_not_refused() -> None:

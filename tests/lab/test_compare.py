@@ -16,12 +16,13 @@ from paceline.lab.compare import (
     quartiles,
     recommend_strategy,
 )
-from paceline.lab.measurement import Measurement, MemoryUse
+from paceline.lab.measurement import Candidate, Measurement, MemoryUse
 
 
 def chunk(name: str, seconds: float, digest: str = "a", world_size: int = 2) -> Measurement:
     strategy, _, batch = name.partition("-b")
-    return Measurement(name, strategy, world_size, int(batch), 1, 64, 640, seconds, 2 * seconds, 0.5, 2.0, digest, 1000)
+    candidate = Candidate(name, strategy, int(batch), 1)
+    return Measurement(candidate, world_size, 64, 640, seconds, 2 * seconds, 0.5, 2.0, digest, 1000)
 
 
 def test_a_ratio_is_that_within_a_round_whatever_the_machine_does_meanwhile() -> None:

@@ -86,7 +86,7 @@ def test_the_first_cause_is_the_one_that_was_injected(cause: str, tmp_path: Path
     found = find_bottleneck(read_run(make_run(tmp_path / "run", **asked)))
     lost = {one: share for one, share in found.cause_fractions.items() if one != COMPUTING}
     assert max(lost, key=lambda one: lost[one]) == wanted
-    assert wanted != WAITING or (found.slowest, found.slow_phase) == (rank, phase)
+    assert wanted != WAITING or (found.parts and (found.parts.slowest, found.parts.slow_phase) == (rank, phase))
     rendered(found.summary)
     assert sum(share for cause, share in found.cause_fractions.items() if cause != "not explained") == pytest.approx(
         1, abs=0.05
@@ -111,7 +111,9 @@ def test_a_run_that_nothing_held_up_says_so(tmp_path: Path) -> None:
 
 
 def test_who_waited_for_whom(tmp_path: Path) -> None:
-    waits = find_bottleneck(read_run(make_run(tmp_path / "run", ranks=3, slow={1: {"data": 0.03}}))).wait_seconds
+    parts = find_bottleneck(read_run(make_run(tmp_path / "run", ranks=3, slow={1: {"data": 0.03}}))).parts
+    assert parts
+    waits = parts.wait_seconds
     assert {rank: [*of] for rank, of in waits.items()} == {0: [1], 2: [1]}
     assert waits[0][1] == pytest.approx(waits[2][1])
 

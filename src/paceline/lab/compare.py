@@ -73,15 +73,15 @@ def compared_rows(rounds: Sequence[Sequence[Measurement]], base: str, steps: int
     ratios: dict[str, list[float]] = {}
     for chunks in rounds:
         for chunk in chunks:
-            by_name.setdefault(chunk.name, []).append(chunk)
+            by_name.setdefault(chunk.candidate.name, []).append(chunk)
             for other in chunks:
-                if other.name == base:
-                    ratios.setdefault(chunk.name, []).append(chunk.rate / other.rate)
-    all_chunks = [chunk for chunks in rounds for chunk in chunks]
-    reference = {chunk.batch_size: chunk.digest for chunk in all_chunks if chunk.name.startswith(REFERENCE_PREFIX)}
+                if other.candidate.name == base:
+                    ratios.setdefault(chunk.candidate.name, []).append(chunk.rate / other.rate)
+    references = [chunks[-1] for name, chunks in by_name.items() if name.startswith(REFERENCE_PREFIX)]
+    reference = {chunk.candidate.batch_size: chunk.digest for chunk in references}
     return [
         _row(chunks, ratios.get(name, []), reference, steps)
-        for name, chunks in sorted(by_name.items(), key=lambda item: item[1][0].batch_size)
+        for name, chunks in sorted(by_name.items(), key=lambda item: item[1][0].candidate.batch_size)
         if not name.startswith(REFERENCE_PREFIX)
     ]
 
@@ -89,9 +89,9 @@ def compared_rows(rounds: Sequence[Sequence[Measurement]], base: str, steps: int
 def _row(
     chunks: Sequence[Measurement], ratios: Sequence[float], reference: Mapping[int, str], steps: int
 ) -> StrategyRow:
-    first = chunks[0]
-    same = ("name", "strategy", "world_size", "threads", "batch_size", "global_batch", "mesh", "mfu_words")
-    fields: dict[str, Any] = {name: getattr(first, name) for name in same}
+    first, candidate = chunks[0], chunks[0].candidate
+    fields: dict[str, Any] = {name: getattr(first, name) for name in ("world_size", "global_batch", "mfu_words")}
+    fields |= {name: getattr(candidate, name) for name in ("name", "strategy", "threads", "batch_size", "mesh")}
     fields |= {name: median(c.use[name] for c in chunks) for name in USE if all(name in c.use for c in chunks)}
     return StrategyRow(
         **fields,
@@ -102,7 +102,7 @@ def _row(
         launch_seconds=median(chunk.launch_seconds for chunk in chunks),
         sent_bytes=next((chunk.sent_bytes for chunk in chunks if chunk.sent_bytes is not None), None),
         memory=next((chunk.memory for chunk in chunks if chunk.memory is not None), None),
-        bits=describe_bit_equality(first, [chunk.digest for chunk in chunks], reference.get(first.batch_size)),
+        bits=describe_bit_equality(first, [chunk.digest for chunk in chunks], reference.get(candidate.batch_size)),
         sync_share=median(chunk.sync_share for chunk in chunks),
     )
 
@@ -110,7 +110,7 @@ def _row(
 def describe_bit_equality(chunk: Measurement, digests: Sequence[str], reference: str | None) -> str:
     if chunk.world_size == 1:
         return "-"
-    if chunk.strategy in EXACT_STRATEGIES:
+    if chunk.candidate.strategy in EXACT_STRATEGIES:
         is_broken = reference is not None and any(digest != reference for digest in digests)
         return "BROKEN: differs from one process" if is_broken else "every world size"
     if reference is not None and all(digest == reference for digest in digests):

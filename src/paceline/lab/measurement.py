@@ -50,11 +50,8 @@ class MemoryUse(msgspec.Struct, frozen=True):
 
 
 class Measurement(msgspec.Struct, frozen=True):
-    name: str
-    strategy: str
+    candidate: Candidate
     world_size: int
-    batch_size: int
-    threads: int
     global_batch: int
     samples: int
     seconds: float
@@ -71,7 +68,6 @@ class Measurement(msgspec.Struct, frozen=True):
     notes: tuple[str, ...] = ()  # the aspects that were not measured
     gpus: dict[int, str] = {}
     """By rank, the reason why its GPU was slow at the end: heat, power, memory errors, other processes."""
-    mesh: str = ""
     use: dict[str, float] = {}  # tokens and FLOPs per second, and MFU, if known
     mfu_words: str = ""  # how the MFU was computed
 

@@ -5,7 +5,6 @@ in each round. Other load on the machine therefore affects all candidates equall
 fair. A candidate that fails ends its set. The set is started again for the remaining candidates.
 """
 
-import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from paceline.lab import measurement as m
 from paceline.launch.supervise import run_workers
 from paceline.protocol.control import STOP_SIGNALS
 from paceline.protocol.evidence import Failure
+from paceline.runs.console import print_to_stderr
 
 WORKER = "paceline.lab.ranks.measure"
 QUIET_ENV = {"KINETO_LOG_LEVEL": "99"}  # otherwise the profiler prints several lines at each start
@@ -62,7 +62,7 @@ def measure_rounds(
     for number in range(rounds):
         results.rounds.append([])
         for nproc, candidates in groups.items():
-            _print(f"round {number + 1} of {rounds}: {plural(nproc, 'process', 'processes')} ...")
+            print_to_stderr(f"round {number + 1} of {rounds}: {plural(nproc, 'process', 'processes')} ...")
             shift = number % max(1, len(candidates))
             failed = {failure.name for failure in results.failures if failure.world_size == nproc}
             rotated = [*candidates[shift:], *candidates[:shift]]
@@ -94,8 +94,8 @@ def _measure_set(results: MeasuredRounds, order: m.MeasurementRequest, settings:
         reason = _failure_reason(folder / "attempt", code)
         failure = m.FailedMeasurement(failed.name, failed.strategy, nproc, failed.batch_size, reason, failed.mesh)
         results.failures.append(failure)
-        _print(f"{format_strategy(failed.strategy, failed.mesh)} failed; measuring the other candidates")
-        done = {failed.name, *(measurement.name for measurement in measured)}
+        print_to_stderr(f"{format_strategy(failed.strategy, failed.mesh)} failed; measuring the other candidates")
+        done = {failed.name, *(measurement.candidate.name for measurement in measured)}
         remaining = [candidate for candidate in remaining if candidate.name not in done]
 
 
@@ -123,7 +123,3 @@ def _failure_reason(attempt: Path, code: int) -> str:
         rank = "" if first.exit_code == ExitCode.USAGE else f"rank {first.rank}: {first.type}: "
         return f"{rank}{lines[0]}"[:MAX_REASON_CHARS]
     return f"its processes ended with code {code}" + (" (killed; out of memory?)" if code == 137 else "")
-
-
-def _print(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

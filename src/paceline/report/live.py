@@ -99,11 +99,10 @@ class RankHistory:
         if self._last is not None or (self._reads and rank.step < self._reads[-1][0]):
             self._reads.clear()
             self._last = None
-        before = self._reads[-1] if self._reads else None
+        before, seconds, _ = self._reads[-1] if self._reads else (rank.step, (), False)
+        if rank.step > before and (spent := _differences(seconds, rank.phase_seconds)):
+            self._work.append(sum(spent[phase] for phase in WORK_PHASES) / (rank.step - before))
         self._reads.append((rank.step, rank.phase_seconds, rank.waiting))
-        if before is not None and rank.step > before[0] and len(rank.phase_seconds) == len(Phase):
-            spent = _differences(before[1], rank.phase_seconds)
-            self._work.append(sum(spent[phase] for phase in WORK_PHASES if spent) / (rank.step - before[0]))
         self.host, self.node = rank.host, rank.node
         self._now = replace(
             self._now,
@@ -131,9 +130,7 @@ class RankHistory:
         """The mean seconds of recent steps in each phase; None: unknown."""
         if len(self._reads) < 2 or not (steps := self._reads[-1][0] - self._reads[0][0]):
             return None
-        if any(len(seconds) != len(Phase) for _, seconds, _ in self._reads):
-            return None
-        return tuple(seconds / steps for seconds in _differences(self._reads[0][1], self._reads[-1][1]))
+        return tuple(seconds / steps for seconds in _differences(self._reads[0][1], self._reads[-1][1])) or None
 
     def snapshot(self) -> RankSnapshot:
         spent, still = self.mean_phase_seconds(), self._now.no_progress_seconds
@@ -150,7 +147,7 @@ class RankHistory:
 
 
 def _differences(before: Sequence[float], now: Sequence[float]) -> list[float]:
-    return [max(0.0, b - a) for a, b in zip(before, now, strict=True)] if len(now) == len(before) else []
+    return [max(0.0, b - a) for a, b in zip(before, now, strict=True)] if len(now) == len(before) == len(Phase) else []
 
 
 class LiveReader:

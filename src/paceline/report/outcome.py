@@ -158,10 +158,7 @@ class Bottleneck:
     advice: list[str] = field(default_factory=list[str])  # advice, the most promising first
     cause_fractions: dict[str, float] = field(default_factory=dict[str, float])
     """The fraction of a step's time, by cause. Their sum is 1."""
-    slowest: int | None = None
-    slow_phase: str = ""  # the phase in which the slowest rank loses the most time
-    wait_seconds: dict[int, dict[int, float]] = field(default_factory=dict[int, dict[int, float]])
-    """Seconds in the examined steps, by the rank that waited and the rank for which it waited."""
+    parts: StepParts | None = None
 
 
 def find_bottleneck(run: RunData) -> Bottleneck:
@@ -177,10 +174,8 @@ def find_bottleneck(run: RunData) -> Bottleneck:
     if len(steps) < 2:
         return Bottleneck(f"Too few steps to analyze its speed: the first {WARM_UP} are warm-up.")
     spent = step_parts.RecordedSteps(steps=steps, mean_global_batch=1.0, hosts=run.hosts)
-    parts, between = (
-        step_parts.split_step(spent),
-        sum(s.between for step in steps for s in step.values()) / len(steps) / size,
-    )
+    parts = step_parts.split_step(spent)
+    between = sum(s.between for step in steps for s in step.values()) / len(steps) / size
     total = parts.step or 1e-9
     shares = {
         COMPUTING: max(0.0, parts.compute - between), DATA: parts.data, WAITING: max(0.0, parts.waiting),
@@ -190,9 +185,7 @@ def find_bottleneck(run: RunData) -> Bottleneck:
     shares[REST] = 1.0 - sum(shares.values())
     first, advice = _step_summary(run, parts, shares, logs)
     second, more_advice = _wall_time_summary(run)
-    return Bottleneck(
-        first + second, advice + more_advice, shares, parts.slowest, parts.slow_phase, _wait_seconds(steps)
-    )
+    return Bottleneck(first + second, advice + more_advice, shares, parts)
 
 
 def _common_steps(logs: Sequence[RankLog]) -> list[dict[int, PhaseSeconds]]:
@@ -201,18 +194,6 @@ def _common_steps(logs: Sequence[RankLog]) -> list[dict[int, PhaseSeconds]]:
     follow = [n for n, of in rows.items() if all(log.steps.follows[row] for log, row in zip(logs, of, strict=True))]
     numbers = pick_evenly(follow or [*rows], min(MAX_STEPS, MAX_SPENT // len(logs)))
     return [step_parts.phase_seconds_by_rank(logs, rows[number]) for number in numbers]
-
-
-def _wait_seconds(steps: Sequence[dict[int, PhaseSeconds]]) -> dict[int, dict[int, float]]:
-    waits: dict[int, dict[int, float]] = {}
-    for step in steps:
-        work = {rank: s.data + s.forward + s.backward + s.optimizer + s.between for rank, s in step.items()}
-        slowest = max(work, key=lambda rank: work[rank])
-        for rank, seconds in work.items():
-            if rank != slowest:
-                waits_of = waits.setdefault(rank, {})
-                waits_of[slowest] = waits_of.get(slowest, 0.0) + work[slowest] - seconds
-    return waits
 
 
 def _step_summary(

@@ -97,7 +97,7 @@ def _sections(runs: Sequence[RunData], bottleneck: Bottleneck, drawings: Sequenc
     events, (from_logs, sentence) = outcome.run_events(run), log_figures(run)
     learning.figures += from_logs
     learning.texts = [sentence] if sentence else []
-    waiting = figures.waiting_figures(run, bottleneck.wait_seconds)
+    waiting = figures.waiting_figures(run, bottleneck.parts.wait_seconds if bottleneck.parts else {})
     return [
         learning,
         Section("speed", "Speed", [*speed, *figures.phase_figures(runs), *waiting],
@@ -120,7 +120,7 @@ def _page_title(run: RunData) -> str:
 
 def _header_values(run: RunData, bottleneck: Bottleneck) -> dict[str, Any]:
     tone = "good" if run.state in GOOD else "bad" if run.state in BAD else ""
-    late = bottleneck.slowest if bottleneck.slow_phase == "data" else None
+    late = bottleneck.parts.slowest if bottleneck.parts and bottleneck.parts.slow_phase == "data" else None
     names = {"waiting for data": "data", "waiting for the slowest rank": f"waiting for rank {late}'s data"}
     shares = [
         {

@@ -18,7 +18,7 @@ backward is waiting. docs/scaling.md explains the parts.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paceline.report.run import PHASES, RankLog
 
@@ -66,6 +66,8 @@ class StepParts:
     exchange: float
     slowest: int | None = None  # the rank for which others wait, if it is mostly the same
     slow_phase: str = ""  # in which it loses the most time
+    wait_seconds: dict[int, dict[int, float]] = field(default_factory=dict[int, dict[int, float]])
+    """Seconds in all steps, by the rank that waited and the slowest rank of the step, for which it waited."""
 
 
 def common_rows(logs: Sequence[RankLog], after: int) -> dict[int, list[int]]:
@@ -102,22 +104,24 @@ def split_step(run: RecordedSteps, backward_per_forward: float | None = None) ->
     sync = [{rank: step[rank].sync + step[rank].backward - _backward_work(step[rank], alone[rank]) for rank in ranks}
             for step in run.steps]  # fmt: skip
     count = len(run.steps)
-    total = {rank: sum(sum(step[rank].values()) for step in work) / count for rank in ranks}
-    slowest = max(ranks, key=lambda rank: total[rank])
+    totals = [{rank: sum(phases.values()) for rank, phases in step.items()} for step in work]
+    slowest = max(ranks, key=lambda rank: sum(total[rank] for total in totals))
     others = [rank for rank in ranks if rank != slowest] or ranks
     usual = {p: sum(step[r][p] for step in work for r in others) / count / len(others) for p in WORK_PHASES}
-    longest = sum(max(sum(step[rank].values()) for rank in ranks) for step in work) / count
-    waiting = longest - sum(usual.values())
     excess = {p: sum(step[slowest][p] for step in work) / count - usual[p] for p in WORK_PHASES}
-    is_cause = len(ranks) > 1 and _waiting_fractions(work, ranks).get(slowest, 0.0) >= MIN_SINGLE_CAUSE_FRACTION
+    waits = _wait_seconds(totals)
+    waited = sum(sum(waits_of.values()) for waits_of in waits.values())
+    caused = sum(waits_of.get(slowest, 0.0) for waits_of in waits.values())
+    is_cause = caused > 0 and caused >= MIN_SINGLE_CAUSE_FRACTION * waited
     return StepParts(
         step=run.mean_step_seconds,
         data=usual["data"],
         compute=sum(usual[phase] for phase in WORK_PHASES if phase != "data"),
-        waiting=waiting,
-        exchange=sum(waits[_slowest_rank(step)] for step, waits in zip(work, sync, strict=True)) / count,
+        waiting=sum(max(total.values()) for total in totals) / count - sum(usual.values()),
+        exchange=sum(step[_slowest_rank(total)] for total, step in zip(totals, sync, strict=True)) / count,
         slowest=slowest if is_cause else None,
         slow_phase=max(WORK_PHASES, key=lambda p: excess[p]) if is_cause else "",
+        wait_seconds=waits,
     )
 
 
@@ -149,16 +153,17 @@ def _work(spent: PhaseSeconds, alone: float | None) -> dict[str, float]:
     return {phase: getattr(spent, phase) for phase in WORK_PHASES} | {"backward": _backward_work(spent, alone)}
 
 
-def _slowest_rank(work: Mapping[int, Mapping[str, float]]) -> int:
+def _slowest_rank(work: Mapping[int, float]) -> int:
     """The rank that works longest in a step. It synchronises last, so it does not wait for the work of other ranks."""
-    return max(work, key=lambda rank: sum(work[rank].values()))
+    return max(work, key=lambda rank: work[rank])
 
 
-def _waiting_fractions(work: list[dict[int, dict[str, float]]], ranks: list[int]) -> dict[int, float]:
-    caused = dict.fromkeys(ranks, 0.0)
+def _wait_seconds(work: Sequence[Mapping[int, float]]) -> dict[int, dict[int, float]]:
+    waits: dict[int, dict[int, float]] = {}
     for step in work:
-        totals = sorted((sum(step[rank].values()), rank) for rank in ranks)
-        longest, rank = totals[-1]
-        caused[rank] += longest - sum(seconds for seconds, _ in totals[:-1]) / max(1, len(totals) - 1)
-    total = sum(caused.values())
-    return {rank: seconds / total for rank, seconds in caused.items()} if total > 0 else {}
+        slowest = _slowest_rank(step)
+        for rank, seconds in step.items():
+            if rank != slowest:
+                waits_of = waits.setdefault(rank, {})
+                waits_of[slowest] = waits_of.get(slowest, 0.0) + step[slowest] - seconds
+    return waits

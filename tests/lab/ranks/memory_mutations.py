@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from tests.lab.ranks.mutations import Mutation, planted
 from tests.lab.ranks.mutations import bug as bug_of_reducer
-from tests.lab.ranks.mutations import planted
 from torch import Tensor
 
 from paceline.collectives import memory_sum
@@ -24,11 +24,15 @@ from paceline.collectives.tree import TreeNode
 BULK_BYTES = 16 << 10
 ODD_RANK = 1  # the one that does something wrong, where only one does
 
+MEMORY_MUTATIONS: list[Mutation] = []
+bug = partial(bug_of_reducer, strategies="bucketed exact", policies="none", to=MEMORY_MUTATIONS)
 Load = Callable[..., None]
 Take = Callable[[SlotBuffers, Chunk, int, int, Results], None]
 
 
-def added_in_the_order_of_ranks() -> AbstractContextManager[None]:
+# right up to rounding, and so for `verify --bitwise` alone
+@bug("PERFORMANCE.md's prototype", "bits", strategies="exact")
+def memory_other_order() -> AbstractContextManager[None]:
     def root_of(
         parts: dict[TreeNode, Tensor], leaves: int, out: Tensor, spare: list[Tensor], divisor: float | Tensor | None
     ) -> None:
@@ -41,7 +45,8 @@ def added_in_the_order_of_ranks() -> AbstractContextManager[None]:
     return planted((memory_sum, "sum_parts", root_of))
 
 
-def last_chunk_left_out() -> AbstractContextManager[None]:
+@bug("a loop that ends one chunk early", "sync")
+def memory_chunk_left_out() -> AbstractContextManager[None]:
     original: Take = SlotBuffers.collect_results
 
     def take(self: SlotBuffers, chunk: Chunk, slot: int, at: int, results: Results) -> None:
@@ -51,7 +56,8 @@ def last_chunk_left_out() -> AbstractContextManager[None]:
     return planted((SlotBuffers, "collect_results", take))
 
 
-def last_chunk_short() -> AbstractContextManager[None]:
+@bug("a last chunk that is rounded down", "sync")
+def memory_chunk_short() -> AbstractContextManager[None]:
     original: Take = SlotBuffers.collect_results
 
     def take(self: SlotBuffers, chunk: Chunk, slot: int, at: int, results: Results) -> None:
@@ -67,7 +73,8 @@ def last_chunk_short() -> AbstractContextManager[None]:
     return planted((SlotBuffers, "collect_results", take))
 
 
-def divided_twice() -> AbstractContextManager[None]:
+@bug("each share, and then the whole", "mean", task="tokens")
+def memory_divided_twice() -> AbstractContextManager[None]:
     original = TreeSum.run
 
     def run(
@@ -78,7 +85,8 @@ def divided_twice() -> AbstractContextManager[None]:
     return planted((TreeSum, "run", run))
 
 
-def share_of_the_step_before() -> AbstractContextManager[None]:
+@bug("a slot that is read before it is written anew", "gradient")
+def memory_share_stale() -> AbstractContextManager[None]:
     original: Load = SlotBuffers.write_chunk
     kept: WeakKeyDictionary[SlotBuffers, dict[Chunk, Tensor]] = WeakKeyDictionary()
 
@@ -95,7 +103,8 @@ def share_of_the_step_before() -> AbstractContextManager[None]:
     return planted((SlotBuffers, "write_chunk", load))
 
 
-def no_wait_before_reading() -> AbstractContextManager[None]:
+@bug("a missing barrier", "sync gradient")
+def memory_no_wait() -> AbstractContextManager[None]:
     right_run, right_load = TreeSum.run, SlotBuffers.write_chunk
 
     def run(self: TreeSum, *arguments: Any) -> Any:
@@ -114,11 +123,14 @@ def no_wait_before_reading() -> AbstractContextManager[None]:
     return planted((TreeSum, "run", run), (SlotBuffers, "write_chunk", load))
 
 
-def absent_everywhere_becomes_zero() -> AbstractContextManager[None]:
+@bug("002; flags that nobody reads", "none", task="unused")
+def memory_none_as_zero() -> AbstractContextManager[None]:
     return planted((SlotBuffers, "read_used_flags", lambda self: [True] * len(self._sizes)))
 
 
-def absent_on_one_rank_is_what_lay_there() -> AbstractContextManager[None]:
+# bucketed has zeros there
+@bug("a rank without samples that writes nothing", "gradient accumulation", strategies="exact")
+def memory_none_as_garbage() -> AbstractContextManager[None]:
     original: Load = SlotBuffers.write_chunk
 
     def load(self: SlotBuffers, chunk: Chunk, own: Sequence[TensorList | None], slot: int, **more: bool) -> None:
@@ -128,7 +140,8 @@ def absent_on_one_rank_is_what_lay_there() -> AbstractContextManager[None]:
     return planted((SlotBuffers, "write_chunk", load))
 
 
-def totals_of_one_rank_missing() -> AbstractContextManager[None]:
+@bug("a rank that is not counted", "loss error")
+def memory_totals_short() -> AbstractContextManager[None]:
     original = AsyncSum.__init__
 
     def init(self: AsyncSum, memory: SharedMemory, numbers: Sequence[float], name: str) -> None:
@@ -137,7 +150,8 @@ def totals_of_one_rank_missing() -> AbstractContextManager[None]:
     return planted((AsyncSum, "__init__", init))
 
 
-def weights_of_one_rank_late() -> AbstractContextManager[None]:
+@bug("weights sent before they are written", "optimizer", strategies="zero")
+def memory_weights_late() -> AbstractContextManager[None]:
     original = memory_sum.all_gather
     kept: dict[int, Tensor] = {}
 
@@ -150,26 +164,4 @@ def weights_of_one_rank_late() -> AbstractContextManager[None]:
     return planted((memory_sum, "all_gather", all_gather))
 
 
-bug = partial(bug_of_reducer, strategies="bucketed exact", policies="none")
-MEMORY_MUTATIONS = [
-    bug("memory-chunk-left-out", "a loop that ends one chunk early", last_chunk_left_out, "sync"),
-    bug("memory-chunk-short", "a last chunk that is rounded down", last_chunk_short, "sync"),
-    bug("memory-divided-twice", "each share, and then the whole", divided_twice, "mean", "tokens"),
-    bug("memory-share-stale", "a slot that is read before it is written anew", share_of_the_step_before, "gradient"),
-    bug("memory-no-wait", "a missing barrier", no_wait_before_reading, "sync gradient"),
-    bug("memory-none-as-zero", "002; flags that nobody reads", absent_everywhere_becomes_zero, "none", "unused"),
-    bug(
-        "memory-none-as-garbage",
-        "a rank without samples that writes nothing",
-        absent_on_one_rank_is_what_lay_there,
-        "gradient accumulation",
-        strategies="exact",  # bucketed has zeros there
-    ),
-    bug("memory-totals-short", "a rank that is not counted", totals_of_one_rank_missing, "loss error"),
-    bug("memory-weights-late", "weights sent before they are written", weights_of_one_rank_late, "optimizer",
-         strategies="zero"),
-]  # fmt: skip
-
-# Right up to rounding, and so for `verify --bitwise` alone.
-OTHER_ORDER = bug("memory-other-order", "PERFORMANCE.md's prototype", added_in_the_order_of_ranks, "bits",
-                   strategies="exact")  # fmt: skip
+OTHER_ORDER = MEMORY_MUTATIONS[0]

@@ -29,7 +29,7 @@ CLIP_NORM = 0.1  # below every gradient norm here, so that clipping does somethi
 IN_MEMORY = replace(CONTROL, name="memory-control", strategies=("bucketed", "exact", "zero"))
 CONTROLS = (CONTROL, *CONTROLS_OF_SCALE, IN_MEMORY)
 OVER_TORCH = [CONTROL, *CONTROLS_OF_SCALE, *MUTATIONS]
-THROUGH_MEMORY = [IN_MEMORY, *MEMORY_MUTATIONS, OTHER_ORDER]
+THROUGH_MEMORY = [IN_MEMORY, *MEMORY_MUTATIONS]
 
 
 def findings(rank: int, world_size: int, names: Sequence[str]) -> dict[str, list[Result]]:

@@ -29,6 +29,7 @@ from paceline.collectives.buckets import PackedBucket, trainable_parameters
 from paceline.collectives.control import Deferred
 from paceline.collectives.control import scale_gradients as scaled_on
 from paceline.collectives.reducer import Reducer
+from paceline.data import loader as loader_module
 from paceline.data import plan as shuffle_module
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan, MicroBatchPlan
@@ -51,6 +52,7 @@ MODULES = (manual_module, bucketed_module, ddp_module)
 ACCUMULATION = 2  # verify's
 
 Patch = tuple[Any, str, Any]  # (owner, attribute, what it becomes)
+Plant = Callable[[], AbstractContextManager[None]]
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
@@ -63,13 +65,31 @@ class Mutation:
 
     name: str
     source: str
-    plant: Callable[[], AbstractContextManager[None]]
+    plant: Plant
     causes: frozenset[str]
     """keys of verify's CAUSES; each one is a right name"""
     task: str = "dropout"
     strategies: tuple[str, ...] = ("manual", "bucketed", "ddp")
     policies: tuple[str, ...] = ("none", "local", "sync")
     """the batch norm policies under which it changes anything"""
+
+
+MUTATIONS: list[Mutation] = []
+
+
+def bug(
+    source: str, causes: str, *, task: str = "dropout", strategies: str = "manual bucketed ddp",
+    policies: str = "none local sync", name: str = "", to: list[Mutation] = MUTATIONS,
+) -> Callable[[Plant], Plant]:  # fmt: skip
+    """Add a mutation that the decorated function plants."""
+
+    def add(plant: Plant) -> Plant:
+        where = task, tuple(strategies.split()), tuple(policies.split())
+        name_of_bug = name or plant.__name__.replace("_", "-")
+        to.append(Mutation(name_of_bug, source, plant, frozenset(causes.split()), *where))
+        return plant
+
+    return add
 
 
 # ---- how to plant ------------------------------------------------------------------------------------------------
@@ -180,30 +200,38 @@ def sum_over_ranks(number: float, like: Tensor, op: Any = dist.ReduceOp.SUM) -> 
 # ---- samples -----------------------------------------------------------------------------------------------------
 
 
+@bug("002: a contiguous chunk per rank", "samples error")  # the step refuses another number of samples
 def contiguous_chunks() -> AbstractContextManager[None]:
-    def indices(self: BatchPlan, epoch: int, step: int, virtual_rank: int) -> Tensor:
-        order = torch.cat([self.global_indices(epoch, k) for k in range(self.steps_per_epoch)])
+    original = loader_module.plan_rank_micro_batches
+
+    def plan_work(plan: BatchPlan, epoch: int, step: int, share: range, **options: bool) -> list[MicroBatchPlan]:
+        order = torch.cat([plan.global_indices(epoch, k) for k in range(plan.steps_per_epoch)])
         # Cut once more into equal parts, not into batches: no step may be empty on all ranks, that would be an error.
-        return order.tensor_split(self.virtual_ranks)[virtual_rank].tensor_split(self.steps_per_epoch)[step]
+        chunks = [chunk.tensor_split(plan.steps_per_epoch)[step] for chunk in order.tensor_split(plan.virtual_ranks)]
+        with planted((BatchPlan, "microbatches", lambda self, _, v: chunks[v].tensor_split(self.accumulation))):
+            return original(plan, epoch, step, share, **options)
 
-    return planted((BatchPlan, "indices", indices))
+    return planted((loader_module, "plan_rank_micro_batches", plan_work))
 
 
+@bug("002 'must pad'; torch's DistributedSampler", "samples error")
 def padding() -> AbstractContextManager[None]:
-    def indices(self: BatchPlan, epoch: int, step: int, virtual_rank: int) -> Tensor:
-        batch = self.global_indices(epoch, step)
-        missing = -len(batch) % self.virtual_ranks
-        padded = torch.cat([batch, batch.repeat(self.virtual_ranks)[:missing]])
-        return padded[virtual_rank :: self.virtual_ranks]
+    original = BatchPlan.microbatches
 
-    return planted((BatchPlan, "indices", indices))
+    def microbatches(self: BatchPlan, whole: Tensor, virtual_rank: int) -> Sequence[Tensor]:
+        missing = -len(whole) % self.virtual_ranks
+        return original(self, torch.cat([whole, whole.repeat(self.virtual_ranks)[:missing]]), virtual_rank)
+
+    return planted((BatchPlan, "microbatches", microbatches))
 
 
+@bug("003: no set_epoch", "samples")
 def no_reshuffle() -> AbstractContextManager[None]:
     original = shuffle_module._shuffled_order
     return planted((shuffle_module, "_shuffled_order", lambda n, seed, epoch: original(n, seed, 0)))
 
 
+@bug("trap 5: torch's DistributedSampler", "samples")
 def seed_plus_epoch() -> AbstractContextManager[None]:
     def order(num_samples: int, seed: int, epoch: int) -> Tensor:
         return torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed + epoch))
@@ -211,6 +239,7 @@ def seed_plus_epoch() -> AbstractContextManager[None]:
     return planted((shuffle_module, "_shuffled_order", order))
 
 
+@bug("DataLoader(shuffle=True) without a sampler", "samples")
 def order_of_each_rank() -> AbstractContextManager[None]:
     original = shuffle_module._shuffled_order
 
@@ -220,6 +249,7 @@ def order_of_each_rank() -> AbstractContextManager[None]:
     return planted((shuffle_module, "_shuffled_order", order))
 
 
+@bug("DataLoader(drop_last=True)", "samples")
 def tail_dropped() -> AbstractContextManager[None]:
     return planted((BatchPlan, "steps_per_epoch", property(lambda self: self.num_samples // self.global_batch)))
 
@@ -227,10 +257,12 @@ def tail_dropped() -> AbstractContextManager[None]:
 # ---- start -------------------------------------------------------------------------------------------------------
 
 
+@bug("002: hand-written data parallelism", "start")
 def broadcast_forgotten() -> AbstractContextManager[None]:
     return planted(*((module, "broadcast_module", lambda model, **_: None) for module in MODULES))
 
 
+@bug("fine-tuning: a layer replaced too late", "start")
 def head_made_after_broadcast() -> AbstractContextManager[None]:
     original = manual_module.broadcast_module
 
@@ -246,6 +278,7 @@ def head_made_after_broadcast() -> AbstractContextManager[None]:
 # ---- sync --------------------------------------------------------------------------------------------------------
 
 
+@bug("a bare training loop under torchrun; no_sync around all", "sync")
 def never_reduced() -> AbstractContextManager[None]:
     def local(parameters: Iterable[nn.Parameter], divisor: Tensor) -> None:
         scale_gradients(parameters, dist.get_world_size() / divisor)
@@ -261,10 +294,12 @@ def never_reduced() -> AbstractContextManager[None]:
     )
 
 
-def no_sync_on_the_wrong_microbatch() -> AbstractContextManager[None]:
+@bug("DDP: no_sync the wrong way round", "sync", strategies="ddp")
+def no_sync_wrong_microbatch() -> AbstractContextManager[None]:
     return planted(*wrong_sync_points(lambda number, is_last: number == 0, DDP))
 
 
+@bug("DDP: a parameter it was told to ignore, or never saw", "sync")
 def one_gradient_forgotten() -> AbstractContextManager[None]:
     right_reduce, right_buckets, right_ddp = (
         all_reduce_gradients,
@@ -293,6 +328,7 @@ def one_gradient_forgotten() -> AbstractContextManager[None]:
     )
 
 
+@bug("a well-known teaching DP (famous tools)", "sync", strategies="manual")
 def parameter_reduced_instead() -> AbstractContextManager[None]:
     @torch.no_grad()
     def all_reduce(parameters: Iterable[nn.Parameter], divisor: Tensor) -> None:
@@ -307,18 +343,22 @@ def parameter_reduced_instead() -> AbstractContextManager[None]:
 # ---- mean --------------------------------------------------------------------------------------------------------
 
 
+@bug("DDP: averaged by it and by oneself", "mean")
 def divided_by_world_size_too() -> AbstractContextManager[None]:
     return planted(*wrong_sync(lambda right, works, total: right.sync_gradients(total * right.world.size)))
 
 
+@bug("all_reduce sums: means added up", "mean")
 def not_divided_by_world_size() -> AbstractContextManager[None]:
     return planted(*wrong_sync(lambda right, works, total: right.sync_gradients(total / right.world.size)))
 
 
+@bug("loss / accumulation_steps of a mean over the whole", "mean")
 def divided_by_microbatches_too() -> AbstractContextManager[None]:
     return planted(*wrong_sync(lambda right, works, total: right.sync_gradients(total * ACCUMULATION)))
 
 
+@bug("loss.sum() / batch_size, a constant", "mean")
 def tail_divided_by_full_batch() -> AbstractContextManager[None]:
     largest = [0.0]
 
@@ -330,7 +370,8 @@ def tail_divided_by_full_batch() -> AbstractContextManager[None]:
     return planted(*wrong_sync(sync))
 
 
-def incomplete_window_divided_by_full_count() -> AbstractContextManager[None]:
+@bug("accelerate 1.15 (famous tools)", "mean accumulation")
+def incomplete_window() -> AbstractContextManager[None]:
     def sync(right: Right, works: list[MicroBatchPlan], total_weight: Tensor) -> None:
         count = sum_over_ranks(len(works), total_weight, dist.ReduceOp.MAX)
         right.sync_gradients(total_weight * ACCUMULATION / count)
@@ -338,7 +379,8 @@ def incomplete_window_divided_by_full_count() -> AbstractContextManager[None]:
     return planted(*wrong_sync(sync))
 
 
-def divided_by_samples_not_weights() -> AbstractContextManager[None]:
+@bug("padding tokens: divided by sequences", "mean loss", task="tokens")
+def samples_not_weights() -> AbstractContextManager[None]:
     def sync(right: Right, works: list[MicroBatchPlan], total_weight: Tensor) -> None:
         right.sync_gradients(sum_over_ranks(samples_of(works), total_weight))
 
@@ -348,6 +390,7 @@ def divided_by_samples_not_weights() -> AbstractContextManager[None]:
 # ---- shares ------------------------------------------------------------------------------------------------------
 
 
+@bug("002: mean of means 3-17 %", "shares")
 def mean_of_rank_means() -> AbstractContextManager[None]:
     right_pack = PackedBucket.pack
     seen: list[MicroBatchPlan] = []  # of this rank in this step: buckets leave before the step synchronises
@@ -394,7 +437,8 @@ def mean_of_rank_means() -> AbstractContextManager[None]:
     )
 
 
-def mean_of_microbatch_means() -> AbstractContextManager[None]:
+@bug("transformers before 4.46: mean per micro-batch", "shares loss", task="tokens")
+def mean_of_token_means() -> AbstractContextManager[None]:
     original = step_module.weighted_losses
 
     def weighted_losses(loss: Any, outputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
@@ -408,6 +452,7 @@ def mean_of_microbatch_means() -> AbstractContextManager[None]:
 # ---- accumulation ------------------------------------------------------------------------------------------------
 
 
+@bug("zero_grad inside the accumulation loop", "accumulation")
 def only_last_microbatch() -> AbstractContextManager[None]:
     def change(right: Right) -> None:
         def enter(batch: MicroBatch, is_last: bool) -> None:
@@ -419,11 +464,13 @@ def only_last_microbatch() -> AbstractContextManager[None]:
     return planted(*strategies(change))
 
 
-def buckets_leave_with_first_microbatch() -> AbstractContextManager[None]:
+@bug("own buckets: hooks armed on the wrong backward", "accumulation error", strategies="bucketed")
+def first_microbatch_leaves() -> AbstractContextManager[None]:
     return planted(*wrong_sync_points(lambda number, is_last: number == 0, Bucketed))
 
 
-def reduced_after_each_microbatch() -> AbstractContextManager[None]:
+@bug("sums communicated in every backward", "accumulation", strategies="manual")
+def reduced_each_microbatch() -> AbstractContextManager[None]:
     def change(right: Right) -> None:
         def leave(error: BaseException | None = None) -> None:
             right.leave(error)
@@ -440,6 +487,7 @@ def reduced_after_each_microbatch() -> AbstractContextManager[None]:
     return planted(*strategies(change, Manual))
 
 
+@bug("trap 1: zero_grad that does not reach them", "accumulation gradient")
 def stale_gradients() -> AbstractContextManager[None]:
     def change(right: Right) -> None:
         left: list[tuple[nn.Parameter, Tensor]] = []
@@ -459,6 +507,7 @@ def stale_gradients() -> AbstractContextManager[None]:
     return planted(*strategies(change))
 
 
+@bug("trap 15's cure gone wrong: an idle rank's dummy batch", "accumulation gradient")
 def stand_in_counted() -> AbstractContextManager[None]:
     return planted((base, "ignore_batch", lambda model, parameters: nullcontext()))
 
@@ -466,6 +515,7 @@ def stand_in_counted() -> AbstractContextManager[None]:
 # ---- none --------------------------------------------------------------------------------------------------------
 
 
+@bug("002; zero_grad(set_to_none=False)", "none", task="unused", strategies="manual bucketed")
 def none_becomes_zero() -> AbstractContextManager[None]:
     def sync(right: Right, works: list[MicroBatchPlan], total_weight: Tensor) -> None:
         right.sync_gradients(total_weight)
@@ -476,6 +526,7 @@ def none_becomes_zero() -> AbstractContextManager[None]:
     return planted(*wrong_sync(sync))
 
 
+@bug("002: only ranks that have a gradient take the sum", "none sync")
 def no_gradient_without_samples() -> AbstractContextManager[None]:
     def sync(right: Right, works: list[MicroBatchPlan], total_weight: Tensor) -> None:
         right.sync_gradients(total_weight)
@@ -488,6 +539,7 @@ def no_gradient_without_samples() -> AbstractContextManager[None]:
 # ---- gradient ----------------------------------------------------------------------------------------------------
 
 
+@bug("own buckets: packed last first, unpacked first first", "gradient", strategies="bucketed")
 def unpacked_in_another_order() -> AbstractContextManager[None]:
     def unpack(bucket: PackedBucket, flat: Tensor, used_here: Sequence[bool]) -> None:
         original(PackedBucket(bucket._parameters[::-1]), flat, used_here[::-1])
@@ -496,6 +548,7 @@ def unpacked_in_another_order() -> AbstractContextManager[None]:
     return planted((PackedBucket, "unpack", unpack))
 
 
+@bug("famous tools: all-reduces swapped on one rank", "gradient sync", strategies="manual")
 def order_differs_on_one_rank() -> AbstractContextManager[None]:
     @torch.no_grad()
     def all_reduce(parameters: Sequence[nn.Parameter], divisor: Tensor) -> None:
@@ -509,6 +562,7 @@ def order_differs_on_one_rank() -> AbstractContextManager[None]:
     return planted((manual_module, "all_reduce_gradients", all_reduce))
 
 
+@bug("DDP's fp16_compress_hook", "gradient")
 def reduced_in_half_precision() -> AbstractContextManager[None]:
     right_pack = PackedBucket.pack
 
@@ -527,7 +581,8 @@ def reduced_in_half_precision() -> AbstractContextManager[None]:
     )
 
 
-def gradient_through_statistics_not_summed() -> AbstractContextManager[None]:
+@bug("own SyncBatchNorm: forward synchronised, backward not", "gradient sync", policies="sync", task="batchnorm")
+def statistics_gradient_local() -> AbstractContextManager[None]:
     class Normalise(batchnorm._Normalize):
         @staticmethod
         def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -541,19 +596,36 @@ def gradient_through_statistics_not_summed() -> AbstractContextManager[None]:
 # ---- scale -------------------------------------------------------------------------------------------------------
 
 
+@bug(
+    "the same, with a full backward hook",
+    "scale",
+    strategies="manual",
+    task="module_hook",
+    name="sum-back-propagated-module-hook",
+)
+@bug("any trainer that divides after the sum", "scale", strategies="manual", task="clamped")
 def sum_back_propagated() -> AbstractContextManager[None]:
     """As every step was until hooks and autograd functions were thought of: sums, divided after they were added up."""
     return in_backward(lambda work: float(work.global_samples))
 
 
+@bug("GradScaler: hooks see gradients before unscale_", "scale", strategies="manual", task="clamped")
 def scaled_for_half_precision() -> AbstractContextManager[None]:
     return in_backward(lambda work: 2.0**10)
 
 
-def mean_of_each_microbatch_back_propagated() -> AbstractContextManager[None]:
+@bug(
+    "DDP and accelerate: backward of each micro-batch's own mean",
+    "scale",
+    strategies="manual",
+    policies="local",
+    task="clamped_batchnorm",
+)
+def mean_of_each_microbatch() -> AbstractContextManager[None]:
     return in_backward(lambda work: work.global_samples / max(1, len(work.indices)))
 
 
+@bug("hand-written data parallelism: a hook sees the gradient of a rank's micro-batch", "scale", task="parameter_hooks")
 def hooks_before_the_sum() -> AbstractContextManager[None]:
     return planted((ModelInTraining, "hide_hooks", lambda self, alone, counted=True: []))
 
@@ -588,9 +660,15 @@ def in_backward(factor: Callable[[MicroBatchPlan], float]) -> AbstractContextMan
     return planted(*strategies(change, Manual), (ModelInTraining, "backward", backward))
 
 
+@bug("a clamp, and several micro-batches with a weight each: an error", "error", task="clamped_tokens")
+def weight_known_too_late() -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 # ---- clipping ----------------------------------------------------------------------------------------------------
 
 
+@bug("clip_grad_norm_ before the all-reduce", "clipping", strategies="manual")
 def clipped_before_sync() -> AbstractContextManager[None]:
     def change(right: Right) -> None:
         def sync_gradients(total_weight: Tensor) -> None:
@@ -607,6 +685,7 @@ def clipped_before_sync() -> AbstractContextManager[None]:
     return planted(*strategies(change, Manual))
 
 
+@bug("the norm measured before the all-reduce", "clipping", strategies="manual bucketed")
 def clipped_by_own_norm() -> AbstractContextManager[None]:
     def change(right: Right) -> None:
         own = [torch.zeros(())]
@@ -624,10 +703,12 @@ def clipped_by_own_norm() -> AbstractContextManager[None]:
     return planted(*strategies(change, Manual, Bucketed))  # under DDP .grad is the mean already
 
 
+@bug("a norm scaled along with something else", "clipping")
 def clipped_to_twice_the_norm() -> AbstractContextManager[None]:
     return planted(*wrong_clip(lambda right, max_norm: right.clip_grad_norm(2 * max_norm).result()))
 
 
+@bug("clip_grad_value_ for clip_grad_norm_", "clipping")
 def clipped_by_value() -> AbstractContextManager[None]:
     def clip(right: Right, max_norm: float) -> float:
         norm = nn.utils.get_total_norm(gradients_of(right))
@@ -637,7 +718,8 @@ def clipped_by_value() -> AbstractContextManager[None]:
     return planted(*wrong_clip(clip))
 
 
-def clipped_each_tensor_alone() -> AbstractContextManager[None]:
+@bug("clip_grad_norm_ in a loop over parameters", "clipping")
+def clipped_each_tensor() -> AbstractContextManager[None]:
     def clip(right: Right, max_norm: float) -> float:
         norm = nn.utils.get_total_norm(gradients_of(right))
         for parameter in trainable_parameters(right.model):
@@ -647,6 +729,7 @@ def clipped_each_tensor_alone() -> AbstractContextManager[None]:
     return planted(*wrong_clip(clip))
 
 
+@bug("a sharded trainer's norm on replicated gradients", "clipping")
 def norm_summed_over_copies() -> AbstractContextManager[None]:
     def clip(right: Right, max_norm: float) -> float:
         squared = nn.utils.get_total_norm(gradients_of(right)).square()
@@ -660,6 +743,7 @@ def norm_summed_over_copies() -> AbstractContextManager[None]:
 # ---- optimizer ---------------------------------------------------------------------------------------------------
 
 
+@bug("weight decay in the loop and in the optimizer", "optimizer")
 def decayed_twice() -> AbstractContextManager[None]:
     def change(right: Right) -> None:
         @torch.no_grad()
@@ -673,6 +757,7 @@ def decayed_twice() -> AbstractContextManager[None]:
     return planted(*strategies(change))
 
 
+@bug("linear scaling with an unchanged global batch", "optimizer")
 def lr_scaled_by_world_size() -> AbstractContextManager[None]:
     def change(right: Right) -> None:
         before: list[float] = []
@@ -692,7 +777,8 @@ def lr_scaled_by_world_size() -> AbstractContextManager[None]:
     return planted(*strategies(change))
 
 
-def state_lost_off_rank_0() -> AbstractContextManager[None]:
+@bug("002: optimizer state of a resumed run on rank 0 only", "optimizer")
+def optimizer_state_lost() -> AbstractContextManager[None]:
     def change(right: Right) -> None:
         if right.world.rank != 0:
             right.optimizer.register_step_pre_hook(lambda *_: right.optimizer.state.clear())
@@ -700,6 +786,7 @@ def state_lost_off_rank_0() -> AbstractContextManager[None]:
     return planted(*strategies(change))
 
 
+@bug("`if rank == 0` around too much", "optimizer sync")
 def stepped_on_rank_0_only() -> AbstractContextManager[None]:
     def change(right: Right) -> None:
         original = right.optimizer.step
@@ -720,20 +807,24 @@ def stepped_on_rank_0_only() -> AbstractContextManager[None]:
 # ---- random ------------------------------------------------------------------------------------------------------
 
 
+@bug("torch.manual_seed(seed + rank)", "random")
 def seeded_by_rank() -> AbstractContextManager[None]:
     return planted((MicroBatchPlan, "random_seed", lambda self, seed: seed + dist.get_rank()))
 
 
+@bug("torch.manual_seed(seed) on every rank", "random")
 def same_stream_for_all() -> AbstractContextManager[None]:
     original = MicroBatchPlan.random_seed
     return planted((MicroBatchPlan, "random_seed", lambda w, seed: original(structs.replace(w, virtual_rank=0), seed)))
 
 
-def same_stream_for_all_microbatches() -> AbstractContextManager[None]:
+@bug("a seed made of step and rank", "random")
+def same_stream_each_microbatch() -> AbstractContextManager[None]:
     original = MicroBatchPlan.random_seed
     return planted((MicroBatchPlan, "random_seed", lambda w, seed: original(structs.replace(w, micro_batch=0), seed)))
 
 
+@bug("002: RNG differs", "random")
 def not_seeded() -> AbstractContextManager[None]:
     return planted((SeededStream, "enter", lambda self, seed: None))
 
@@ -741,6 +832,7 @@ def not_seeded() -> AbstractContextManager[None]:
 # ---- buffers -----------------------------------------------------------------------------------------------------
 
 
+@bug("000, 004; DDP's broadcast_buffers", "buffers", policies="local", task="batchnorm")
 def buffers_of_rank_0() -> AbstractContextManager[None]:
     def merge(self: VirtualRankBuffers) -> dict[str, Tensor]:
         own = self._of[min(self._of)] if self._of else self._initial
@@ -752,22 +844,26 @@ def buffers_of_rank_0() -> AbstractContextManager[None]:
     return planted((VirtualRankBuffers, "_merge", merge))
 
 
+@bug("000, 004: buffers differ by 0.097", "buffers", policies="local", task="batchnorm")
 def buffers_of_each_rank() -> AbstractContextManager[None]:
     return planted((VirtualRankBuffers, "merged", lambda self: nullcontext()))
 
 
+@bug("trap 15's cure gone wrong", "buffers", policies="local", task="batchnorm")
 def stand_in_moves_buffers() -> AbstractContextManager[None]:
     original = VirtualRankBuffers.enter
     return planted((VirtualRankBuffers, "enter", lambda self, w: original(self, structs.replace(w, is_counted=True))))
 
 
+@bug("SyncBatchNorm never converted", "buffers sync", policies="sync", task="batchnorm")
 def statistics_not_synchronised() -> AbstractContextManager[None]:
     return planted((SyncBatchNorm, "forward", _BatchNorm.forward))
 
 
+@bug("SyncBatchNorm on uneven shares: mean of means", "buffers", policies="sync", task="batchnorm")
 def statistics_unweighted() -> AbstractContextManager[None]:
     def union(self: SyncBatchNorm, own: Moments) -> Moments:
-        packed = torch.cat([own.count.reshape(1), own.mean, own.m2])
+        packed = torch.cat([own.size.reshape(1), own.mean, own.m2])
         gathered = [torch.empty_like(packed) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(gathered, packed, group=self.group)
         filled = torch.stack([each for each in gathered if each[0] > 0])  # (ranks with samples, 1 + 2C)
@@ -779,18 +875,20 @@ def statistics_unweighted() -> AbstractContextManager[None]:
     return planted((SyncBatchNorm, "_union", union))
 
 
+@bug("SyncBatchNorm by hand: mean of variances", "buffers", policies="sync", task="batchnorm")
 def spread_of_means_ignored() -> AbstractContextManager[None]:
     original = batchnorm.merge_moments
     return planted((batchnorm, "merge_moments", lambda a, b: original(a, b)._replace(m2=a.m2 + b.m2)))
 
 
+@bug("BatchNorm by hand: no n / (n - 1)", "buffers", policies="sync", task="batchnorm")
 def biased_running_variance() -> AbstractContextManager[None]:
     original = SyncBatchNorm._statistics
 
     def statistics(self: SyncBatchNorm, union: Moments, own_count: int) -> tuple[Tensor, Tensor]:
         result = original(self, union, own_count)
-        if self.running_var is not None and self.momentum is not None and union.count > 1:
-            too_much = union.m2 / (union.count - 1) - union.m2 / union.count
+        if self.running_var is not None and self.momentum is not None and union.size > 1:
+            too_much = union.m2 / (union.size - 1) - union.m2 / union.size
             self.running_var.sub_((self.momentum * too_much).to(self.running_var.dtype))
         return result
 
@@ -800,22 +898,26 @@ def biased_running_variance() -> AbstractContextManager[None]:
 # ---- loss --------------------------------------------------------------------------------------------------------
 
 
+@bug("padding tokens count like others", "loss", task="tokens")
 def weights_ignored() -> AbstractContextManager[None]:
     original = step_module.weighted_losses
     return planted((step_module, "weighted_losses", lambda *arguments: (original(*arguments)[0], None)))
 
 
+@bug("003: loss of rank 0", "loss")
 def own_loss_reported() -> AbstractContextManager[None]:
     original = StepTotals.start
 
     def start(self: StepTotals) -> Callable[[], Totals]:
-        own: list[Any] = [sum(self._losses), sum(self._weights)]
+        loss, weight = float(sum(self._losses)), float(sum(self._weights))
         wait = original(self)
 
         def mine() -> Totals:
             right = wait()
             assert isinstance(right, Totals)
-            return Totals(own, right.votes) if own[1] > 0 else right  # a rank without samples has no loss of its own
+            if weight == 0:  # a rank without samples has no loss of its own
+                return right
+            return Totals([loss / weight * right.total_weight, right.total_weight], right.votes)
 
         return mine
 
@@ -825,6 +927,7 @@ def own_loss_reported() -> AbstractContextManager[None]:
 # ---- error -------------------------------------------------------------------------------------------------------
 
 
+@bug("002: reduction='mean'", "error")
 def loss_averages() -> AbstractContextManager[None]:
     original = step_module.weighted_losses
 
@@ -834,6 +937,7 @@ def loss_averages() -> AbstractContextManager[None]:
     return planted((step_module, "weighted_losses", weighted_losses))
 
 
+@bug("own buckets without no_sync", "error", strategies="bucketed")
 def pause_forgotten() -> AbstractContextManager[None]:
     original = Reducer.begin_backward
     return planted(
@@ -841,21 +945,7 @@ def pause_forgotten() -> AbstractContextManager[None]:
     )
 
 
-# ---- the list ----------------------------------------------------------------------------------------------------
-
-
-def bug(
-    name: str,
-    source: str,
-    plant: Callable[[], AbstractContextManager[None]],
-    causes: str,
-    task: str = "dropout",
-    strategies: str = "manual bucketed ddp",
-    policies: str = "none local sync",
-) -> Mutation:
-    return Mutation(
-        name, source, plant, frozenset(causes.split()), task, tuple(strategies.split()), tuple(policies.split())
-    )
+# ---- controls -----------------------------------------------------------------------------------------------------
 
 
 CONTROL = Mutation("control", "no bug: no finding", nullcontext, frozenset())
@@ -865,172 +955,3 @@ CONTROLS_OF_SCALE = [
     for task in ("clamped", "clamped_batchnorm", "module_hook", "parameter_hooks")
 ]
 """no bug, in models whose gradient path is not linear"""
-
-# fmt: off
-MUTATIONS = [
-    bug("contiguous-chunks", "002: a contiguous chunk per rank", contiguous_chunks, "samples"),
-    bug("padding", "002 'must pad'; torch's DistributedSampler", padding, "samples"),
-    bug("no-reshuffle", "003: no set_epoch", no_reshuffle, "samples"),
-    bug("seed-plus-epoch", "trap 5: torch's DistributedSampler", seed_plus_epoch, "samples"),
-    bug("order-of-each-rank", "DataLoader(shuffle=True) without a sampler", order_of_each_rank, "samples"),
-    bug("tail-dropped", "DataLoader(drop_last=True)", tail_dropped, "samples"),
-    bug("broadcast-forgotten", "002: hand-written data parallelism", broadcast_forgotten, "start"),
-    bug("head-made-after-broadcast", "fine-tuning: a layer replaced too late", head_made_after_broadcast, "start"),
-    bug("never-reduced", "a bare training loop under torchrun; no_sync around all", never_reduced, "sync"),
-    bug(
-        "no-sync-wrong-microbatch", "DDP: no_sync the wrong way round", no_sync_on_the_wrong_microbatch, "sync",
-        strategies="ddp"
-    ),
-    bug(
-        "one-gradient-forgotten", "DDP: a parameter it was told to ignore, or never saw", one_gradient_forgotten,
-        "sync"
-    ),
-    bug(
-        "parameter-reduced-instead", "a well-known teaching DP (famous tools)", parameter_reduced_instead, "sync",
-        strategies="manual"
-    ),
-    bug("divided-by-world-size-too", "DDP: averaged by it and by oneself", divided_by_world_size_too, "mean"),
-    bug("not-divided-by-world-size", "all_reduce sums: means added up", not_divided_by_world_size, "mean"),
-    bug(
-        "divided-by-microbatches-too", "loss / accumulation_steps of a mean over the whole",
-        divided_by_microbatches_too, "mean"
-    ),
-    bug("tail-divided-by-full-batch", "loss.sum() / batch_size, a constant", tail_divided_by_full_batch, "mean"),
-    bug(
-        "incomplete-window", "accelerate 1.15 (famous tools)", incomplete_window_divided_by_full_count,
-        "mean accumulation"
-    ),
-    bug(
-        "samples-not-weights", "padding tokens: divided by sequences", divided_by_samples_not_weights, "mean loss",
-        "tokens"
-    ),
-    bug("mean-of-rank-means", "002: mean of means 3-17 %", mean_of_rank_means, "shares"),
-    bug(
-        "mean-of-token-means", "transformers before 4.46: mean per micro-batch", mean_of_microbatch_means,
-        "shares loss", "tokens"
-    ),
-    bug("only-last-microbatch", "zero_grad inside the accumulation loop", only_last_microbatch, "accumulation"),
-    bug(
-        "first-microbatch-leaves",
-        "own buckets: hooks armed on the wrong backward",
-        buckets_leave_with_first_microbatch,
-        "accumulation error",  # since this list was written the reducer itself refuses it
-        strategies="bucketed",
-    ),
-    bug(
-        "reduced-each-microbatch", "sums communicated in every backward", reduced_after_each_microbatch,
-        "accumulation", strategies="manual"
-    ),
-    bug("stale-gradients", "trap 1: zero_grad that does not reach them", stale_gradients, "accumulation gradient"),
-    bug(
-        "stand-in-counted", "trap 15's cure gone wrong: an idle rank's dummy batch", stand_in_counted,
-        "accumulation gradient"
-    ),
-    bug(
-        "none-becomes-zero", "002; zero_grad(set_to_none=False)", none_becomes_zero, "none", "unused",
-        "manual bucketed"
-    ),
-    bug(
-        "no-gradient-without-samples", "002: only ranks that have a gradient take the sum",
-        no_gradient_without_samples, "none sync"
-    ),
-    bug(
-        "unpacked-in-another-order", "own buckets: packed last first, unpacked first first",
-        unpacked_in_another_order, "gradient", strategies="bucketed"
-    ),
-    bug(
-        "order-differs-on-one-rank", "famous tools: all-reduces swapped on one rank", order_differs_on_one_rank,
-        "gradient sync", strategies="manual"
-    ),
-    bug("reduced-in-half-precision", "DDP's fp16_compress_hook", reduced_in_half_precision, "gradient"),
-    bug(
-        "statistics-gradient-local", "own SyncBatchNorm: forward synchronised, backward not",
-        gradient_through_statistics_not_summed, "gradient sync", "batchnorm", policies="sync"
-    ),
-    bug(
-        "sum-back-propagated", "any trainer that divides after the sum", sum_back_propagated, "scale", "clamped",
-        strategies="manual"
-    ),
-    bug(
-        "sum-back-propagated-module-hook", "the same, with a full backward hook", sum_back_propagated, "scale",
-        "module_hook", strategies="manual"
-    ),
-    bug(
-        "hooks-before-the-sum", "hand-written data parallelism: a hook sees the gradient of a rank's micro-batch",
-        hooks_before_the_sum, "scale", "parameter_hooks"
-    ),
-    bug(
-        "weight-known-too-late", "a clamp, and several micro-batches with a weight each: an error", nullcontext,
-        "error", "clamped_tokens"
-    ),
-    bug(
-        "scaled-for-half-precision", "GradScaler: hooks see gradients before unscale_", scaled_for_half_precision,
-        "scale", "clamped", strategies="manual"
-    ),
-    bug(
-        "mean-of-each-microbatch", "DDP and accelerate: backward of each micro-batch's own mean",
-        mean_of_each_microbatch_back_propagated, "scale", "clamped_batchnorm", strategies="manual", policies="local"
-    ),
-    bug(
-        "clipped-before-sync", "clip_grad_norm_ before the all-reduce", clipped_before_sync, "clipping",
-        strategies="manual"
-    ),
-    bug(
-        "clipped-by-own-norm", "the norm measured before the all-reduce", clipped_by_own_norm, "clipping",
-        strategies="manual bucketed"
-    ),
-    bug("clipped-to-twice-the-norm", "a norm scaled along with something else", clipped_to_twice_the_norm, "clipping"),
-    bug("clipped-by-value", "clip_grad_value_ for clip_grad_norm_", clipped_by_value, "clipping"),
-    bug("clipped-each-tensor", "clip_grad_norm_ in a loop over parameters", clipped_each_tensor_alone, "clipping"),
-    bug(
-        "norm-summed-over-copies", "a sharded trainer's norm on replicated gradients", norm_summed_over_copies,
-        "clipping"
-    ),
-    bug("decayed-twice", "weight decay in the loop and in the optimizer", decayed_twice, "optimizer"),
-    bug(
-        "lr-scaled-by-world-size", "linear scaling with an unchanged global batch", lr_scaled_by_world_size,
-        "optimizer"
-    ),
-    bug(
-        "optimizer-state-lost", "002: optimizer state of a resumed run on rank 0 only", state_lost_off_rank_0,
-        "optimizer"
-    ),
-    bug("stepped-on-rank-0-only", "`if rank == 0` around too much", stepped_on_rank_0_only, "optimizer sync"),
-    bug("seeded-by-rank", "torch.manual_seed(seed + rank)", seeded_by_rank, "random"),
-    bug("same-stream-for-all", "torch.manual_seed(seed) on every rank", same_stream_for_all, "random"),
-    bug("same-stream-each-microbatch", "a seed made of step and rank", same_stream_for_all_microbatches, "random"),
-    bug("not-seeded", "002: RNG differs", not_seeded, "random"),
-    bug(
-        "buffers-of-rank-0", "000, 004; DDP's broadcast_buffers", buffers_of_rank_0, "buffers", "batchnorm",
-        policies="local"
-    ),
-    bug(
-        "buffers-of-each-rank", "000, 004: buffers differ by 0.097", buffers_of_each_rank, "buffers", "batchnorm",
-        policies="local"
-    ),
-    bug(
-        "stand-in-moves-buffers", "trap 15's cure gone wrong", stand_in_moves_buffers, "buffers", "batchnorm",
-        policies="local"
-    ),
-    bug(
-        "statistics-not-synchronised", "SyncBatchNorm never converted", statistics_not_synchronised, "buffers sync",
-        "batchnorm", policies="sync"
-    ),
-    bug(
-        "statistics-unweighted", "SyncBatchNorm on uneven shares: mean of means", statistics_unweighted, "buffers",
-        "batchnorm", policies="sync"
-    ),
-    bug(
-        "spread-of-means-ignored", "SyncBatchNorm by hand: mean of variances", spread_of_means_ignored, "buffers",
-        "batchnorm", policies="sync"
-    ),
-    bug(
-        "biased-running-variance", "BatchNorm by hand: no n / (n - 1)", biased_running_variance, "buffers",
-        "batchnorm", policies="sync"
-    ),
-    bug("weights-ignored", "padding tokens count like others", weights_ignored, "loss", "tokens"),
-    bug("own-loss-reported", "003: loss of rank 0", own_loss_reported, "loss"),
-    bug("loss-averages", "002: reduction='mean'", loss_averages, "error"),
-    bug("pause-forgotten", "own buckets without no_sync", pause_forgotten, "error", strategies="bucketed"),
-]
-# fmt: on

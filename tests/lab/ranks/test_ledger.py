@@ -444,15 +444,6 @@ def test_ranks_that_disagree_are_a_finding(tmp_path):
     rendered(findings)
 
 
-def test_a_run_of_an_older_paceline_proves_nothing(tmp_path):
-    with EventWriter(tmp_path / "events-0.jsonl") as writer:
-        writer.write(Started(1, 0, 1, "host", 1, "cpu", 0.0))
-        writer.write(Step(1, 0, 1.0, 20, 0.1, 0.1, 0.0, 0.0))
-    found = check_samples(tmp_path, lambda n: replace(PLAN, num_samples=n))
-    rendered(found.findings)
-    assert found.incarnations[0].last_step == 1
-
-
 # ---- the command -------------------------------------------------------------------------------------------------
 
 

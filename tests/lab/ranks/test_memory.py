@@ -56,7 +56,7 @@ def looked_at(rank: int, world_size: int, folder: str) -> dict[str, dict[str, ob
     measure.measure_candidates(order, Workload(TrainConfig(task="none"), task(), task().make_dataset("train"), world))
     lines = Path(folder, CHUNKS).read_bytes().splitlines() if rank == 0 else []
     found = [msgspec.json.decode(one, type=Measurement) for one in lines]
-    return {one.strategy: msgspec.to_builtins(one) for one in found}
+    return {one.candidate.strategy: msgspec.to_builtins(one) for one in found}
 
 
 def task():

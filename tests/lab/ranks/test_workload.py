@@ -1,5 +1,6 @@
 """What `compare` and `scale` measure on: as many samples as the batches that are named, of streams, too, or nothing."""
 
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ def test_a_step_of_a_stream_has_as_many_samples_as_it_is_named_for(
     (note,) = workload.notes
     assert f"first {largest:,} samples" in note
     for one in named:
-        with CandidateTraining(workload, one, tmp_path / one.name, 2, ignore_phase) as training:
+        with closing(CandidateTraining(workload, one, tmp_path / one.name, 2, ignore_phase)) as training:
             plan = training.plan
             sizes = [len(plan.global_indices(*divmod(step, plan.steps_per_epoch))) for step in range(2)]
             assert sizes == [one.batch_size] * 2

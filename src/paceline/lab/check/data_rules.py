@@ -83,7 +83,11 @@ def _sharding_findings(loaders: Loaders) -> Iterator[Finding]:
         return
     if not is_same_dataset(loaders):
         differ = do_all_tensors_differ(loader.probes for loader in loaders.values())
-        if splits and differ and all(_draws_part(loaders[rank], p) for rank, p in passes.items()):
+        draws_parts = all(  # even if the script leaves its loop early
+            max(p.drawn, loaders[rank].batches * loaders[rank].batch_size) < loaders[rank].samples
+            for rank, p in passes.items()
+        )
+        if splits and differ and draws_parts:
             fix = "pass the whole data on all ranks, without splitting them first; random_split(..., generator=) with "
             fix += "the same seed on all ranks"
             text = f"{loader.sampler} splits data that already differ between ranks"
@@ -105,11 +109,6 @@ def _sharding_findings(loaders: Loaders) -> Iterator[Finding]:
         yield Finding("same batches", "wrong", text, loader.constructed_at, fix, evidence)
     else:
         yield Finding("same batches", "right", "each rank has different samples of the data", loader.constructed_at)
-
-
-def _draws_part(loader: SeenLoader, epoch_pass: LoaderPass) -> bool:
-    """Whether the sampler draws only a part of the data, even if the script does not leave its loop early."""
-    return max(epoch_pass.drawn, loader.batches * loader.batch_size) < loader.samples
 
 
 def _sharding_fix(loader: SeenLoader) -> str:
@@ -311,13 +310,10 @@ def _local_count_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
 def _divisors(row: Sequence[SeenStep]) -> list[float]:
     """The whole numbers by which ranks divided their losses, if they differ and no other factor compensates."""
     products = [abs(math.prod(step.factors)) for step in row]
-    divisors = [next((1 / f for f in step.factors if _is_count(f)), 0.0) for step in row]
+    whole = ((1 / f for f in step.factors if 0 < f <= 1 / 2 and abs(1 / f - round(1 / f)) < ROUNDING) for step in row)
+    divisors = [next(numbers, 0.0) for numbers in whole]
     differ = max(products) - min(products) > TOLERANCE * max(products) and differs(divisors)
     return divisors if all(divisors) and differ else []
-
-
-def _is_count(factor: float) -> bool:
-    return 0 < factor <= 1 / 2 and abs(1 / factor - round(1 / factor)) < ROUNDING
 
 
 def _padded_metric_findings(facts: ScriptFacts) -> Iterator[Finding]:

@@ -68,12 +68,10 @@ def _columns(batches_by_rank: Iterable[Sequence[Sequence[str]]]) -> list[list[tu
     width = max((len(leaves) for batch in batches for leaves in batch), default=0)
     padding = [MISSING_DIGEST] * width
     columns = [[tuple([*leaves, *padding][n] for leaves in batch) for batch in batches] for n in range(width)]
-    return [column for column in columns if _distinguishes(column)]
-
-
-def _distinguishes(column: Sequence[tuple[str, ...]]) -> bool:
-    digests_by_rank = zip(*filter(_known, column), strict=True)
-    return any(differs(digests) or digests[0].startswith("f:") for digests in digests_by_rank)
+    return [
+        column for column in columns
+        if any(differs(digests) or digests[0].startswith("f:") for digests in zip(*filter(_known, column), strict=True))
+    ]  # fmt: skip
 
 
 def _known(digests: Sequence[str]) -> bool:

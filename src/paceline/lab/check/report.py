@@ -90,17 +90,12 @@ def render_report(script: str, ranks: Sequence[ScriptFacts], findings: Sequence[
     if code:
         result = f"incomplete, the script ended with exit code {code}" + (f"; {mistakes}" if mistakes else "")
     lines = [f"CHECK {script}, {ranks[0].world} ranks, {steps} steps: {result}"]
-    for finding in findings:
-        if finding.level == "right":
-            lines.append(f"right  {finding.words}" + (f" ({finding.site})" if finding.site else ""))
-            continue
+    for finding in findings[: len(findings) - counts["right"]]:  # sorted by level, "right" is the last
         lines += ["", *textwrap.wrap(f"{finding.level.upper():6} {finding.words}", WIDTH, subsequent_indent=" " * 7)]
         for label, text in (("at", finding.site), ("seen", finding.seen), ("fix", finding.type_instead)):
             first, *snippet = text.split("\n")
             if text:
                 lines += textwrap.wrap(f"{label}: {first}", WIDTH, initial_indent=" " * 7, subsequent_indent=" " * 9)
             lines += [" " * 9 + line for line in snippet]  # code to copy is never wrapped
-    first_right = next((n for n, line in enumerate(lines) if line.startswith("right")), None)
-    if first_right is not None:
-        lines.insert(first_right, "")
-    return "\n".join(lines)
+    right = [f"right  {f.words}" + (f" ({f.site})" if f.site else "") for f in findings if f.level == "right"]
+    return "\n".join([*lines, *([""] if right else []), *right])

@@ -174,12 +174,7 @@ def _listen(token: bytes) -> int:
 
 def _serve(server: socket.socket, token: bytes) -> None:
     while True:
-        try:
-            connection, _ = server.accept()
-        except OSError:  # closed before it was accepted, or no free descriptor
-            time.sleep(0.01)
-            continue
-        with connection, suppress(OSError):
+        with suppress(OSError), server.accept()[0] as connection:
             _answer(connection, token)
 
 

@@ -1,6 +1,6 @@
 """The rules of `paceline doctor`, and its report: a line per check with the fix of each finding, or JSON."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -44,14 +44,14 @@ class Host(Node):
                   if all(a.address in links and not links[a.address].error for links in incoming)]  # fmt: skip
         return min(usable, key=lambda a: a.address not in self.facts.own_addresses, default=None)
 
-    def unreachable_sources(self) -> Iterator[tuple[list[str], str]]:
+    def unreachable_sources(self) -> list[tuple[list[str], str]]:
         """The hosts that reach none of its addresses, and why."""
         errors: dict[str, list[str]] = {}
         for (source, target), links in self.survey.links_by_address.items():
             if target == self.name and all(link.error for link in links.values()):
                 reason = "; ".join(f"{address}: {link.error}" for address, link in links.items()) or "it has no address"
                 errors.setdefault(reason, []).append(source)
-        yield from ((sources, reason) for reason, sources in errors.items())
+        return [(sources, reason) for reason, sources in errors.items()]
 
     def offsets_from_median_clock(self) -> list[float]:
         """The seconds by which its clock is ahead of the median of all clocks, including this machine's."""
@@ -62,9 +62,6 @@ class Host(Node):
         """The run folder, and the error of this host's access to it."""
         run_dir = self.survey.wanted.run_dir
         return [(run_dir, done.error) for name, done in self.survey.folder_access.items() if name == self.name]
-
-    def disk(self) -> tuple[FactsAnswer]:
-        return (self.survey.hosts[self.name],)
 
     def outgoing_link_speeds(self) -> list[tuple[str, float]]:
         links = self.survey.measured_links.items()
@@ -120,9 +117,10 @@ RULES: tuple[Rule[Any], ...] = (
     Rule("run folder", "error", Host.folder, lambda access: access[1], "{0[0]}: {0[1]}".format,
          "choose a writable --run-dir on a file system that all hosts mount (NFS, Lustre). Only `paceline train --on "
          "ssh` also works with separate file systems"),
-    Rule("disk", "error", Host.disk, lambda disk: disk.disk_free < NO_SPACE_BYTES, _free_space, FREE_SPACE_ADVICE),
-    Rule("disk", "warning", Host.disk, lambda disk: NO_SPACE_BYTES <= disk.disk_free < LOW_SPACE_BYTES, _free_space,
-         FREE_SPACE_ADVICE),
+    Rule("disk", "error", lambda h: [h.survey.hosts[h.name]], lambda disk: disk.disk_free < NO_SPACE_BYTES,
+         _free_space, FREE_SPACE_ADVICE),
+    Rule("disk", "warning", lambda h: [h.survey.hosts[h.name]],
+         lambda disk: NO_SPACE_BYTES <= disk.disk_free < LOW_SPACE_BYTES, _free_space, FREE_SPACE_ADVICE),
     Rule("bandwidth", "warning", Host.outgoing_link_speeds, lambda link: link[1] < SLOW_BYTES_PER_SECOND,
          lambda link: f"sends {_rate(link[1])} to {link[0]}; {_rate(SLOW_BYTES_PER_SECOND)} is needed",
          "check the negotiated speed (ethtool), cable and switch port of both; all ranks wait for the slowest link"),

@@ -6,7 +6,6 @@ import secrets
 import shutil
 import signal
 import time
-from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from paceline.protocol.control import STOP_SIGNALS, signal_wakeup
 
 T = TypeVar("T")
 PROGRAM = ("-P", "-m", "paceline.lab.doctor.host")
-MAX_NOISE_LINES = 1000  # of a login shell's start-up files, before the first answer
 FIRST_ANSWER_TIMEOUT_SECONDS = 20.0  # to log in and start Python, perhaps from a slow file system
 ANSWER_TIMEOUT_SECONDS = 10.0
 CONNECT_SECONDS = 1.3  # a lost SYN is sent again after 1 s
@@ -61,7 +59,6 @@ class HostPrograms:
         self.lost, self._sessions = lost, sessions
         self._unread: dict[str, bytes] = {}  # the beginning of the next line, by host
         self._answered: set[str] = set()
-        self._noise: Counter[str] = Counter()  # number of lines that are no answers
 
     def ask(self, requests: Mapping[str, m.Request], answer_type: type[T], seconds: float) -> dict[str, T]:
         """Send requests to several hosts in parallel. Return the answers of the next `seconds`, by host."""
@@ -97,13 +94,8 @@ class HostPrograms:
             if line.startswith(b"{"):
                 self._answered.add(name)
                 yield line
-            self._noise[name] += not line.startswith(b"{")
-            if self._noise[name] > MAX_NOISE_LINES:
-                shown = line[:80].decode(errors="replace")
-                return self._lose(piece.session, f"writes output that is not an answer: {shown!r}")
         if len(self._unread[name]) > m.MAX_LINE_BYTES:
             self._lose(piece.session, self._why_silent(piece.session))
-        return None
 
     def _lose(self, session: HostSession, reason: str) -> None:
         self.lost.setdefault(session.name, reason)
@@ -123,10 +115,8 @@ class HostPrograms:
 @contextmanager
 def run_host_programs(commands: Sequence[Command]) -> Generator[HostPrograms]:
     """Start all in parallel, and end them after the block. Main thread only."""
-    missing = [command for command in commands if shutil.which(command.argv[0]) is None]
-    reason = os.strerror(errno.ENOENT)
-    lost = {command.name: f"{command.argv[0]} cannot be started: {reason}" for command in missing}
-    found = [command for command in commands if command not in missing]
+    found, reason = [command for command in commands if shutil.which(command.argv[0])], os.strerror(errno.ENOENT)
+    lost = {c.name: f"{c.argv[0]} cannot be started: {reason}" for c in commands if c not in found}
     with signal_wakeup((*STOP_SIGNALS, signal.SIGCHLD)) as wakeup, open_sessions(found, wakeup) as sessions:
         yield HostPrograms(sessions, lost)
 

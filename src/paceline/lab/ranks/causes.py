@@ -7,7 +7,7 @@ micro-batches). If no combination fits, the cause is unknown.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import nan
 from typing import NamedTuple
@@ -137,7 +137,9 @@ def explain_difference(
     if got.stream_fingerprints != want.stream_fingerprints:
         return "random", "random stream", _stream_difference(got, want)
     if loss and loss.tensor != NORM:  # although samples, weights and random numbers are right
-        return _explain_loss(got, want, loss, reference)
+        is_factor = _is_factor(got.scalars[loss.tensor] / want.scalars[loss.tensor])
+        batch_norm = loss.tensor == "loss" and has_batch_norm(reference.model) and not is_factor
+        return "buffers" if batch_norm else "loss", loss.tensor, _off(got.scalars, want.scalars, loss.tensor)
     if ranks.first_gradient_difference:
         return "sync", ranks.first_gradient_difference, "its gradient differs between ranks after synchronisation"
     if "gradient" in kinds:
@@ -156,12 +158,6 @@ def explain_difference(
     return cause, tensor, "differs between ranks after the step"
 
 
-def _explain_loss(got: StepValues, want: StepValues, loss: TensorDifference, reference: Reference) -> Explanation:
-    ratio = got.scalars[loss.tensor] / want.scalars[loss.tensor]
-    batch_norm = loss.tensor == "loss" and has_batch_norm(reference.model) and not _is_factor(ratio)
-    return "buffers" if batch_norm else "loss", loss.tensor, _off(got.scalars, want.scalars, loss.tensor)
-
-
 def _explain_gradient(got: StepValues, want: StepValues, first: TensorDifference, ref: Reference) -> Explanation:
     mismatched = [n for n, g in want.gradients.items() if (g is None) != (got.gradients.get(n) is None)]
     if mismatched:
@@ -174,7 +170,7 @@ def _explain_gradient(got: StepValues, want: StepValues, first: TensorDifference
     scale = float(values.abs().max()) or 1.0
     if (factor := factor_between(values, expected)) is not None:
         return "mean", first.tensor, f"every gradient is {format_ratio(factor)} the right value"
-    basis = ref.gradient_parts([[key] for key in keys], [1.0] * len(keys))  # (probes, parts)
+    basis = ref.gradient_parts()  # (probes, parts)
     coefficients = torch.linalg.lstsq(basis, values.unsqueeze(1), driver="gelsd").solution[:, 0]  # all 1 if right
     residual = float((basis @ coefficients - values).abs().max()) / scale
     if residual > 1e-7:
@@ -182,9 +178,7 @@ def _explain_gradient(got: StepValues, want: StepValues, first: TensorDifference
         details = f"{wrong_count} of {len(want.gradients)} gradients differ, up to {first.error:.1e}"
         if _is_linear(basis.sum(1), ref):
             return "gradient", first.tensor, details
-        if scaled := _other_scale(values, ref):
-            return "scale", first.tensor, scaled
-        return "gradient", first.tensor, f"{details}. The gradient path is not linear{_hooked(ref)}"
+        return "scale", first.tensor, f"{details}. The gradient path is not linear{_hooked(ref)}"
     # but the parts do not add up to the whole gradient
     if all(abs(m - 1) < COEFFICIENT_TOLERANCE for m in coefficients.tolist()):
         return "scale", first.tensor, f"the part of each micro-batch is right, but not their sum{_hooked(ref)}"
@@ -200,33 +194,8 @@ def factor_between(got: Tensor, want: Tensor, tolerance: float = 1e-9) -> float 
 
 def _is_linear(gradient: Tensor, ref: Reference) -> bool:
     """Whether a backward of k times the loss gives k times the gradient, for example without clipping in a hook."""
-    keys = [*ref.weights]
-    scaled_up = ref.gradient_parts([[key] for key in keys], [LINEARITY_FACTOR] * len(keys)).sum(1)
-    scaled_down = ref.gradient_parts([[key] for key in keys], [1 / LINEARITY_FACTOR] * len(keys)).sum(1)
-    allowed = 1e-9 * float(gradient.abs().max())
-    return all(float((other - gradient).abs().max()) <= allowed for other in (scaled_up, scaled_down))
-
-
-def _other_scale(values: Tensor, ref: Reference) -> str:
-    """A description of the loss whose backward gives this gradient, if it is not the mean over the global batch."""
-    by_rank: dict[str, list[str]] = {}
-    for key in ref.weights:
-        by_rank.setdefault(key.split(".")[0], []).append(key)
-    total = sum(ref.weights.values())
-    powers = [2.0**k for k in range(17)]
-    for part, groups in (("micro-batch", [[key] for key in ref.weights]), ("virtual rank", [*by_rank.values()])):
-        ones, weights = [1.0] * len(groups), [sum(ref.weights[key] for key in group) for group in groups]
-        for description, factors in (
-            (f"the part of each {part} in the mean, separately", ones),
-            (f"the sum of the losses of each {part}", [total] * len(groups)),
-            (f"the mean of the losses of each {part}", [total / max(weight, 1e-300) for weight in weights]),
-            *((f"the losses of each {part}, times {power:g}", [power] * len(groups)) for power in powers),
-            *((f"the sum of the losses of each {part}, / {p:g}", [total / p] * len(groups)) for p in powers),
-        ):
-            gradient = ref.gradient_parts(groups, factors).sum(1)
-            if float((gradient - values).abs().max()) <= 1e-9 * float(values.abs().max()):
-                return f"it is the gradient of a backward of {description}{_hooked(ref)}"
-    return ""
+    others = (ref.gradient_parts(factor).sum(1) for factor in (LINEARITY_FACTOR, 1 / LINEARITY_FACTOR))
+    return all(float((other - gradient).abs().max()) <= 1e-9 * float(gradient.abs().max()) for other in others)
 
 
 def _hooked(ref: Reference) -> str:
@@ -235,22 +204,24 @@ def _hooked(ref: Reference) -> str:
 
 def _cause_of_coefficients(coefficients: dict[str, float], want: StepValues, ref: Reference) -> str:
     """The cause of these factors of the micro-batches, which are not all equal."""
-    by_rank: dict[str, list[float]] = {}
-    for key, factor in coefficients.items():
-        by_rank.setdefault(key.split(".")[0], []).append(factor)
+    by_rank, by_part = _grouped(coefficients, 0), _grouped(coefficients, 1)
     if any(abs(f) < COEFFICIENT_TOLERANCE or abs(f - 2) < COEFFICIENT_TOLERANCE for f in coefficients.values()):
         return "accumulation"
     if any(max(factors) - min(factors) > COEFFICIENT_TOLERANCE for factors in by_rank.values()):
-        by_part: dict[str, list[float]] = {}
-        for key, factor in coefficients.items():
-            by_part.setdefault(key.split(".")[1], []).append(factor)
         # the same on every rank, but not for every micro-batch
         return "accumulation" if all(max(f) - min(f) < COEFFICIENT_TOLERANCE for f in by_part.values()) else "shares"
     # One factor per rank: 1 / samples for a mean of means, 1 / norm if each rank clips its gradients.
-    weights = {v: sum(w for k, w in ref.weights.items() if k.split(".")[0] == v) for v in by_rank}
-    products = [factors[0] * weights[v] for v, factors in by_rank.items()]
+    products = [by_rank[v][0] * sum(weights) for v, weights in _grouped(ref.weights, 0).items()]
     is_averaged = max(products) - min(products) < COEFFICIENT_TOLERANCE * max(map(abs, products))
     return "shares" if is_averaged or want.scalars[NORM] <= ref.spec.clip_norm else "clipping"
+
+
+def _grouped(values: Mapping[str, float], index: int) -> dict[str, list[float]]:
+    """The values by virtual rank (0) or by micro-batch (1). The keys are 'virtual rank.micro-batch'."""
+    groups: dict[str, list[float]] = {}
+    for key, value in values.items():
+        groups.setdefault(key.split(".")[index], []).append(value)
+    return groups
 
 
 def _differs(a: torch.Tensor | None, b: torch.Tensor) -> bool:

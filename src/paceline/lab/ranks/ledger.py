@@ -163,12 +163,6 @@ def check_samples(run_dir: Path, make_plan: Callable[[int], BatchPlan]) -> Ledge
         result = replace(result, num_samples=0, steps_per_epoch=0)
     elif first.own_order:  # of a sampler, whose batches can have other sizes than those of the plan
         result = replace(result, steps_per_epoch=first.steps_per_epoch)
-    elif older := [start.label for start in starts if any(log.started.num_samples == 0 for log in start.logs)]:
-        result.findings.append(
-            f"an older version of paceline wrote this run: {', '.join(older)} did not record the samples of each rank, "
-            "so the audit cannot check that each sample was used once"
-        )
-        return result
     result.findings.extend(text for start in starts for text in _disagreements(start, plan))
     faults = [
         (range(step, step + 1), f"{start.label} logged it, although it started after step "
@@ -462,16 +456,15 @@ def _check_epoch(epoch: int, steps: Sequence[_CheckedStep], num_samples: int) ->
 
 def _merged(faults: Iterable[tuple[range, str]]) -> Iterator[str]:
     """One message for all consecutive steps with the same fault."""
-    spans: list[tuple[int, int, str]] = []
-    last_index: dict[str, int] = {}
-    for steps, text in sorted(faults, key=lambda fault: (fault[0].start, fault[1])):
-        index = last_index.get(text)
-        if index is not None and spans[index][1] == steps.start - 1:
-            spans[index] = (spans[index][0], steps.stop - 1, text)
-        else:
-            last_index[text] = len(spans)
-            spans.append((steps.start, steps.stop - 1, text))
-    return (f"{_name_steps(first, last)}: {text}" for first, last, text in spans)
+    by_text: dict[str, list[range]] = {}
+    for steps, text in sorted(faults, key=lambda fault: fault[0].start):
+        spans = by_text.setdefault(text, [])
+        if spans and spans[-1].stop == steps.start:
+            steps = range(spans.pop().start, steps.stop)
+        spans.append(steps)
+    merged = [(span, text) for text, spans in by_text.items() for span in spans]
+    for span, text in sorted(merged, key=lambda fault: (fault[0].start, fault[1])):
+        yield f"{_name_steps(span.start, span.stop - 1)}: {text}"
 
 
 def _name_steps(first: int, last: int) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 import torch
@@ -111,6 +111,7 @@ class CandidateTraining:
         """Apply the strategy to a new model (a collective)."""
         self._open = ExitStack()
         self.sync_seconds = 0.0  # the time that the last chunk of steps waited for other ranks
+        self.microbatches: Sequence[MicroBatch] = ()  # of the last step
         task, dataset, world, data = workload.task, workload.dataset, workload.world, workload.world.data
         config = _configured(workload.config, candidate)
         shape = resolve_batch_sizes(config.data, data.size)
@@ -152,23 +153,16 @@ class CandidateTraining:
         self.sync_seconds = 0.0
         return sum(self._record(next(self._taken)) for _ in range(steps))
 
-    def take_one(self) -> Sequence[MicroBatch]:
-        record = next(self._taken)
-        self._record(record)
-        return record.microbatches
-
     def _record(self, record: StepRecord) -> int:
         tokens, samples = record.num_tokens_and_samples()
         self.use.tokens, self.use.samples = self.use.tokens + tokens, self.use.samples + samples
+        self.microbatches = record.microbatches
         self.sync_seconds += record.phase_seconds.get(Phase.SYNC.word, 0.0)
         samples = len(self.plan.global_indices(*divmod(record.step - 1, self.plan.steps_per_epoch)))
         self._records.log_step(record, samples, self._share, listed=self._lists_samples)
         return samples
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._open.close()
 
 
@@ -224,11 +218,11 @@ def _measure(order: MeasurementRequest, workload: Workload, candidate: Candidate
         first = time.perf_counter() - start
         training.take_steps(1)  # DDP rebuilds its buckets in the second step; the third is like all later ones
         traffic = TrafficCounter(status_page, replica.world, replica.pipeline)
-        microbatches = training.take_one()
-        sent = traffic.take_sent_bytes()
+        training.take_steps(1)
+        sent = traffic.sent_bytes()
         if inspection:
-            inspection.count_batch(microbatches)
-    with training:
+            inspection.count_batch(training.microbatches)
+    with closing(training):
         training.take_steps(order.warmup - m.INSPECTED_STEPS)
         all_gather_object(0, world)
         start, cpu_base = time.perf_counter(), sum(os.times()[:2])
@@ -243,7 +237,7 @@ def _measure(order: MeasurementRequest, workload: Workload, candidate: Candidate
         weights = [shard for shard in replica.state() if shard.name.startswith("model/")]
         digest = sha256_of(full_state(weights, world))
     trained = [p for p in replica.model.parameters() if p.requires_grad]
-    local["weights"] = sum(p.numel() * p.element_size() for p in trained)
+    local["weights"] = sum(p.nbytes for p in trained)
     results = all_gather_object(local, world)
     one_copy = replica.world.mesh.peers(0, MODEL_DIMENSIONS) if replica.world.mesh else (0,)
     seconds = max(result["seconds"] for result in results)
@@ -255,11 +249,8 @@ def _measure(order: MeasurementRequest, workload: Workload, candidate: Candidate
     if world.rank == 0:  # measures the peak again if the machine was busy when it was measured
         training.use.peak_tflops(measure=True, samples_per_second=samples / seconds)
     return Measurement(
-        name=candidate.name,
-        strategy=candidate.strategy,
-        world_size=world.size,
-        batch_size=candidate.batch_size,
-        threads=candidate.threads,
+        candidate,
+        world.size,
         global_batch=training.plan.global_batch,
         samples=samples,
         seconds=seconds,
@@ -274,7 +265,6 @@ def _measure(order: MeasurementRequest, workload: Workload, candidate: Candidate
         device=device_name(world.device),
         sync_share=sum(result["sync"] / result["seconds"] for result in results) / world.size,
         notes=(*workload.notes, *training.notes),
-        mesh=candidate.mesh,
         use=training.use.speed(samples / seconds),
         mfu_words=explain_mfu(samples / seconds, workload.count.per_sample, training.use.peak_tflops(), world.size),
         gpus={rank: result["gpu"] for rank, result in enumerate(results) if result["gpu"]},

@@ -136,24 +136,20 @@ def _timeline(profiler: profile, device: torch.device) -> list[int | str]:
 
 
 class TrafficCounter:
-    """Counts the bytes that this rank sends, from its creation or the last call of `take_sent_bytes`."""
+    """Counts the bytes that this rank sends, from its creation to the call of `sent_bytes`."""
 
     def __init__(self, page: StatusPage, world: World, pipeline: Pipeline | None) -> None:
         self._page, self._world, self._line = page, world, pipeline
-        self._begin()
-
-    def _begin(self) -> None:
         self._last = max((entry["record_id"] for entry in _entries()), default=-1)
         self._calls, self._since_ns = self._page.get("ops"), time.monotonic_ns()
         self._messages = self._line.sent_bytes if self._line else 0
 
-    def take_sent_bytes(self) -> float | None:
+    def sent_bytes(self) -> float | None:
         """Bytes that this rank has sent; None if the records are incomplete."""
         entries = [entry for entry in _entries() if entry["record_id"] > self._last and not entry["is_p2p"]]
         shared = [op for began_ns, op in self._page.recent_ops() if began_ns >= self._since_ns and op.group == SHARED]
         messages = self._line.sent_bytes - self._messages if self._line else 0
         is_incomplete = self._page.get("ops") - self._calls > RECORDS  # the ring has overwritten the oldest
-        self._begin()
         if is_incomplete or not (entries or shared or messages):
             return 0.0 if self._world.size == 1 else None
         calls = [(entry["profiling_name"], _bytes(entry), self._group_size(entry)) for entry in entries]

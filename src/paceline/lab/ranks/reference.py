@@ -7,8 +7,7 @@ computes its gradient. Hooks, autograd functions and float16 parameters therefor
 single-process script.
 """
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,16 +82,13 @@ class Reference:
         self._step_start = _StepStart(parameters, dict(self._buffers), batch, epoch, step)
         self.model.train()
         self.model.zero_grad(set_to_none=True)
-        losses, streams = dict[str, Tensor](), dict[str, str]()
+        losses, streams = list[Tensor](), dict[str, str]()
         self.weights = {}
-        for virtual_rank, part, indices in self._microbatches(batch):
-            key = f"{virtual_rank}.{part}"
-            torch.manual_seed(derive_seed(self.spec.seed, "forward", epoch, step, virtual_rank, part))
-            if not self.joins_virtual_ranks:
-                streams[key] = random_stream_fingerprint()
-            losses[key], self.weights[key] = self._forward(virtual_rank, indices)
+        for key, stream, loss, weight in self._losses(self._step_start):
+            losses.append(loss)
+            streams[key], self.weights[key] = stream, weight
         weight = sum(self.weights.values())
-        loss = torch.stack([*losses.values()]).sum() / weight
+        loss = torch.stack(losses).sum() / weight
         loss.backward()
         gradients = {n: None if g is None else g.clone() for n, g in gradients_of(self.model).items()}
         norm = float(nn.utils.clip_grad_norm_(self._names.values(), self.spec.clip_norm))
@@ -100,7 +96,7 @@ class Reference:
         self.optimizer.step()
         return StepValues(
             samples=sorted(batch.tolist()),
-            stream_fingerprints=streams,
+            stream_fingerprints={} if self.joins_virtual_ranks else streams,
             scalars={"loss": float(loss.detach()), "weight": weight, "gradient norm": norm},
             gradients=gradients,
             applied_gradients=clipped_gradients,
@@ -117,6 +113,12 @@ class Reference:
             return [(0, part, torch.cat([rank_parts[part] for rank_parts in parts])) for part in range(count)]
         microbatches = [(v, part, parts[v][part]) for v in range(self.spec.virtual_ranks) for part in range(count)]
         return [(v, part, indices) for v, part, indices in microbatches if len(indices)]
+
+    def _losses(self, start: "_StepStart") -> Iterator[tuple[str, str, Tensor, float]]:
+        """Of each micro-batch: 'virtual rank.part', its random stream, the sum of its losses, and its weight."""
+        for virtual_rank, part, indices in self._microbatches(start.batch):
+            torch.manual_seed(derive_seed(self.spec.seed, "forward", start.epoch, start.step, virtual_rank, part))
+            yield f"{virtual_rank}.{part}", random_stream_fingerprint(), *self._forward(virtual_rank, indices)
 
     def _forward(self, virtual_rank: int, indices: Tensor) -> tuple[Tensor, float]:
         self._load_buffers(virtual_rank)
@@ -144,37 +146,25 @@ class Reference:
             for name, first in sets[0].items()
         }
 
-    def gradient_parts(self, groups: Sequence[Sequence[str]], factors: Sequence[float]) -> Tensor:
-        """(probes, groups): the gradient of the last step, with a separate backward and column for each group.
+    def gradient_parts(self, factor: float = 1.0) -> Tensor:
+        """(probes, micro-batches): the gradient of the last step, with a separate backward and column for each.
 
-        A group is a list of keys of `weights`. The sum of its losses is divided by the total weight and multiplied by
-        its factor before backward. Afterwards the gradient is divided by the factor. If the gradient path is linear,
-        the columns add up to the gradient of the step for any groups and factors.
+        The sum of the losses of a micro-batch is divided by the total weight and multiplied by `factor` before
+        backward. Afterwards the gradient is divided by the factor. If the gradient path is linear, the columns add up
+        to the gradient of the step for any factor.
         """
-        step_start = self._step_start
-        assert step_start is not None
-        parts = {f"{v}.{part}": (v, part, indices) for v, part, indices in self._microbatches(step_start.batch)}
+        start = self._step_start
+        assert start is not None
         columns: list[Tensor] = []
-        with self._restored(step_start), torch.random.fork_rng(devices=[]):
-            for keys, factor in zip(groups, factors, strict=True):
-                losses: list[Tensor] = []
-                for virtual_rank, part, indices in (parts[key] for key in keys):
-                    seed = derive_seed(self.spec.seed, "forward", step_start.epoch, step_start.step, virtual_rank, part)
-                    torch.manual_seed(seed)
-                    losses.append(self._forward(virtual_rank, indices)[0])
-                loss = torch.stack(losses).sum() * (factor / sum(self.weights.values()))
+        parameters, buffers = {n: p.data for n, p in self._names.items()}, self._buffers
+        self._set(start.parameters, start.buffers)
+        with torch.random.fork_rng(devices=[]):
+            for _, _, losses, _ in self._losses(start):
+                loss = losses * (factor / sum(self.weights.values()))
                 gradients = torch.autograd.grad(loss, [*self._names.values()], allow_unused=True)
                 columns.append(sample_gradient(dict(zip(self._names, gradients, strict=True)), self._names) / factor)
+        self._set(parameters, buffers)
         return torch.stack(columns, 1)
-
-    @contextmanager
-    def _restored(self, step_start: "_StepStart") -> Generator[None]:
-        parameters, buffers = {n: p.data for n, p in self._names.items()}, dict(self._buffers)
-        self._set(step_start.parameters, step_start.buffers)
-        try:
-            yield
-        finally:
-            self._set(parameters, buffers)
 
     def _set(self, parameters: Mapping[str, Tensor], buffers: Mapping[int, dict[str, Tensor]]) -> None:
         for name, tensor in parameters.items():

@@ -8,7 +8,7 @@ import math
 import pdb
 import runpy
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -171,8 +171,15 @@ class ReplayObserver:
         kept = [(w, [index not in self.request.without for index in w.indices.tolist()]) for w in work]
         count, total = sum(sum(keeps) for _, keeps in kept), sum(len(keeps) for _, keeps in kept)
         if total - count != len(self.request.without) or not count:
-            raise missing_samples(self.request, [index for w in work for index in w.indices.tolist()])
+            raise self._missing_samples({index for w in work for index in w.indices.tolist()})
         return [structs.replace(w, indices=w.indices[keeps], global_samples=count) for w, keeps in kept if any(keeps)]
+
+    def _missing_samples(self, indices: Set[int]) -> UsageError:
+        step = self.request.step
+        if not (missing := sorted(self.request.without - indices)):
+            return UsageError(code="replay-without-all", value=step)
+        allowed = first_few([*map(str, sorted(indices))], 50)
+        return UsageError(code="replay-sample-not-there", samples=missing, value=step, allowed=allowed)
 
     def note_losses(self, values: Tensor, weights: Tensor | None = None) -> bool:
         """Record the losses of the current micro-batch, (B, ...). Returns whether there is one per sample."""
@@ -258,14 +265,6 @@ class ReplayObserver:
         return result
 
 
-def missing_samples(request: ReplayRequest, indices: Sequence[int]) -> UsageError:
-    missing = sorted(request.without - {*indices})
-    if not missing:
-        return UsageError(code="replay-without-all", value=request.step)
-    allowed = first_few([*map(str, sorted(indices))], 50)
-    return UsageError(code="replay-sample-not-there", samples=missing, value=request.step, allowed=allowed)
-
-
 def is_finite(tensor: Tensor) -> bool:
     return bool(tensor.detach().isfinite().all())
 
@@ -335,16 +334,17 @@ def replay_task(watch: ReplayObserver) -> ReplayResult:
         parts = prepare(replace(config, launch=replace(config.launch, mesh=None)), world)
         now = parts.definition
         explain(watch, now, origin)
-        if request.without:
-            _check_samples(parts, request)
+        if request.without and parts.stream is not None:
+            raise UsageError(code="replay-without-in-stream")
         if origin is not None:
             parts.load(origin)
         elif config.model.init_from is not None:
             parts.load_initial_weights(config.model.init_from, trust=source.trust, report=print_to_stderr)
         watch.attach(parts.replica)
         if config.model.batchnorm == "sync" and parts.stream is None:
-            samples = _samples(parts, request.step)
-            watch.owners = {index: place % parts.plan.virtual_ranks for place, index in enumerate(samples)}
+            place = divmod(request.step - 1, parts.plan.steps_per_epoch)
+            samples = parts.plan.global_indices(*place).tolist()
+            watch.owners = {index: number % parts.plan.virtual_ranks for number, index in enumerate(samples)}
         loading = (
             replace(parts.loading, num_workers=0, filter_samples=watch.leave_out_samples)
             if request.without
@@ -361,18 +361,6 @@ def replay_task(watch: ReplayObserver) -> ReplayResult:
             return watch.finish(error)
         watch.compare_state(parts.replica.state(), world)
     return watch.finish()
-
-
-def _samples(parts: TrainingComponents, step: int) -> list[int]:
-    return parts.plan.global_indices(*divmod(step - 1, parts.plan.steps_per_epoch)).tolist()
-
-
-def _check_samples(parts: TrainingComponents, request: ReplayRequest) -> None:
-    if parts.stream is not None:
-        raise UsageError(code="replay-without-in-stream")
-    indices = _samples(parts, request.step)
-    if not request.without < {*indices}:
-        raise missing_samples(request, indices)
 
 
 def _watched(loss: Loss, watch: ReplayObserver) -> Loss:
