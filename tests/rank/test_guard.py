@@ -59,9 +59,8 @@ def test_the_agents_word_becomes_the_error(mine: Mine) -> None:
     assert isinstance(error, StallError) and (str(error), error.exit_code) == ("CAUSE: rank 2", ExitCode.MISMATCH)
 
 
-@pytest.mark.parametrize("word", [b"", b"{", b'{"exit_code": 77}', b'{"page": 3}', b"\xff"])
-def test_a_word_that_makes_no_sense_is_a_stall_all_the_same(mine: Mine, word: bytes) -> None:
-    status_page.release_from_collective(mine.descriptor, word)
+def test_a_release_without_a_word_is_a_stall_all_the_same(mine: Mine) -> None:
+    status_page.release_from_collective(mine.descriptor, b"")
     error = mine.guard.stall_error(ValueError())
     assert error is not None and error.exit_code == ExitCode.STALLED and "guard" in str(error)
 

@@ -89,15 +89,13 @@ class HangGuard:
         """Start the watcher if there is an agent. Never raises."""
         if not (self.on and self._has_agent) or self._watcher is not None:
             return self
-        native: StackSignalHandler | None = None
         try:
             os.set_inheritable(self.page.descriptor, False)  # programs that the script starts have no status page
-            native = StackSignalHandler(self.page)
+            self._watcher = StatusThread(self)
+            self._watcher.start()
+            atexit.register(self._watcher.stop)
         except Exception as error:
             self.warn_once(error)
-        self._watcher = StatusThread(self, native)
-        self._watcher.start()
-        atexit.register(self._watcher.stop)
         return self
 
     def watch_torch(self) -> Self:
@@ -158,15 +156,11 @@ class HangGuard:
         may_be_released = self._has_agent and reports_lost_peers(error)
         while may_be_released and self.on and not self.release_reason() and time.monotonic() < deadline:
             time.sleep(0.01)
-        text = self.release_reason()
-        if not text:
+        if not (text := self.release_reason()):
             return None
-        try:
-            reason = msgspec.json.decode(text, type=_ReleaseReason)
-            code = ExitCode(reason.exit_code)
-        except (msgspec.MsgspecError, ValueError):
-            reason, code = _ReleaseReason(), ExitCode.STALLED
-        return StallError(reason.page or "another rank made no progress: the hang guard has ended this wait", code)
+        reason = msgspec.json.decode(text, type=_ReleaseReason)
+        message = reason.page or "another rank made no progress: the hang guard has ended this wait"
+        return StallError(message, ExitCode(reason.exit_code))
 
     def _wrap_torch(self, *, late: bool = False) -> None:
         module = sys.modules[C10D_MODULE]
@@ -196,16 +190,16 @@ class StatusThread:
     lock that the main thread needs, imports nothing, and handles all its errors.
     """
 
-    def __init__(self, guard: HangGuard, native: StackSignalHandler | None) -> None:
-        self._page, self._ledger, self._connections, self._native = guard.page, guard.ledger, guard.connections, native
-        self._warn_once = guard.warn_once
+    def __init__(self, guard: HangGuard) -> None:
+        self._page, self._ledger, self._connections = guard.page, guard.ledger, guard.connections
+        self._warn_once, self._native = guard.warn_once, StackSignalHandler(guard.page)
         self._main = threading.main_thread().ident or 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=GUARD_THREAD, daemon=True)
         self._last, self._still, self._answered, self._aborted = (0, 0), 0, 0, False
 
     def start(self) -> None:
-        self._page.put("ready", WATCHED if self._native is None else self._native.readiness())
+        self._page.put("ready", self._native.readiness())
         self._thread.start()
 
     def stop(self) -> None:
@@ -226,8 +220,7 @@ class StatusThread:
     def _write_heartbeat(self) -> None:
         page = self._page
         page.put("beat_ns", time.monotonic_ns())
-        if self._native is not None:
-            page.put("ready", self._native.readiness())
+        page.put("ready", self._native.readiness())
         groups = [*self._ledger.groups.values()]
         for group in groups:
             group.end_completed_calls(page)
@@ -280,7 +273,6 @@ class StackSignalHandler:
     """
 
     def __init__(self, page: StatusPage) -> None:
-        """Raises OSError without /proc."""
         path = f"/proc/self/fd/{page.descriptor}"
         self._file: BinaryIO | None = open(path, "ab", buffering=0)  # noqa: PTH123, SIM115 - as long as the process
         self._inode = os.fstat(self._file.fileno()).st_ino
@@ -330,10 +322,9 @@ class ProcessGroupSockets:
 
     def install(self, distributed: ModuleType) -> None:
         """Record the sockets of each new process group, and close its ports. Further calls do nothing."""
-        make: Callable[..., Any] | None = getattr(distributed, GROUP_CONSTRUCTOR, None)
-        if make is None or self._installed:  # None: a different torch, no rank is unblocked
+        if self._installed:
             return
-        self._installed = True
+        self._installed, make = True, getattr(distributed, GROUP_CONSTRUCTOR)
 
         @hide_from_warnings
         @wraps(make)

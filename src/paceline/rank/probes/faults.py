@@ -14,11 +14,8 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from traceback import walk_tb
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
-
-from msgspec.structs import replace
 
 from paceline.protocol.evidence import ScriptFinding, reports_lost_peers
 from paceline.protocol.marks import put_finding
@@ -26,7 +23,7 @@ from paceline.protocol.status_page import StatusPage
 from paceline.rank.flight_recorder import loaded_c10d_module
 from paceline.rank.probes import DeferredReads, ScriptListener, can_run_kernels, leaf_digests
 from paceline.rank.probes.steps import USUAL_STEP_WINDOW, StepCounter
-from paceline.rank.sites import CodeOwner, code_owner, format_frame, frame_record, user_site
+from paceline.rank.sites import format_frame, user_frame_of_error, user_site
 
 MAX_CHECKED_ELEMENTS = 16384  # elements that are checked: of a smaller parameter, or of the first one
 MAX_NAMED_SAMPLES = 8  # samples
@@ -370,8 +367,5 @@ def _default_group_ref() -> Callable[[], Any]:
 
 
 def _user_line_of(error: BaseException) -> str:
-    """The innermost line of the user in the traceback of an exception; else the line that called."""
-    for frame, line in reversed([*walk_tb(error.__traceback__)]):
-        if code_owner(frame.f_code.co_filename) is CodeOwner.USER:
-            return format_frame(replace(frame_record(frame), line=line))
-    return user_site() or "an unknown line"
+    frame = user_frame_of_error(error)
+    return "an unknown line" if frame is None else format_frame(frame)
