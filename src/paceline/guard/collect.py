@@ -179,15 +179,9 @@ def limit_evidence_size(evidence: Evidence) -> Evidence:
         calls={k[:MAX_TEXT]: _op(op) for k, op in list(evidence.calls.items())[:MAX_OPS]},
     )
     last_ops = bounded.ops[-8:]
-    used_groups = {op.group for op in last_ops}
-    groups = {group: ranks for group, ranks in bounded.groups.items() if group in used_groups}
-    titles = {group: title for group, title in bounded.titles.items() if group in used_groups}
-    for candidate in (
-        bounded,
-        replace(bounded, stacks=bounded.stacks[:4]),
-        replace(bounded, stacks=bounded.stacks[:4], groups=groups, titles=titles),
-        replace(bounded, stacks=bounded.stacks[:1], groups=groups, titles=titles, ops=last_ops),
-    ):
+    groups = {op.group: bounded.groups[op.group] for op in last_ops if op.group in bounded.groups}
+    small = replace(bounded, stacks=bounded.stacks[:1], groups=groups, titles={}, ops=last_ops)
+    for candidate in (bounded, replace(bounded, stacks=bounded.stacks[:4]), small):
         if len(msgspec.json.encode(candidate)) <= MAX_EVIDENCE_BYTES:
             return candidate
     return replace(bounded, ops=(), groups={}, titles={}, stacks=(), calls={}, native="", failure=None, error_text="")

@@ -7,11 +7,9 @@ functions can be wrapped only once. With `--hang-timeout off` the guard only cou
 from __future__ import annotations
 
 import atexit
-import ctypes
 import faulthandler
 import os
 import socket
-import struct
 import sys
 import threading
 import time
@@ -39,7 +37,6 @@ from paceline.runs.owners import user_name
 RELEASE_GRACE_SECONDS = 1.0  # a rank that is unblocked earlier closes its connections to this rank
 WAKE_SECONDS = 0.25
 GROUP_CONSTRUCTOR = "_new_process_group_helper"  # init_process_group, new_group and split_group all call it
-SO_ATTACH_FILTER, BPF_RETURN = 26, 0x06  # asm-generic/socket.h, linux/bpf_common.h
 LOOPBACK = "127.0.0.1"
 
 
@@ -420,21 +417,12 @@ def _is_nccl(distributed: ModuleType, group: Any) -> bool:
 
 
 def block_new_connections(descriptors: Collection[int]) -> bool:
-    """Have the kernel drop new connections to our listening ports. False if it supports neither method for a port."""
+    """Have the kernel drop new connections to our listening ports. False if it does not support this."""
     return all(
-        sign_tcp_packets(sock, os.urandom(16)) or _attach_drop_filter(sock)  # with a secret key
+        sign_tcp_packets(sock, os.urandom(16))  # no process knows this key
         for sock in _tcp_sockets(descriptors)
         if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     )
-
-
-def _attach_drop_filter(sock: socket.socket) -> bool:
-    """Attach a packet filter with one instruction, "return 0 bytes". Newer kernels allow this only for root."""
-    instruction = ctypes.create_string_buffer(struct.pack("HBBI", BPF_RETURN, 0, 0, 0))
-    with suppress(OSError):
-        sock.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(instruction)))
-        return True
-    return False
 
 
 def foreign_users(descriptors: Collection[int]) -> list[str]:
