@@ -188,39 +188,6 @@ def test_the_ring_outlives_an_abort(tmp_path: Path) -> None:
         assert op.site == f"script.py:{one.line('os.abort()')} in <module>"
 
 
-def test_a_process_that_holds_the_interpreter_lock_shows_its_line_of_python(tmp_path: Path) -> None:
-    script = "ready()\nsum(range(10**15))  # never returns\n"
-    with ranks(script, 1, tmp_path) as (one,):
-        one.wait_ready()
-        time.sleep(0.3)
-        beat = status_page.read_counters(one.page).beat_ns
-        assert one.ask(seconds=1.0) is None
-        assert status_page.read_counters(one.page).beat_ns - beat < 300e6
-        assert status_page.read_counters(one.page).ready == status_page.SIGNAL_SAFE
-        text = one.native()
-        assert f'script.py", line {one.line("never returns")} in <module>' in text
-        one.native()
-        time.sleep(0.2)
-        assert status_page.read_native_stacks(one.page).count("script.py") == text.count(
-            "script.py"
-        )  # the old text is gone
-        assert one.process.poll() is None
-
-
-def test_a_frozen_process_neither_answers_nor_keeps_the_agent(tmp_path: Path) -> None:
-    with ranks("ready()\nwhile True: time.sleep(0.01)\n", 1, tmp_path) as (one,):
-        one.wait_ready()
-        assert one.ask(1) is not None
-        one.process.send_signal(signal.SIGSTOP)
-        begun = time.monotonic()
-        assert one.ask(2, seconds=0.5) is None
-        assert status_page.read_counters(one.page).answered == 1
-        assert status_page.read_ring(one.page) == [] and status_page.read_loaders(one.page) == []
-        assert time.monotonic() - begun < 20
-        one.process.send_signal(signal.SIGCONT)
-        assert one.ask(3) is not None
-
-
 SIGNALS = """
 import signal
 got = []
@@ -308,15 +275,6 @@ def test_a_program_that_closes_all_descriptors_is_not_sent_the_signal(tmp_path: 
             lambda: status_page.read_counters(one.page).ready == status_page.WATCHED, "still said to be safe", seconds=3
         )
         assert not status_page.takes_signal(one.process.pid)
-
-
-def test_a_process_that_has_become_another_program_takes_no_signal(tmp_path: Path) -> None:
-    with ranks("ready(); os.execv('/bin/sleep', ['sleep', '1000'])\n", 1, tmp_path) as (one,):
-        one.wait_ready()
-        wait(lambda: not status_page.takes_signal(one.process.pid), "it would be killed", seconds=3)
-        assert (
-            status_page.read_counters(one.page).ready == status_page.SIGNAL_SAFE
-        )  # which is why the process itself is looked at
 
 
 def test_the_watcher_keeps_no_process_alive_and_prints_nothing(tmp_path: Path) -> None:

@@ -221,11 +221,7 @@ def _report_failure(error: BaseException, *, is_worker: bool) -> int:
                     sessions.close_all(error)
             report_victim(error, "unblocked by the hang guard, ended" if unblocked else "lost another rank, ended")
             return ExitCode.FAILED
-    try:
-        sys.excepthook(type(error), error, trace)
-    except BaseException as hook_error:  # a broken hook of the script must hide neither error
-        sys.__excepthook__(type(hook_error), hook_error, hook_error.__traceback__)
-        sys.__excepthook__(type(error), error, trace)
+    sys.excepthook(type(error), error, trace)
     return -signal.SIGINT if interrupted else ExitCode.FAILED
 
 

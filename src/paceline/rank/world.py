@@ -233,15 +233,14 @@ def resolve_device(choice: str, index: int, workers: int, backend: str) -> torch
     (also for AMD, with a torch built for ROCm), "xpu". Each process needs a device, unless `backend` allows several.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    kind = "" if accelerator is None or unsupported_reason(accelerator.type) else accelerator.type
+    kind = "" if accelerator is None else accelerator.type
     # torch.accelerator only supports the kind for which torch was built
     count = torch.cuda.device_count() if kind in ("", "cuda") else torch.accelerator.device_count()
     kind = kind or ("cuda" if count else "")
     if choice == "cpu" or (choice == "auto" and not kind):
         return torch.device("cpu")
     if choice not in ("auto", "cpu", "cuda", "xpu", kind):
-        reason = unsupported_reason(choice)
-        raise UsageError(reason) if reason else UsageError(code="device-unknown", value=choice)
+        raise UsageError(code="device-unknown", value=choice)
     if choice not in ("auto", kind):
         has = f"torch has {kind} here" if kind else explain_missing_gpus() or "torch sees no accelerator here"
         raise UsageError(code="device-not-here", value=choice, has=has, usable=kind or "cpu")
@@ -283,10 +282,6 @@ def set_cpu_affinity(device: torch.device) -> None:
         os.sched_setaffinity(0, near_cores)
 
 
-def unsupported_reason(kind: str) -> str:
-    return "paceline does not train on mps, because mps has no float64 for sums of losses" if kind == "mps" else ""
-
-
 def explain_missing_gpus(devices: Path = DEV) -> str:
     """Why torch sees none of the GPUs that the kernel lists under `devices`; empty without GPUs."""
     nvidia, amd = len([*devices.glob("nvidia[0-9]*")]), (devices / "kfd").exists()
@@ -305,8 +300,7 @@ def explain_missing_gpus(devices: Path = DEV) -> str:
     visible_values = {os.environ.get(name) for name in VISIBLE_DEVICES_VARIABLES}
     if amd and torch.version.hip and not visible_values & {"", "-1"}:
         return "torch sees no GPU, but the machine has AMD GPUs: `rocminfo` shows whether this user may use them"
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return unsupported_reason(accelerator.type) if accelerator is not None else ""
+    return ""
 
 
 def device_name(device: torch.device) -> str:
