@@ -128,9 +128,7 @@ def test_a_blocked_rank_is_freed_with_the_store_alive(tmp_path: Path, call: str)
     script = script.replace("    dist.all_reduce(torch.ones(9), group=group)", f"    {call}")
     with ranks(script, 2, tmp_path) as (blocked, _):
         blocked.wait_ready()
-        wait(lambda: status_page.read_counters(blocked.page).waiting, "not waiting")
-        assert blocked.process.poll() is None
-        status_page.release_from_collective(blocked.page, b"{}")
+        blocked.release_from_wait()
         wait(lambda: (tmp_path / "freed").exists(), "not freed")
         assert (tmp_path / "freed").read_text() == "yes"
         assert blocked.process.wait(20) == 0, blocked.output()
@@ -147,8 +145,7 @@ ready()
     script += "    out.send(b'x'); (folder / 'web').write_bytes(got.recv(1))\n"
     with ranks(script, 2, tmp_path) as (blocked, _):
         blocked.wait_ready()
-        wait(lambda: status_page.read_counters(blocked.page).waiting, "not waiting")
-        status_page.release_from_collective(blocked.page, b"{}")
+        blocked.release_from_wait()
         assert blocked.process.wait(20) == 0, blocked.output()
         assert (tmp_path / "web").read_bytes() == b"x"
 
@@ -157,8 +154,7 @@ def test_a_freed_script_that_does_not_catch_is_a_victim(tmp_path: Path) -> None:
     script = FREED.partition("try:")[0] + "dist.all_reduce(torch.ones(9), group=group)\n"
     with ranks(script, 2, tmp_path) as (blocked, _):
         blocked.wait_ready()
-        wait(lambda: status_page.read_counters(blocked.page).waiting, "not waiting")
-        status_page.release_from_collective(blocked.page, b"{}")
+        blocked.release_from_wait()
         assert blocked.process.wait(20) == 1
         failure = blocked.failure()
         assert failure is not None and failure.victim and failure.type == "RuntimeError"

@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from types import ModuleType
@@ -38,11 +37,7 @@ RELEASE_GRACE_SECONDS = 1.0  # a rank that is unblocked earlier closes its conne
 WAKE_SECONDS = 0.25
 GROUP_CONSTRUCTOR = "_new_process_group_helper"  # init_process_group, new_group and split_group all call it
 LOOPBACK = "127.0.0.1"
-
-
-class _ReleaseReason(msgspec.Struct, frozen=True):
-    page: str = ""
-    exit_code: int = ExitCode.STALLED
+ConnectionEnd = tuple[str, str, bool]  # our address and port, those of the other end, whether we accepted it
 
 
 class HangGuard:
@@ -155,9 +150,9 @@ class HangGuard:
             time.sleep(0.01)
         if not (text := self.release_reason()):
             return None
-        reason = msgspec.json.decode(text, type=_ReleaseReason)
-        message = reason.page or "another rank made no progress: the hang guard has ended this wait"
-        return StallError(message, ExitCode(reason.exit_code))
+        reason = msgspec.json.decode(text, type=dict[str, Any])
+        message = reason.get("page") or "another rank made no progress: the hang guard has ended this wait"
+        return StallError(message, ExitCode(reason.get("exit_code", ExitCode.STALLED)))
 
     def _wrap_torch(self, *, late: bool = False) -> None:
         module = sys.modules[C10D_MODULE]
@@ -312,7 +307,7 @@ class ProcessGroupSockets:
 
     def __init__(self) -> None:
         self.inodes: set[str] = set()
-        self.ends: list[ConnectionEndpoint] = []
+        self.ends: list[ConnectionEnd] = []
         """The ends of the connections to other hosts that the last group has opened."""
         self._tolerated: list[list[str]] | None = None
         self._installed = False
@@ -367,16 +362,7 @@ class ProcessGroupSockets:
                     sock.shutdown(socket.SHUT_RDWR)
 
 
-@dataclass(frozen=True)
-class ConnectionEndpoint:
-    """Our end of a connection to another host."""
-
-    own: str  # address and port
-    peer: str
-    was_accepted: bool
-
-
-def remote_connection_ends(descriptors: Collection[int]) -> list[ConnectionEndpoint]:
+def remote_connection_ends(descriptors: Collection[int]) -> list[ConnectionEnd]:
     listening: set[int] = set()
     pairs: list[tuple[tuple[str, int], tuple[str, int]]] = []
     for sock in _tcp_sockets(descriptors):
@@ -386,7 +372,7 @@ def remote_connection_ends(descriptors: Collection[int]) -> list[ConnectionEndpo
             with suppress(OSError):  # closed by the other side
                 pairs.append((sock.getsockname()[:2], sock.getpeername()[:2]))
     return [
-        ConnectionEndpoint("{} {}".format(*own), "{} {}".format(*peer), own[1] in listening)
+        ("{} {}".format(*own), "{} {}".format(*peer), own[1] in listening)
         for own, peer in pairs
         if not is_loopback(own[0])
     ]

@@ -21,7 +21,7 @@ from paceline.host.gpus import DEV, GPU_SHARING_BACKENDS, VISIBLE_DEVICES_VARIAB
 from paceline.protocol.balance import assign_virtual_ranks
 from paceline.protocol.control import WorkerSpec
 from paceline.rank.environment import rank_counts, translate_to_torchrun
-from paceline.rank.guard import ConnectionEndpoint, HangGuard, abort_nccl, foreign_user_error
+from paceline.rank.guard import ConnectionEnd, HangGuard, abort_nccl, foreign_user_error
 from paceline.rank.rendezvous import MEETING_SECONDS, rendezvous
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
@@ -189,7 +189,7 @@ def _make_group(world: World, store: Store, timeout: timedelta) -> None:
 
 
 def _has_foreign_users(
-    world: World, store: Store, timeout: timedelta, ends: Sequence[ConnectionEndpoint], *, here: bool
+    world: World, store: Store, timeout: timedelta, ends: Sequence[ConnectionEnd], *, here: bool
 ) -> bool:
     """Whether a foreign user has connected to any rank; equal on all ranks. `here`: to this rank, from its host.
 
@@ -198,11 +198,11 @@ def _has_foreign_users(
     are translated (NAT), neither end finds the other, and the counts cancel out.
     """
     if world.local_size < world.size:
-        for end in ends:
-            store.set(f"end {end.own} {end.peer}", "")
+        for own, peer, _ in ends:
+            store.set(f"end {own} {peer}", "")
         _wait_for_all(world, store, timeout, "ends written")
-        unmatched_ends = [end for end in ends if not store.check([f"end {end.peer} {end.own}"])]
-        store.add("from other hosts", sum(1 if end.was_accepted else -1 for end in unmatched_ends))
+        unmatched = [was_accepted for own, peer, was_accepted in ends if not store.check([f"end {peer} {own}"])]
+        store.add("from other hosts", sum(1 if was_accepted else -1 for was_accepted in unmatched))
     store.add("here", int(here))
     _wait_for_all(world, store, timeout, "counted")
     return store.add("here", 0) > 0 or store.add("from other hosts", 0) > 0

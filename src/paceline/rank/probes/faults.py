@@ -95,7 +95,6 @@ class NonFiniteGradientDetector(ScriptListener):
         self._own: dict[int, str] = {}  # step -> a value of this rank that was not finite
         self._lost: dict[int, str] = {}  # step -> its last loss, if that was not finite
         self._follows = False  # whether parameters were not finite before the last loss, so that the loss is no cause
-        self._again: WeakSet[Any] = WeakSet()  # optimizers that have called the closure of their step again
         self._hidden_reported = False
         self._reported = False
 
@@ -138,29 +137,13 @@ class NonFiniteGradientDetector(ScriptListener):
 
         def look(values: list[bool]) -> None:
             if values[0] and not self._reported:
-                self._report(step)
+                self._reported, local = True, self._own.get(step)
+                put_finding(self._page, ScriptFinding("not finite", step, local or "", own=local is not None))
             elif (lost := self._lost.pop(step, "")) and not self._hidden_reported:
                 self._hidden_reported = True
                 put_finding(self._page, ScriptFinding("swallowed", step, lost))
 
         self._later.read(_is_not_finite(sensor.grad), look)
-
-    def on_closure_end(self, optimizer: Any) -> None:
-        self._again.add(optimizer)
-
-    def on_step_end(self, optimizer: Any) -> None:
-        """Check the new parameters after repeated closures: a line search may discard a point that is not finite."""
-        sensor = self._sensors.get(optimizer)
-        if self._reported or optimizer not in self._again or sensor is None or not can_run_kernels(sensor):
-            return
-        self._again.discard(optimizer)
-        step = self._steps.done + 1
-        self._later.read(_is_not_finite(sensor), lambda values: self._report(step) if values[0] else None)
-
-    def _report(self, step: int) -> None:
-        if not self._reported:
-            self._reported, local = True, self._own.get(step)
-            put_finding(self._page, ScriptFinding("not finite", step, local or "", own=local is not None))
 
     def _choose_sensor(self, optimizer: Any) -> Any:
         """A small parameter among the first ones, which are near the input."""

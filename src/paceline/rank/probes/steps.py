@@ -226,7 +226,7 @@ class PhaseTracker(StepCounter):
     on_forward_begin = on_buffers_received = _enter(Phase.FORWARD)
     on_buffers_broadcast = _enter(Phase.SYNC)
     on_backward_begin = _enter(Phase.BACKWARD)
-    on_step_begin = on_closure_end = _enter(Phase.OPTIMIZER)
+    on_step_begin = _enter(Phase.OPTIMIZER)
 
     def on_exception(self, where: str, error: BaseException) -> None:
         if not self._page.get("released"):  # an error from the guard itself is not progress
