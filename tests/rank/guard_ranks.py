@@ -6,7 +6,6 @@ They are forked from a process with torch, as the product's workers are, or `sta
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from typing import Any
 
 import msgspec
 from tests import warm
+from tests.run_script import free_port
 
 from paceline.launch.agent.workers import read_failure_record
 from paceline.protocol import status_page
@@ -77,6 +77,11 @@ class Rank:
         wait(lambda: OUTERMOST.search(status_page.read_native_stacks(self.page)), "no stacks")
         return status_page.read_native_stacks(self.page)
 
+    def release_from_wait(self) -> None:
+        """As the agent does, once it waits in a collective."""
+        wait(lambda: status_page.read_counters(self.page).waiting, "not waiting")
+        status_page.release_from_collective(self.page, b"{}")
+
     def failure(self) -> Failure | None:
         """What it has written down about its end."""
         return read_failure_record(self.record)
@@ -101,13 +106,11 @@ def ranks(
 ) -> Generator[list[Rank]]:
     """Run `script` (HEAD comes before it) as ranks; they are killed at the end."""
     (folder / "script.py").write_text(HEAD + script)
-    with socket.socket() as port:
-        port.bind(("127.0.0.1", 0))
-        number = port.getsockname()[1]
-    running: list[Rank] = []
+    running, port = list[Rank](), free_port()
     try:
         for rank in range(world_size):
-            running.append(_start(folder, rank, world_size, number, env, guarded=guarded, started=started))
+            own = {**os.environ, **rank_environment(rank, world_size, port), **env}
+            running.append(_start(folder, rank, own, guarded=guarded, started=started))
         yield running
     finally:
         for one in running:
@@ -118,31 +121,21 @@ def ranks(
             os.close(one.record)
 
 
-def _start(
-    folder: Path, rank: int, world_size: int, port: int, env: dict[str, str], *, guarded: bool, started: bool
-) -> Rank:
+def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """Torchrun's variables for a rank of one node."""
+    numbers = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
+    numbers |= {"MASTER_PORT": port, "OMP_NUM_THREADS": 1, "TORCH_FR_BUFFER_SIZE": 256}
+    return {name: str(number) for name, number in numbers.items()} | {
+        "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
+
+
+def _start(folder: Path, rank: int, env: dict[str, str], *, guarded: bool, started: bool) -> Rank:
     memory, record = status_page.make_status_page(rank), os.memfd_create("record")
     spec = WorkerSpec(os.getpid(), str(folder), record=record, page=memory, guarded=guarded)
-    settings = {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-        "TORCH_FR_BUFFER_SIZE": "256",
-        **spec.to_environment(),
-    }
     with (folder / f"output-{rank}").open("wb") as output:
-        more: dict[str, Any] = {
-            "env": {**os.environ, **settings, **env},
-            "stdin": subprocess.DEVNULL,
-            "stdout": output,
-            "stderr": subprocess.STDOUT,
-            "pass_fds": [memory, record],
-        }
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+        more = {"env": env | spec.to_environment(), "pass_fds": [memory, record], **streams}
         script = str(folder / "script.py")
         if started:
             process = subprocess.Popen([sys.executable, "-P", "-m", bootstrap.__name__, script], **more)

@@ -242,7 +242,7 @@ def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["-m"], "module-missing", {}),
         (["-m", "--epochs"], "module-missing", {}),
         (["trian.py"], "script-not-found", {"value": "trian.py", "hint": " Did you mean train.py?"}),
-        (["zzz.py"], "script-not-found", {"value": "zzz.py", "hint": " Scripts there: train.py"}),
+        (["zzz.py"], "script-not-found", {"value": "zzz.py", "hint": ""}),
         (["folder.py"], "script-is-folder", {"name": "folder.py"}),
         (["./plain"], "script-not-executable", {}),
         (["train"], "program-not-found", {"value": "train", "hint": " Did you mean train.py?"}),

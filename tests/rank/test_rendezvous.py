@@ -11,6 +11,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 import pytest
 from tests import warm
 from tests.errors import codes, ended_with
+from tests.rank.guard_ranks import rank_environment
 
 from paceline.host.reach import why_unreachable
 
@@ -55,19 +56,9 @@ def start() -> Iterator[object]:
 def running(
     rank: int, size: int, port: int, *, seconds: float = 20, stays: bool = False, env: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[str]]:
-    named = {
-        "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port, "OMP_NUM_THREADS": 1, "GLOO_SOCKET_IFNAME": "lo",
-    }  # fmt: skip
-    process = warm.Popen(
-        ["-c", RANK, seconds, *["stays"] * stays],
-        rank=rank,
-        env={**os.environ, **{name: str(value) for name, value in named.items()}, **(env or {})},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    own = {**os.environ, **rank_environment(rank, size, port), **(env or {})}
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process = warm.Popen(["-c", RANK, seconds, *["stays"] * stays], rank=rank, env=own, text=True, **pipes)
     try:
         yield process
     finally:

@@ -11,7 +11,7 @@ from tests import warm
 from paceline.guard.sentences import format_position
 from paceline.protocol.code_locations import BY, format_stack_location, is_calling, native_frames
 from paceline.protocol.evidence import Evidence, Frame, Op, Stack
-from paceline.rank.sites import SITE_CHARS, call_site, frame_record, user_line_of_error
+from paceline.rank.sites import SITE_CHARS, call_site, frame_record, user_frame_of_error
 
 PACKAGES = "/x/lib/python3.11/site-packages/"
 TORCH = f"{PACKAGES}torch/distributed/distributed_c10d.py:9"
@@ -79,8 +79,9 @@ def test_a_rank_stands_at_a_call_only_in_the_same_line_of_the_library() -> None:
 def test_an_error_has_the_users_innermost_line_or_else_that_of_the_caller() -> None:
     with pytest.raises(ValueError, match="invalid literal") as caught:
         nested([TORCH, "/u/collate.py:8", TRAINER, "/u/train.py:3"], partial(int, "x"))
-    assert user_line_of_error(caught.value) == "collate.py:8: "
-    assert user_line_of_error(ValueError()).rpartition("/")[2].startswith("test_sites.py:")
+    innermost, caller = user_frame_of_error(caught.value), user_frame_of_error(ValueError())
+    assert innermost is not None and (innermost.file, innermost.line) == ("collate.py", 8)
+    assert caller is not None and caller.file.endswith("test_sites.py")
 
 
 TWICE = """

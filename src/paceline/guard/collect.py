@@ -11,9 +11,10 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from paceline.host.machine_log import query_gpu_problems
 from paceline.host.procfs import queued_seconds, read_process, reads_input, sleep_number
@@ -118,9 +119,9 @@ class EvidenceCollection:
     def _evidence(self, worker: WorkerSample, query: _Query | None) -> Evidence:
         page_fd, process = self._boxes[worker.rank], read_process(worker.pid) if worker.code is None else None
         answered = query is not None and status_page.read_counters(page_fd).answered == self.question
-        answer: Answer | None = None
+        known: dict[str, Any] = {"ops": tuple(status_page.read_ring(page_fd))}
         with suppress(OSError, msgspec.MsgspecError, RecursionError):
-            answer = _decoder.decode(status_page.read_answer(page_fd)) if answered else None
+            known = asdict(_decoder.decode(status_page.read_answer(page_fd))) if answered else known
         has_native = not answered and query is not None and query.native_bytes > 0
         cpu_seconds = 0.0
         if process is not None and query is not None:
@@ -133,14 +134,11 @@ class EvidenceCollection:
             sleep=-1 if process is None else sleep_number(worker.pid),
             watched=process is None or answered or status_page.has_status_page(worker.pid),
             answered=answered,
-            ops=tuple(answer.ops if answer else status_page.read_ring(page_fd)),
-            groups=answer.groups if answer else {},
-            titles=answer.titles if answer else {},
-            stacks=tuple(answer.stacks) if answer else (),
             native=status_page.read_native_stacks(page_fd) if has_native else "",
             loaders=tuple(_loader(loader, worker.pid) for loader in status_page.read_loaders(page_fd)),
             gpu=self._gpus.get(worker.pid, ""),
             calls=marks.read_calls(page_fd) if worker.orders else {},
+            **known,  # ops, groups, titles, stacks
         )
 
 
@@ -179,15 +177,9 @@ def limit_evidence_size(evidence: Evidence) -> Evidence:
         calls={k[:MAX_TEXT]: _op(op) for k, op in list(evidence.calls.items())[:MAX_OPS]},
     )
     last_ops = bounded.ops[-8:]
-    used_groups = {op.group for op in last_ops}
-    groups = {group: ranks for group, ranks in bounded.groups.items() if group in used_groups}
-    titles = {group: title for group, title in bounded.titles.items() if group in used_groups}
-    for candidate in (
-        bounded,
-        replace(bounded, stacks=bounded.stacks[:4]),
-        replace(bounded, stacks=bounded.stacks[:4], groups=groups, titles=titles),
-        replace(bounded, stacks=bounded.stacks[:1], groups=groups, titles=titles, ops=last_ops),
-    ):
+    groups = {op.group: bounded.groups[op.group] for op in last_ops if op.group in bounded.groups}
+    small = replace(bounded, stacks=bounded.stacks[:1], groups=groups, titles={}, ops=last_ops)
+    for candidate in (bounded, replace(bounded, stacks=bounded.stacks[:4]), small):
         if len(msgspec.json.encode(candidate)) <= MAX_EVIDENCE_BYTES:
             return candidate
     return replace(bounded, ops=(), groups={}, titles={}, stacks=(), calls={}, native="", failure=None, error_text="")

@@ -291,25 +291,23 @@ def _find_cycle(graph: WaitGraph, *, without: int | None = None) -> set[int]:
 
 def _cyclic_core(graph: WaitGraph, *, without: int | None = None) -> set[int]:
     """The ranks that are in a cycle or wait for one: all that remain after removing ranks without edges repeatedly."""
-    holders: dict[int, list[int]] = {}  # the ranks that share one set of edges are removed together
-    for rank, others in graph.items():
-        holders.setdefault(id(others), []).append(rank)
+    holders = waits.group_by_edges(graph)  # the ranks that share one set of edges are removed together
     waiters: dict[int, list[int]] = {}
-    edge_counts: dict[int, int] = {}
+    edge_counts = [0] * len(holders)
     removable = [] if without is None else [without]
-    for key, ranks in holders.items():
-        awaited = [other for other in graph[ranks[0]] if other != without and other in graph]
-        edge_counts[key] = len(awaited)
+    for index, (others, ranks) in enumerate(holders):
+        awaited = [other for other in others if other != without and other in graph]
+        edge_counts[index] = len(awaited)
         for other in awaited:
-            waiters.setdefault(other, []).append(key)
+            waiters.setdefault(other, []).append(index)
         if not awaited:
             removable += ranks
     removed: set[int] = set()
     for rank in removable:  # the loop appends to this list
-        for key in waiters.get(rank, ()) if rank not in removed else ():
-            edge_counts[key] -= 1
-            if edge_counts[key] == 0:
-                removable += holders[key]
+        for index in waiters.get(rank, ()) if rank not in removed else ():
+            edge_counts[index] -= 1
+            if edge_counts[index] == 0:
+                removable += holders[index][1]
         removed.add(rank)
     return set(graph) - removed
 

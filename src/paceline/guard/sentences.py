@@ -159,6 +159,8 @@ def _where(rank: RankState, *, many: bool = False) -> str:
     if rank.end is RankEnd.LEFT:
         steps = f" at step {rank.evidence.step}" if rank.evidence.step else ""
         return f"ended{steps} with code {rank.evidence.code}"
+    if rank.end is not RankEnd.RUNS:
+        return _ended(rank.evidence)
     return f"{'are' if many else 'is'} {format_position(rank.evidence)}"
 
 
@@ -309,12 +311,8 @@ def _last(evidence: Evidence) -> str:
 
 def describe_locations(ranks: RankStates) -> list[str]:
     groups = sorted(_group_ranks(ranks, lambda n: _where(ranks[n])), key=lambda group: (len(group), group))
-    lines = [f"{format_ranks(group)} {_state(ranks[group[0]], many=len(group) > 1)}" for group in groups]
+    lines = [f"{format_ranks(group)} {_where(ranks[group[0]], many=len(group) > 1)}" for group in groups]
     return _limited(lines, 10)
-
-
-def _state(rank: RankState, *, many: bool) -> str:
-    return _where(rank, many=many) if rank.end in (RankEnd.RUNS, RankEnd.LEFT) else _ended(rank.evidence)
 
 
 def _group_ranks(numbers: Iterable[int], key: Callable[[int], Hashable]) -> list[list[int]]:

@@ -13,6 +13,7 @@ that has not called all of them.
 
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import TypeVar
 
 from paceline.guard.deaths import RankEnd, rank_end_in_collective
@@ -82,32 +83,46 @@ def waiting_graph(evidence: Sequence[Evidence]) -> dict[int, RankState]:
             called[key] = max(called.get(key, 0), op.seq)
             if op.done and "recv" in op.kind:
                 arrived.add(_message(op, sample.rank))
-    ranks: dict[int, RankState] = {}
-    missing: dict[tuple[str, int], set[int]] = {}  # ranks missing in a collective
-    shared: dict[tuple[Op, ...], dict[int, Op | None]] = {}
-    for sample in evidence:
-        end = rank_end_in_collective(sample)
-        pending = () if end.is_primary or end is RankEnd.LEFT else _pending(sample, end, arrived)
-        edges = shared.get(pending)
-        if edges is None:
-            edges = {}
-            for op in reversed(pending):  # reversed, so that the earliest overrides later ones
-                absent = None if op.is_message else missing.get((op.group, op.seq))
-                if absent is None:
-                    absent = _missing(op, sample.rank, groups, called) & world
-                if not op.is_message:
-                    missing[op.group, op.seq] = absent
-                edges |= dict.fromkeys(absent, op)
-            if not any(op.is_message for op in pending):
-                shared[pending] = edges
-        ranks[sample.rank] = RankState(sample, end, pending, edges)
-    return _with_frozen(_with_unknown(ranks))
+    ranks = {sample.rank: _without_edges(sample, arrived) for sample in evidence}
+    frozen: dict[tuple[OpSequenceKey, int], set[int]] = {}  # frozen ranks in an operation, which cannot complete it
+    for n, rank in ranks.items():
+        for op in rank.pending if rank.frozen else ():
+            frozen.setdefault((op_sequence_key(op, n), op.seq), set()).add(n)
+
+    @cache
+    def missing(key: OpSequenceKey, seq: int, peer: int | None) -> set[int]:
+        others = groups[key[0]] if peer is None else {peer}  # the group includes the caller, which has called it
+        return {n for n in others & world if called.get((n, key), 0) < seq}
+
+    @cache
+    def edges(pending: tuple[Op, ...], caller: int | None, is_frozen: bool) -> Mapping[int, Op | None]:
+        awaited: dict[int, Op | None] = {}
+        for op in reversed(pending):  # reversed, so that the earliest overrides later ones
+            key = op_sequence_key(op, -1 if caller is None else caller)
+            awaited |= dict.fromkeys(missing(key, op.seq, op.peer if op.is_message else None), op)
+            awaited |= dict.fromkeys(() if is_frozen else frozen.get((key, op.seq), ()), op)
+        return awaited
+
+    for n, rank in ranks.items():
+        caller = n if any(op.is_message for op in rank.pending) else None
+        ranks[n] = replace(rank, waits_for=edges(rank.pending, caller, rank.frozen))
+    return _with_unknown(ranks)
+
+
+def _without_edges(evidence: Evidence, arrived: Container[MessageKey]) -> RankState:
+    end = rank_end_in_collective(evidence)
+    return RankState(evidence, end, () if end.is_primary or end is RankEnd.LEFT else _pending(evidence, end, arrived))
 
 
 def group_by_waits(ranks: Mapping[int, RankState]) -> list[tuple[Mapping[int, Op | None], list[int]]]:
-    holders: dict[int, tuple[Mapping[int, Op | None], list[int]]] = {}
-    for number, rank in ranks.items():
-        holders.setdefault(id(rank.waits_for), (rank.waits_for, []))[1].append(number)
+    return group_by_edges({n: rank.waits_for for n, rank in ranks.items()})
+
+
+def group_by_edges(edges: Mapping[int, T]) -> list[tuple[T, list[int]]]:
+    """The ranks that share one object with their edges."""
+    holders: dict[int, tuple[T, list[int]]] = {}
+    for number, others in edges.items():
+        holders.setdefault(id(others), (others, []))[1].append(number)
     return list(holders.values())
 
 
@@ -132,15 +147,6 @@ def _pending(evidence: Evidence, end: RankEnd, arrived: Container[MessageKey]) -
     return tuple(reversed(pending))
 
 
-def _missing(
-    op: Op, rank: int, groups: Mapping[str, frozenset[int]], called: Mapping[tuple[int, OpSequenceKey], int]
-) -> set[int]:
-    key = op_sequence_key(op, rank)
-    # the group includes this rank, which has called it
-    others = {op.peer} if op.is_message and op.peer is not None else groups[op.group]
-    return {other for other in others if called.get((other, key), 0) < op.seq}
-
-
 def _with_unknown(ranks: Mapping[int, RankState]) -> dict[int, RankState]:
     """Add edges for ranks whose stack waits although no operation is in flight: to all ranks that do not wait.
 
@@ -157,26 +163,6 @@ def _waits_in_stack(rank: RankState) -> bool:
         return False
     waits = waits_for_ranks(rank.evidence)
     return bool(waits) or (waits is None and rank.evidence.phase is Phase.SYNC)
-
-
-def _with_frozen(ranks: dict[int, RankState]) -> dict[int, RankState]:
-    """Add edges to frozen ranks from the ranks in the same operation: a frozen rank cannot complete it."""
-    inside: dict[tuple[OpSequenceKey, int], list[int]] = {}
-    for number, rank in ranks.items():
-        for op in rank.pending if rank.frozen else ():
-            inside.setdefault((op_sequence_key(op, number), op.seq), []).append(number)
-    shared: dict[tuple[int, tuple[Op, ...]], Mapping[int, Op | None]] = {}
-    for number, rank in ranks.items() if inside else ():
-        if rank.frozen or not rank.pending:
-            continue
-        key = id(rank.waits_for), rank.pending
-        if key not in shared or any(op.is_message for op in rank.pending):
-            frozen_edges: dict[int, Op | None] = {}
-            for op in reversed(rank.pending):
-                frozen_edges |= dict.fromkeys(inside.get((op_sequence_key(op, number), op.seq), ()), op)
-            shared[key] = {**rank.waits_for, **frozen_edges} if frozen_edges else rank.waits_for
-        ranks[number] = replace(rank, waits_for=shared[key])
-    return ranks
 
 
 def drop_abandoned_messages(ranks: Mapping[int, RankState]) -> dict[int, RankState]:

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import msgspec
 
 from paceline.protocol.evidence import Op, ScriptFinding
-from paceline.protocol.status_page import MARKS_AT, StatusPage, decode_op
+from paceline.protocol.status_page import MARKS_AT, StatusPage, decode_op, read_text
 
 TABLES = 4
 LEVELS, KEPT = 11, 8  # sufficient also for a short script, which the agent reads only once
@@ -171,9 +171,8 @@ def parse_fingerprints(data: bytes) -> list[ReplicaFingerprint]:
 
 
 def read_names(descriptor: int) -> StoredNames:
-    data = os.pread(descriptor, NAMES_MAX, NAMES_AT).partition(b"\0")[0]
     try:
-        return msgspec.json.decode(data, type=StoredNames)
+        return msgspec.json.decode(read_text(descriptor, NAMES_AT, NAMES_MAX), type=StoredNames)
     except (msgspec.MsgspecError, RecursionError):
         return StoredNames()
 
@@ -185,7 +184,7 @@ def read_calls(descriptor: int) -> dict[str, Op]:
 def read_findings(descriptor: int) -> Sequence[ScriptFinding]:
     findings: list[ScriptFinding] = []
     for number in range(FINDINGS):
-        data = os.pread(descriptor, FINDING_MAX, FINDINGS_AT + number * FINDING_MAX).partition(b"\0")[0]
+        data = read_text(descriptor, FINDINGS_AT + number * FINDING_MAX, FINDING_MAX)
         with suppress(msgspec.MsgspecError, RecursionError):
             findings.append(msgspec.json.decode(data, type=ScriptFinding))
     return findings

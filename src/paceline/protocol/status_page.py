@@ -56,10 +56,8 @@ class Counters(NamedTuple):
     beat_ns: int  # time of the last wake-up of the watcher
     ready: int  # 1: a watcher answers; 2: SIGNAL is safe to send
     answered: int  # the number of the last answered question
-    answer_bytes: int
     asked: int  # by the agent: the number of the last question
     released: int  # by the agent: 1: leave the collective; the message has the reason
-    message_bytes: int
     loading: int  # 1: the main thread waits for a batch of its loader processes
     saves_asked: int  # by the agent: number of requested checkpoints
     waiting: int  # 1: a collective or a message was in flight at the last wake-up of the watcher
@@ -187,7 +185,7 @@ class StatusPage:
         self._spend(other, spent_ns)
 
     def store(self, at: int, data: bytes) -> None:
-        """Copy `data` to offset `at` in the marks region. Readers may see a part of it."""
+        """Copy `data` to offset `at`. Readers may see a part of it."""
         self._memory[at : at + len(data)] = data
 
     def store_record(self, at: int, data: bytes) -> None:
@@ -235,13 +233,11 @@ class StatusPage:
 
     def answer(self, question: int, text: bytes) -> None:
         """Answer the agent's question of this number. A text over the size limit is dropped."""
-        text = text if len(text) <= ANSWER_MAX else b""
-        self._memory[ANSWER_AT : ANSWER_AT + len(text)] = text
-        self.put("answer_bytes", len(text))
+        self.store(ANSWER_AT, (text if len(text) < ANSWER_MAX else b"") + b"\0")
         self.put("answered", question)
 
     def agent_message(self) -> bytes:
-        return self._memory[MESSAGE_AT : MESSAGE_AT + min(self.get("message_bytes"), MESSAGE_MAX)]
+        return self._memory[MESSAGE_AT : MESSAGE_AT + MESSAGE_MAX].partition(b"\0")[0]
 
     def recent_ops(self) -> list[tuple[int, Op]]:
         """The records of this process's ring: (start by CLOCK_MONOTONIC, operation)."""
@@ -327,16 +323,17 @@ def set_counter(descriptor: int, name: str, value: int) -> None:
 
 def release_from_collective(descriptor: int, why: bytes) -> None:
     """Make the worker leave its collective, with `why` (JSON) as the reason."""
-    why = why[:MESSAGE_MAX]
-    os.pwrite(descriptor, why, MESSAGE_AT)
-    set_counter(descriptor, "message_bytes", len(why))
+    os.pwrite(descriptor, why[: MESSAGE_MAX - 1] + b"\0", MESSAGE_AT)
     set_counter(descriptor, "released", 1)
 
 
+def read_text(descriptor: int, at: int, most: int) -> bytes:
+    """A text that ends with a zero byte, unchecked."""
+    return os.pread(descriptor, most, at).partition(b"\0")[0]
+
+
 def read_answer(descriptor: int) -> bytes:
-    """The worker's last answer, unchecked."""
-    size = os.pread(descriptor, WORD.size, COUNTERS_AT["answer_bytes"]).ljust(WORD.size, b"\0")
-    return os.pread(descriptor, min(WORD.unpack(size)[0], ANSWER_MAX), ANSWER_AT)
+    return read_text(descriptor, ANSWER_AT, ANSWER_MAX)
 
 
 def has_status_page(pid: int) -> bool:

@@ -109,16 +109,9 @@ def _check_file(script: str) -> None:
 
 
 def _suggest_scripts(path: Path) -> str:
-    try:
-        scripts = sorted(
-            str(path.with_name(p.name)) for p in path.absolute().parent.iterdir() if p.suffix == ".py" and p.is_file()
-        )
-    except OSError:
-        return ""
+    scripts = [str(path.with_name(p.name)) for p in path.absolute().parent.glob("*.py") if p.is_file()]
     similar = difflib.get_close_matches(str(path), scripts, n=3)
-    if similar:
-        return f" Did you mean {' or '.join(similar)}?"
-    return f" Scripts there: {', '.join(scripts[:12])}" if scripts else ""
+    return f" Did you mean {' or '.join(similar)}?" if similar else ""
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
@@ -228,11 +221,7 @@ def _report_failure(error: BaseException, *, is_worker: bool) -> int:
                     sessions.close_all(error)
             report_victim(error, "unblocked by the hang guard, ended" if unblocked else "lost another rank, ended")
             return ExitCode.FAILED
-    try:
-        sys.excepthook(type(error), error, trace)
-    except BaseException as hook_error:  # a broken hook of the script must hide neither error
-        sys.__excepthook__(type(hook_error), hook_error, hook_error.__traceback__)
-        sys.__excepthook__(type(error), error, trace)
+    sys.excepthook(type(error), error, trace)
     return -signal.SIGINT if interrupted else ExitCode.FAILED
 
 

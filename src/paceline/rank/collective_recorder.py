@@ -78,7 +78,7 @@ ARGUMENT_RULES: Mapping[str, CallArgumentRule] = {
 }
 
 
-@dataclass
+@dataclass(eq=False)
 class GroupRecord:
     """The calls over one process group.
 
@@ -102,8 +102,6 @@ class GroupRecord:
     enqueued_calls: deque[tuple[int, int]] = field(default_factory=deque[tuple[int, int]])
     """Record and number of NCCL calls that may be in flight: NCCL returns as soon as the GPU has queued the call."""
     message_total: int = 0  # number of sent and received messages
-    order_checksum: int = 0
-    ordered_count: int = 0
 
     def to_own_number(self, number: int) -> int | None:
         """Our number for torch's number; None inside a composed call, or if the call is too old."""
@@ -131,13 +129,12 @@ class GroupRecord:
         """End the record of a call that has returned, unless it may still be in flight (with a `Work`)."""
         if self.can_poll and hasattr(result, "is_completed"):
             self.pending_works.append((begun.record, weakref.ref(result)))
-            return
-        if self.can_poll:
+        elif self.can_poll:
             page.end(begun.record)
-            return
-        self.enqueued_calls.append((begun.record, begun.number))
-        if len(self.enqueued_calls) > RECORDS // 2:  # old enough to count as completed
-            page.end(self.enqueued_calls.popleft()[0])
+        else:
+            self.enqueued_calls.append((begun.record, begun.number))
+            if len(self.enqueued_calls) > RECORDS // 2:  # old enough to count as completed
+                page.end(self.enqueued_calls.popleft()[0])
 
     def end_enqueued(self, pending: Collection[tuple[str, int]], page: StatusPage) -> None:
         for entry in [*self.enqueued_calls]:
@@ -214,7 +211,9 @@ class CollectiveRecorder:
         self.failed: Callable[[BaseException], None] | None = None
         """Called with the errors of a script's collectives, and of its waits for a `Work`."""
         self.groups: dict[int, GroupRecord] = {}
-        self._gone: list[GroupRecord] = []  # destroyed since the last `take_order_hash`
+        # since the last `take_order_hash`: (checksum of the calls over all ranks, their number). It keeps the records
+        # of destroyed groups: their calls count, because ranks drop a group at different moments
+        self._orders: dict[GroupRecord, tuple[int, int]] = {}
         self._page, self._warn_once = page, warn_once
         self._torch: Any = None
         self._inside: set[int] = set()  # threads inside a wrapped call; nested calls are part of it
@@ -254,12 +253,8 @@ class CollectiveRecorder:
         It depends on the order within each group, not between groups. It covers kind, name, type, line, and the shape
         if all ranks must pass the same shape.
         """
-        parts: list[tuple[str, int, int]] = []
-        for group in (*self._gone, *self.groups.values()):
-            if group.ordered_count:
-                parts.append((group.name, group.order_checksum, group.ordered_count))
-            group.order_checksum = group.ordered_count = 0
-        self._gone.clear()
+        parts = [(group.name, *order) for group, order in self._orders.items()]
+        self._orders.clear()
         self._taken = [*self._current]
         self._current.clear()
         digest = hashlib.blake2b(repr(sorted(parts)).encode(), digest_size=7).digest()
@@ -282,8 +277,6 @@ class CollectiveRecorder:
         try:
             group = self.groups.get(id(owner))
             if group is None or group.group_ref() is not owner:
-                if group is not None:
-                    self._gone.append(group)
                 group = self.groups[id(owner)] = GroupRecord(op.group, of_all, ranks, True, weakref.ref(owner))
             caller_site = call_site(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
             call = self._cached_call_at(caller_site, (op,), lambda site: replace(op, site=site))
@@ -317,8 +310,8 @@ class CollectiveRecorder:
         if backend not in world.pg_names:
             return None
         for key, group in [*self.groups.items()]:
-            if group.group_ref() is None:  # its calls still count, because ranks drop a group at different moments
-                self._gone.append(self.groups.pop(key))
+            if group.group_ref() is None:
+                del self.groups[key]
         members = tuple(sorted(world.pg_group_ranks[backend]))
         of_all = len(members) == world.default_pg.size()
         # querying NCCL during the capture of a CUDA graph would invalidate the graph
@@ -423,8 +416,8 @@ class CollectiveRecorder:
         if group.pending_works:
             group.end_completed_calls(self._page)
         if group.has_all_ranks and not message:
-            group.order_checksum = zlib.crc32(call.text, group.order_checksum)
-            group.ordered_count += 1
+            checksum, count = self._orders.get(group, (0, 0))
+            self._orders[group] = zlib.crc32(call.text, checksum), count + 1
             self._current.append((call, seq))
             if self.marker is not None:
                 self.marker.record_call(group.name, len(group.members), call.order_hash, call.text)

@@ -16,7 +16,8 @@ from paceline.errors import UsageError
 from paceline.protocol.control import FIRST_PORT, PORTS, RUN_ID
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-ADDRESS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
+NEEDED = [*RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT"]
+MPI_NAMESPACES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
 FIRST_NON_SRUN_STEP_ID = 0xFFFFFFF0  # step ids from here on denote batch scripts and shells, which srun has not started
 LOOPBACK = "127.0.0.1"
 MAX_NODES = 100_000  # a longer list is an error and would exhaust memory
@@ -40,25 +41,20 @@ def translate_to_torchrun(env: Mapping[str, str]) -> dict[str, str]:
         _check_not_exported(env)
         return {}
     for launcher, read in _ENV_READERS.items():
-        variables = read(env)
-        if not variables:
-            continue
-        if set_already:
-            size, needed = variables["WORLD_SIZE"], [*RANK_VARIABLES, *ADDRESS_VARIABLES]
-            raise UsageError(
-                code="variables-beside-launcher", present=set_already, launcher=launcher, size=size, needed=needed
-            )
-        return variables
+        if variables := read(env):
+            if set_already:
+                fields = {"present": set_already, "launcher": launcher, "size": variables["WORLD_SIZE"]}
+                raise UsageError(code="variables-beside-launcher", needed=NEEDED, **fields)
+            return variables
     return {}
 
 
 def job_token(env: Mapping[str, str]) -> str:
     """A name that is equal for all ranks of a job and unique to the job; empty if there is none."""
-    for name in (RUN_ID, "TORCHELASTIC_RUN_ID"):
-        if env.get(name):
-            return env[name]
+    if given := _first_set(env, RUN_ID, "TORCHELASTIC_RUN_ID"):
+        return given
     if "OMPI_COMM_WORLD_RANK" in env:
-        return _mpi_namespace(env)
+        return _first_set(env, *MPI_NAMESPACES)
     same_place = env.get("SLURM_NTASKS") == env.get("WORLD_SIZE") and env.get("SLURM_PROCID") == env.get("RANK")
     if _is_srun_step(env) and same_place:  # ranks that a user started in several steps have no common step
         return f"{env.get('SLURM_JOB_ID', '')}.{_step_id(env)}"
@@ -80,13 +76,11 @@ def rank_counts(env: Mapping[str, str]) -> tuple[int, int, int, int]:
     If no variable is set, the values are those of a single process: 0, 1, 0, 1.
     """
     env = {**env, **translate_to_torchrun(env)}
-    names = [*RANK_VARIABLES, *ADDRESS_VARIABLES]
     present = [name for name in RANK_VARIABLES if name in env]
     if not present:
         return 0, 1, 0, 1
-    missing = [name for name in names if name not in env]
-    if missing:
-        raise UsageError(code="variables-missing", present=present, missing=missing, needed=names)
+    if missing := [name for name in NEEDED if name not in env]:
+        raise UsageError(code="variables-missing", present=present, missing=missing, needed=NEEDED)
     rank, size, local_rank, local_size = (read_int_variable(env, name) or 0 for name in RANK_VARIABLES)
     if not (rank < size and local_rank < local_size <= size):
         raise UsageError(
@@ -114,8 +108,8 @@ def _from_slurm(env: Mapping[str, str]) -> dict[str, str]:
     rank, local_rank, node = (
         read_int_variable(env, name) for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
     )
-    tasks = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "")
-    node_list = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
+    tasks = _first_set(env, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    node_list = _first_set(env, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
     if rank is None or local_rank is None or node is None or not tasks or not node_list:
         raise UsageError(code="slurm-variables-missing", tasks=size)
     nodes = expand_nodes(node_list)
@@ -133,14 +127,14 @@ def _from_mpi(env: Mapping[str, str], starter: str, names: Sequence[str], to_set
         return {}
     rank, size, local_rank, local_size = (read_int_variable(env, name) for name in names)
     if rank is None or size is None or local_rank is None or local_size is None:
-        missing, needed = [name for name in names if name not in env], [*RANK_VARIABLES, *ADDRESS_VARIABLES]
+        missing = [name for name in names if name not in env]
         raise UsageError(
-            code="mpi-variables-missing", present=present, missing=missing, launcher=starter, needed=needed
+            code="mpi-variables-missing", present=present, missing=missing, launcher=starter, needed=NEEDED
         )
     if local_size < size and "MASTER_ADDR" not in env:
         option = to_set.format("MASTER_ADDR", "<name or address of rank 0's host>")
         raise UsageError(code="mpi-address-missing", launcher=starter, size=size, here=local_size, option=option)
-    namespace = _mpi_namespace(env)
+    namespace = _first_set(env, *MPI_NAMESPACES)
     if not namespace and "MASTER_PORT" not in env:
         raise UsageError(code="mpi-port-missing", launcher=starter, option=to_set.format("MASTER_PORT", 29500))
     port = FIRST_PORT + zlib.crc32(namespace.encode()) % PORTS  # hash() differs between processes
@@ -154,11 +148,8 @@ def _torchrun_variables(env: Mapping[str, str], counts: Sequence[int], address: 
     }
 
 
-def _mpi_namespace(env: Mapping[str, str]) -> str:
-    for name in ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"):
-        if env.get(name):
-            return env[name]
-    return ""
+def _first_set(env: Mapping[str, str], *names: str) -> str:
+    return next((env[name] for name in names if env.get(name)), "")
 
 
 def _is_srun_step(env: Mapping[str, str]) -> bool:

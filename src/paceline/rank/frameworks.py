@@ -18,6 +18,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 
 from paceline.rank.imports import hide_from_warnings
+from paceline.rank.probes import wrap_function
 from paceline.rank.stops import StepStops, StoppableTraining, read_script
 from paceline.runs import reading, writing
 from paceline.runs.reading import numbered_files
@@ -147,35 +149,28 @@ def _restore_callbacks(callbacks: Sequence[Any], saved: Mapping[str, Any]) -> No
 
 def install_accelerate(stops: StepStops, module: str) -> None:
     accelerator_class: Any = sys.modules[module].Accelerator
-    prepare, save_state = accelerator_class.prepare, accelerator_class.save_state
 
-    @hide_from_warnings
-    @wraps(prepare)
-    def prepare_and_begin(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-        result = prepare(accelerator, *args, **kwargs)
+    def begin(_: Any, accelerator: Any, *__: Any, **___: Any) -> None:
         if stops.can_begin and RESUMES.search(read_script()):
             stops.begin()
             if any(getattr(loader, "synchronized_generator", None) is not None for loader in accelerator._dataloaders):
                 stops.warn(
                     "Accelerate saves no order of samples without DataLoaderConfiguration(use_seedable_sampler=True)"
                 )
-        return result
 
-    @hide_from_warnings
-    @wraps(save_state)
-    def save_and_stop(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-        result = save_state(accelerator, *args, **kwargs)
+    def end_step(folder: Any, accelerator: Any, *_: Any, **__: Any) -> None:
         if stops.can_begin:
             stops.begin()
         if not accelerator.sync_gradients:
             stops.warn("save_state in an accumulation window leaves out the gradients of the window")
         elif stops.end_step():
             for tracker in accelerator.trackers:  # no collective: a script may save on rank 0 only
-                tracker.finish()
-            stops.exit_saved(f"in {result}", "the same command resumes if it loads this state")
-        return result
+                with suppress(Exception):  # without its service: the stop does not depend on it
+                    tracker.finish()
+            stops.exit_saved(f"in {folder}", "the same command resumes if it loads this state")
 
-    accelerator_class.prepare, accelerator_class.save_state = prepare_and_begin, save_and_stop
+    wrap_function(accelerator_class, "prepare", after=begin)
+    wrap_function(accelerator_class, "save_state", after=end_step)
 
 
 # ---- Lightning ----

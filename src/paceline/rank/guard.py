@@ -7,17 +7,14 @@ functions can be wrapped only once. With `--hang-timeout off` the guard only cou
 from __future__ import annotations
 
 import atexit
-import ctypes
 import faulthandler
 import os
 import socket
-import struct
 import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from types import ModuleType
@@ -39,13 +36,8 @@ from paceline.runs.owners import user_name
 RELEASE_GRACE_SECONDS = 1.0  # a rank that is unblocked earlier closes its connections to this rank
 WAKE_SECONDS = 0.25
 GROUP_CONSTRUCTOR = "_new_process_group_helper"  # init_process_group, new_group and split_group all call it
-SO_ATTACH_FILTER, BPF_RETURN = 26, 0x06  # asm-generic/socket.h, linux/bpf_common.h
 LOOPBACK = "127.0.0.1"
-
-
-class _ReleaseReason(msgspec.Struct, frozen=True):
-    page: str = ""
-    exit_code: int = ExitCode.STALLED
+ConnectionEnd = tuple[str, str, bool]  # our address and port, those of the other end, whether we accepted it
 
 
 class HangGuard:
@@ -89,15 +81,13 @@ class HangGuard:
         """Start the watcher if there is an agent. Never raises."""
         if not (self.on and self._has_agent) or self._watcher is not None:
             return self
-        native: StackSignalHandler | None = None
         try:
             os.set_inheritable(self.page.descriptor, False)  # programs that the script starts have no status page
-            native = StackSignalHandler(self.page)
+            self._watcher = StatusThread(self)
+            self._watcher.start()
+            atexit.register(self._watcher.stop)
         except Exception as error:
             self.warn_once(error)
-        self._watcher = StatusThread(self, native)
-        self._watcher.start()
-        atexit.register(self._watcher.stop)
         return self
 
     def watch_torch(self) -> Self:
@@ -158,15 +148,11 @@ class HangGuard:
         may_be_released = self._has_agent and reports_lost_peers(error)
         while may_be_released and self.on and not self.release_reason() and time.monotonic() < deadline:
             time.sleep(0.01)
-        text = self.release_reason()
-        if not text:
+        if not (text := self.release_reason()):
             return None
-        try:
-            reason = msgspec.json.decode(text, type=_ReleaseReason)
-            code = ExitCode(reason.exit_code)
-        except (msgspec.MsgspecError, ValueError):
-            reason, code = _ReleaseReason(), ExitCode.STALLED
-        return StallError(reason.page or "another rank made no progress: the hang guard has ended this wait", code)
+        reason = msgspec.json.decode(text, type=dict[str, Any])
+        message = reason.get("page") or "another rank made no progress: the hang guard has ended this wait"
+        return StallError(message, ExitCode(reason.get("exit_code", ExitCode.STALLED)))
 
     def _wrap_torch(self, *, late: bool = False) -> None:
         module = sys.modules[C10D_MODULE]
@@ -196,16 +182,16 @@ class StatusThread:
     lock that the main thread needs, imports nothing, and handles all its errors.
     """
 
-    def __init__(self, guard: HangGuard, native: StackSignalHandler | None) -> None:
-        self._page, self._ledger, self._connections, self._native = guard.page, guard.ledger, guard.connections, native
-        self._warn_once = guard.warn_once
+    def __init__(self, guard: HangGuard) -> None:
+        self._page, self._ledger, self._connections = guard.page, guard.ledger, guard.connections
+        self._warn_once, self._native = guard.warn_once, StackSignalHandler(guard.page)
         self._main = threading.main_thread().ident or 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=GUARD_THREAD, daemon=True)
         self._last, self._still, self._answered, self._aborted = (0, 0), 0, 0, False
 
     def start(self) -> None:
-        self._page.put("ready", WATCHED if self._native is None else self._native.readiness())
+        self._page.put("ready", self._native.readiness())
         self._thread.start()
 
     def stop(self) -> None:
@@ -226,8 +212,7 @@ class StatusThread:
     def _write_heartbeat(self) -> None:
         page = self._page
         page.put("beat_ns", time.monotonic_ns())
-        if self._native is not None:
-            page.put("ready", self._native.readiness())
+        page.put("ready", self._native.readiness())
         groups = [*self._ledger.groups.values()]
         for group in groups:
             group.end_completed_calls(page)
@@ -280,7 +265,6 @@ class StackSignalHandler:
     """
 
     def __init__(self, page: StatusPage) -> None:
-        """Raises OSError without /proc."""
         path = f"/proc/self/fd/{page.descriptor}"
         self._file: BinaryIO | None = open(path, "ab", buffering=0)  # noqa: PTH123, SIM115 - as long as the process
         self._inode = os.fstat(self._file.fileno()).st_ino
@@ -323,17 +307,16 @@ class ProcessGroupSockets:
 
     def __init__(self) -> None:
         self.inodes: set[str] = set()
-        self.ends: list[ConnectionEndpoint] = []
+        self.ends: list[ConnectionEnd] = []
         """The ends of the connections to other hosts that the last group has opened."""
         self._tolerated: list[list[str]] | None = None
         self._installed = False
 
     def install(self, distributed: ModuleType) -> None:
         """Record the sockets of each new process group, and close its ports. Further calls do nothing."""
-        make: Callable[..., Any] | None = getattr(distributed, GROUP_CONSTRUCTOR, None)
-        if make is None or self._installed:  # None: a different torch, no rank is unblocked
+        if self._installed:
             return
-        self._installed = True
+        self._installed, make = True, getattr(distributed, GROUP_CONSTRUCTOR)
 
         @hide_from_warnings
         @wraps(make)
@@ -379,16 +362,7 @@ class ProcessGroupSockets:
                     sock.shutdown(socket.SHUT_RDWR)
 
 
-@dataclass(frozen=True)
-class ConnectionEndpoint:
-    """Our end of a connection to another host."""
-
-    own: str  # address and port
-    peer: str
-    was_accepted: bool
-
-
-def remote_connection_ends(descriptors: Collection[int]) -> list[ConnectionEndpoint]:
+def remote_connection_ends(descriptors: Collection[int]) -> list[ConnectionEnd]:
     listening: set[int] = set()
     pairs: list[tuple[tuple[str, int], tuple[str, int]]] = []
     for sock in _tcp_sockets(descriptors):
@@ -398,7 +372,7 @@ def remote_connection_ends(descriptors: Collection[int]) -> list[ConnectionEndpo
             with suppress(OSError):  # closed by the other side
                 pairs.append((sock.getsockname()[:2], sock.getpeername()[:2]))
     return [
-        ConnectionEndpoint("{} {}".format(*own), "{} {}".format(*peer), own[1] in listening)
+        ("{} {}".format(*own), "{} {}".format(*peer), own[1] in listening)
         for own, peer in pairs
         if not is_loopback(own[0])
     ]
@@ -429,21 +403,12 @@ def _is_nccl(distributed: ModuleType, group: Any) -> bool:
 
 
 def block_new_connections(descriptors: Collection[int]) -> bool:
-    """Have the kernel drop new connections to our listening ports. False if it supports neither method for a port."""
+    """Have the kernel drop new connections to our listening ports. False if it does not support this."""
     return all(
-        sign_tcp_packets(sock, os.urandom(16)) or _attach_drop_filter(sock)  # with a secret key
+        sign_tcp_packets(sock, os.urandom(16))  # no process knows this key
         for sock in _tcp_sockets(descriptors)
         if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     )
-
-
-def _attach_drop_filter(sock: socket.socket) -> bool:
-    """Attach a packet filter with one instruction, "return 0 bytes". Newer kernels allow this only for root."""
-    instruction = ctypes.create_string_buffer(struct.pack("HBBI", BPF_RETURN, 0, 0, 0))
-    with suppress(OSError):
-        sock.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(instruction)))
-        return True
-    return False
 
 
 def foreign_users(descriptors: Collection[int]) -> list[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from paceline.protocol.code_locations import SITE_CHARS, Activity, activity_of, format_call_site, format_location
 from paceline.protocol.evidence import Frame
@@ -118,17 +119,13 @@ def frame_record(frame: FrameType) -> Frame:
     return Frame(short_filename(file), frame.f_lineno, frame.f_code.co_name, code_owner(file) is LIBRARY)
 
 
-def user_line_of_error(error: BaseException) -> str:
-    """The innermost line of the user's program in the traceback of `error`, as `train.py:97: `; empty without one."""
+def user_frame_of_error(error: BaseException) -> Frame | None:
+    """The user's innermost frame in the traceback of `error`; else the caller, for an error in the same function."""
     caller = call_site(sys._getframe(1)).frame  # pyright: ignore[reportPrivateUsage]
-    locations = [(caller, caller.f_lineno)] if caller is not None else []  # for an error that has not left its function
+    locations = [(caller, caller.f_lineno)] if caller is not None else []
     locations += traceback.walk_tb(error.__traceback__)
-    lines = [
-        f"{short_filename(file)}:{line}: "
-        for frame, line in locations
-        if code_owner(file := frame.f_code.co_filename) is USER
-    ]
-    return lines[-1] if lines else ""
+    of_user = [(frame, line) for frame, line in locations if code_owner(frame.f_code.co_filename) is USER]
+    return replace(frame_record(of_user[-1][0]), line=of_user[-1][1]) if of_user else None
 
 
 def user_site(frame: FrameType | None = None) -> str:

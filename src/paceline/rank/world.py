@@ -21,7 +21,7 @@ from paceline.host.gpus import DEV, GPU_SHARING_BACKENDS, VISIBLE_DEVICES_VARIAB
 from paceline.protocol.balance import assign_virtual_ranks
 from paceline.protocol.control import WorkerSpec
 from paceline.rank.environment import rank_counts, translate_to_torchrun
-from paceline.rank.guard import ConnectionEndpoint, HangGuard, abort_nccl, foreign_user_error
+from paceline.rank.guard import ConnectionEnd, HangGuard, abort_nccl, foreign_user_error
 from paceline.rank.rendezvous import MEETING_SECONDS, rendezvous
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
@@ -189,7 +189,7 @@ def _make_group(world: World, store: Store, timeout: timedelta) -> None:
 
 
 def _has_foreign_users(
-    world: World, store: Store, timeout: timedelta, ends: Sequence[ConnectionEndpoint], *, here: bool
+    world: World, store: Store, timeout: timedelta, ends: Sequence[ConnectionEnd], *, here: bool
 ) -> bool:
     """Whether a foreign user has connected to any rank; equal on all ranks. `here`: to this rank, from its host.
 
@@ -198,11 +198,11 @@ def _has_foreign_users(
     are translated (NAT), neither end finds the other, and the counts cancel out.
     """
     if world.local_size < world.size:
-        for end in ends:
-            store.set(f"end {end.own} {end.peer}", "")
+        for own, peer, _ in ends:
+            store.set(f"end {own} {peer}", "")
         _wait_for_all(world, store, timeout, "ends written")
-        unmatched_ends = [end for end in ends if not store.check([f"end {end.peer} {end.own}"])]
-        store.add("from other hosts", sum(1 if end.was_accepted else -1 for end in unmatched_ends))
+        unmatched = [was_accepted for own, peer, was_accepted in ends if not store.check([f"end {peer} {own}"])]
+        store.add("from other hosts", sum(1 if was_accepted else -1 for was_accepted in unmatched))
     store.add("here", int(here))
     _wait_for_all(world, store, timeout, "counted")
     return store.add("here", 0) > 0 or store.add("from other hosts", 0) > 0
@@ -233,15 +233,14 @@ def resolve_device(choice: str, index: int, workers: int, backend: str) -> torch
     (also for AMD, with a torch built for ROCm), "xpu". Each process needs a device, unless `backend` allows several.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    kind = "" if accelerator is None or unsupported_reason(accelerator.type) else accelerator.type
+    kind = "" if accelerator is None else accelerator.type
     # torch.accelerator only supports the kind for which torch was built
     count = torch.cuda.device_count() if kind in ("", "cuda") else torch.accelerator.device_count()
     kind = kind or ("cuda" if count else "")
     if choice == "cpu" or (choice == "auto" and not kind):
         return torch.device("cpu")
     if choice not in ("auto", "cpu", "cuda", "xpu", kind):
-        reason = unsupported_reason(choice)
-        raise UsageError(reason) if reason else UsageError(code="device-unknown", value=choice)
+        raise UsageError(code="device-unknown", value=choice)
     if choice not in ("auto", kind):
         has = f"torch has {kind} here" if kind else explain_missing_gpus() or "torch sees no accelerator here"
         raise UsageError(code="device-not-here", value=choice, has=has, usable=kind or "cpu")
@@ -283,10 +282,6 @@ def set_cpu_affinity(device: torch.device) -> None:
         os.sched_setaffinity(0, near_cores)
 
 
-def unsupported_reason(kind: str) -> str:
-    return "paceline does not train on mps, because mps has no float64 for sums of losses" if kind == "mps" else ""
-
-
 def explain_missing_gpus(devices: Path = DEV) -> str:
     """Why torch sees none of the GPUs that the kernel lists under `devices`; empty without GPUs."""
     nvidia, amd = len([*devices.glob("nvidia[0-9]*")]), (devices / "kfd").exists()
@@ -305,8 +300,7 @@ def explain_missing_gpus(devices: Path = DEV) -> str:
     visible_values = {os.environ.get(name) for name in VISIBLE_DEVICES_VARIABLES}
     if amd and torch.version.hip and not visible_values & {"", "-1"}:
         return "torch sees no GPU, but the machine has AMD GPUs: `rocminfo` shows whether this user may use them"
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return unsupported_reason(accelerator.type) if accelerator is not None else ""
+    return ""
 
 
 def device_name(device: torch.device) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
 from paceline.config.choices import check_not_renamed
 from paceline.config.strategies import EXACT_STRATEGIES, STRATEGY_INFO, unsupported_settings
 from paceline.errors import PacelineError, UsageError, format_option, unknown_name_error
-from paceline.rank.sites import user_line_of_error
+from paceline.rank.sites import user_frame_of_error
 from paceline.runs.trackers import tracker_names
 
 MIN_ARGUMENT_VALUES = {
@@ -163,4 +163,5 @@ def use_argument_names(error: BaseException | None) -> None:
     """Let a PacelineError name arguments instead of flags, and begin with the line of the user's code."""
     if isinstance(error, PacelineError) and error.front_end != "session":
         error.front_end, error.render_option = "session", format_argument
-        error.prefix = user_line_of_error(error) + error.prefix
+        if (at := user_frame_of_error(error)) is not None:
+            error.prefix = f"{at.file}:{at.line}: {error.prefix}"

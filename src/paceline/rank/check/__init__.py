@@ -14,6 +14,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -173,11 +174,8 @@ class ScriptFactsRecorder(ScriptListener):
 
     def _hook_accelerate(self) -> None:
         accelerator: Any = sys.modules["accelerate.accelerator"].Accelerator
-
-        def gathers(*_: Any, **__: Any) -> None:
-            self._facts.gathers_for_metrics = True
-
-        wrap_function(accelerator, "gather_for_metrics", before=gathers)
+        gathers = partial(setattr, self._facts, "gathers_for_metrics", True)
+        wrap_function(accelerator, "gather_for_metrics", before=lambda *_, **__: gathers())
 
     def _hook_trainer(self) -> None:
         """Call each `compute_metrics` again with more padding. Its arguments are numpy arrays with -100 as padding."""
@@ -273,13 +271,9 @@ def create_facts_listeners(folder: Path) -> tuple[ScriptListener, ...]:
         host=socket.gethostname(),
         cores=len(os.sched_getaffinity(0)),
     )
-    loader_watch, side_watch, writer = (
-        LoaderWatch(facts),
-        ScriptFactsRecorder(facts, str(folder)),
-        FactsWriter(facts, folder),
-    )
-    atexit.register(writer.finish, side_watch, loader_watch)
     guard = HangGuard.of_process()
     guard.max_steps, joint = MAX_STEPS, JointOptimizerDetector(lambda: guard.page.get("ops"))
-    saved_watch = SavedStateWatch(facts, side_watch.schedules)
-    return joint, loader_watch, StepWatch(facts, loader_watch, joint), side_watch, saved_watch, writer
+    loaders, recorder, writer = LoaderWatch(facts), ScriptFactsRecorder(facts, str(folder)), FactsWriter(facts, folder)
+    atexit.register(writer.finish, recorder, loaders)
+    saved = SavedStateWatch(facts, recorder.schedules)
+    return joint, loaders, StepWatch(facts, loaders, joint), recorder, saved, writer

@@ -127,7 +127,6 @@ class ScriptListener:
     def on_backward_begin(self, losses: Any) -> None: ...  # of one or several tensors
     def on_backward_end(self) -> None: ...  # with DDP the gradients are reduced
     def on_step_begin(self, optimizer: Any) -> None: ...  # the gradients are there, from a closure or from before
-    def on_closure_end(self, optimizer: Any) -> None: ...  # again (L-BFGS); its parameters may be discarded
     def on_step_end(self, optimizer: Any) -> None: ...
     def on_session_begin(self) -> None: ...  # of paceline, or a training of paceline
     def on_thread_failed(self, name: str, error: BaseException) -> None: ...  # in the thread that has ended with it
@@ -213,9 +212,7 @@ class Hooks:
         if not callable(closure) or not self._listeners.get("on_step_begin"):
             self._tell("on_step_begin", optimizer)
             return None
-        watched = ObservedClosure(
-            closure, partial(self._tell, "on_step_begin", optimizer), partial(self._tell, "on_closure_end", optimizer)
-        )
+        watched = ObservedClosure(closure, partial(self._tell, "on_step_begin", optimizer))
         return (args, named | {"closure": watched}) if "closure" in named else ((args[0], watched, *args[2:]), named)
 
     def _step_ended(self, optimizer: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -250,24 +247,22 @@ class Hooks:
 
 
 class ObservedClosure:
-    """The closure of an optimizer's step. Calls `first` after its first call, and `later` after each further one."""
+    """The closure of an optimizer's step. Calls `then` after its first call."""
 
-    def __init__(self, closure: Callable[..., Any], first: Callable[[], None], later: Callable[[], None]) -> None:
-        self._closure, self._first, self._later = closure, first, later
+    def __init__(self, closure: Callable[..., Any], then: Callable[[], None]) -> None:
+        self._closure, self._then = closure, then
         self._begun = False
         update_wrapper(self, closure)
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         result = self._closure(*args, **named)
-        if self._begun:
-            self._later()
         self.notify_first_call()
         return result
 
     def notify_first_call(self) -> None:
         if not self._begun:
             self._begun = True
-            self._first()
+            self._then()
 
 
 def _is_nested_step(optimizer: Any) -> bool:

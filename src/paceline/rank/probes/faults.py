@@ -14,11 +14,8 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from traceback import walk_tb
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
-
-from msgspec.structs import replace
 
 from paceline.protocol.evidence import ScriptFinding, reports_lost_peers
 from paceline.protocol.marks import put_finding
@@ -26,7 +23,7 @@ from paceline.protocol.status_page import StatusPage
 from paceline.rank.flight_recorder import loaded_c10d_module
 from paceline.rank.probes import DeferredReads, ScriptListener, can_run_kernels, leaf_digests
 from paceline.rank.probes.steps import USUAL_STEP_WINDOW, StepCounter
-from paceline.rank.sites import CodeOwner, code_owner, format_frame, frame_record, user_site
+from paceline.rank.sites import format_frame, user_frame_of_error, user_site
 
 MAX_CHECKED_ELEMENTS = 16384  # elements that are checked: of a smaller parameter, or of the first one
 MAX_NAMED_SAMPLES = 8  # samples
@@ -98,7 +95,6 @@ class NonFiniteGradientDetector(ScriptListener):
         self._own: dict[int, str] = {}  # step -> a value of this rank that was not finite
         self._lost: dict[int, str] = {}  # step -> its last loss, if that was not finite
         self._follows = False  # whether parameters were not finite before the last loss, so that the loss is no cause
-        self._again: WeakSet[Any] = WeakSet()  # optimizers that have called the closure of their step again
         self._hidden_reported = False
         self._reported = False
 
@@ -141,29 +137,13 @@ class NonFiniteGradientDetector(ScriptListener):
 
         def look(values: list[bool]) -> None:
             if values[0] and not self._reported:
-                self._report(step)
+                self._reported, local = True, self._own.get(step)
+                put_finding(self._page, ScriptFinding("not finite", step, local or "", own=local is not None))
             elif (lost := self._lost.pop(step, "")) and not self._hidden_reported:
                 self._hidden_reported = True
                 put_finding(self._page, ScriptFinding("swallowed", step, lost))
 
         self._later.read(_is_not_finite(sensor.grad), look)
-
-    def on_closure_end(self, optimizer: Any) -> None:
-        self._again.add(optimizer)
-
-    def on_step_end(self, optimizer: Any) -> None:
-        """Check the new parameters after repeated closures: a line search may discard a point that is not finite."""
-        sensor = self._sensors.get(optimizer)
-        if self._reported or optimizer not in self._again or sensor is None or not can_run_kernels(sensor):
-            return
-        self._again.discard(optimizer)
-        step = self._steps.done + 1
-        self._later.read(_is_not_finite(sensor), lambda values: self._report(step) if values[0] else None)
-
-    def _report(self, step: int) -> None:
-        if not self._reported:
-            self._reported, local = True, self._own.get(step)
-            put_finding(self._page, ScriptFinding("not finite", step, local or "", own=local is not None))
 
     def _choose_sensor(self, optimizer: Any) -> Any:
         """A small parameter among the first ones, which are near the input."""
@@ -370,8 +350,5 @@ def _default_group_ref() -> Callable[[], Any]:
 
 
 def _user_line_of(error: BaseException) -> str:
-    """The innermost line of the user in the traceback of an exception; else the line that called."""
-    for frame, line in reversed([*walk_tb(error.__traceback__)]):
-        if code_owner(frame.f_code.co_filename) is CodeOwner.USER:
-            return format_frame(replace(frame_record(frame), line=line))
-    return user_site() or "an unknown line"
+    frame = user_frame_of_error(error)
+    return "an unknown line" if frame is None else format_frame(frame)

@@ -21,22 +21,14 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from paceline.protocol.marks import (
-    BY_DDP,
-    PARTS,
-    SETTINGS,
-    SUMMED,
-    TABLES,
-    NamesWriter,
-    ReplicaFingerprint,
-    put_replica_fingerprint,
-)
+from paceline.protocol import marks
+from paceline.protocol.marks import NamesWriter
 from paceline.protocol.status_page import StatusPage
 from paceline.rank.probes import DeferredReads, ScriptListener, can_run_kernels
 from paceline.rank.probes.steps import JointOptimizerDetector, OptimizerHistory, synced_parameters
 
 LEAST_ELEMENTS, SHARE = 4096, 64  # a step sums at least LEAST_ELEMENTS elements, and 1/SHARE of all
-ROTATING_PIECES = PARTS - 1  # pieces per step, except the last piece
+ROTATING_PIECES = marks.PARTS - 1  # pieces per step, except the last piece
 MAX_UNSYNCED_STEPS = 2  # consecutive steps without gradients of others, which are then intended
 LOCAL_COMM_HOOKS = ("post_localSGD_hook", "noop_hook")
 UINT32_MAX = 0xFFFFFFFF
@@ -83,7 +75,7 @@ class FingerprintWriter(ScriptListener):
         self._joint = joint or JointOptimizerDetector(lambda: page.get("ops"))
         self._watched: WeakKeyDictionary[Any, WatchedOptimizer] = WeakKeyDictionary()
         # number of optimizers, and the last step in each table: [without a replica, with a replica]
-        self._known, self._numbers = [0, 0], ([0] * TABLES, [0] * TABLES)
+        self._known, self._numbers = [0, 0], ([0] * marks.TABLES, [0] * marks.TABLES)
         self._size = int(os.environ.get("WORLD_SIZE", "1"))
         self._several_hosts = os.environ.get("LOCAL_WORLD_SIZE", "") != str(self._size)
 
@@ -95,7 +87,7 @@ class FingerprintWriter(ScriptListener):
         watched = self._watched.get(optimizer)
         if watched is None or (history.has_shared_parameters and not watched.has_replica):
             watched = self._watched[optimizer] = self._next_table(own=history.has_shared_parameters)
-        if watched.table_index >= TABLES:
+        if watched.table_index >= marks.TABLES:
             return
         watched.count += 1
         self._numbers[watched.has_replica][watched.table_index] = watched.count
@@ -104,7 +96,7 @@ class FingerprintWriter(ScriptListener):
             watched.version = version
             self._plan_pieces(watched, optimizer)
         if watched.pieces and self._is_synced(watched, history):
-            self._write_fingerprint(watched, tuple(sum(_setting_values(optimizer, name)) for name in SETTINGS))
+            self._write_fingerprint(watched, tuple(sum(_setting_values(optimizer, name)) for name in marks.SETTINGS))
 
     def _next_table(self, *, own: bool) -> WatchedOptimizer:
         """Assign the next table, in the same order on all ranks. A later optimizer continues the count of the others.
@@ -112,13 +104,13 @@ class FingerprintWriter(ScriptListener):
         Optimizers of replicas are numbered separately and have precedence, because a rank may have other optimizers
         that no other rank has.
         """
-        numbers, table = self._numbers[own], self._known[own] % TABLES
+        numbers, table = self._numbers[own], self._known[own] % marks.TABLES
         self._known[own] += 1
         for other in self._watched.values():
             if other.table_index == table and (own <= other.has_replica):
-                return WatchedOptimizer(TABLES, own)
+                return WatchedOptimizer(marks.TABLES, own)
             if other.table_index == table:
-                other.table_index = TABLES
+                other.table_index = marks.TABLES
         return WatchedOptimizer(table, own, max(numbers[table], max(numbers) - 1))
 
     def _is_synced(self, watched: WatchedOptimizer, history: OptimizerHistory) -> bool:
@@ -147,9 +139,9 @@ class FingerprintWriter(ScriptListener):
         if of_ddp:
             ddp = kept_by_id[id(of_ddp[0])][1]
             members = torch.distributed.get_process_group_ranks(ddp.process_group)
-            watched.replica, flags = weakref.ref(ddp), BY_DDP
+            watched.replica, flags = weakref.ref(ddp), marks.BY_DDP
         if self._several_hosts or any(p.is_cuda for p in parameters):
-            flags |= SUMMED
+            flags |= marks.SUMMED
         named = [(kept_by_id[id(p)][0] if of_ddp else f"parameter {n}", p) for n, p in enumerate(of_ddp or parameters)]
         watched.pieces = [*_split_into_pieces(named)]
         watched.flags = watched.table_index | flags | len(members) << 16
@@ -164,7 +156,7 @@ class FingerprintWriter(ScriptListener):
         last = len(pieces) - 1
         indices = [(number * ROTATING_PIECES + n) % last for n in range(min(ROTATING_PIECES, last))] + [last]
         sums = [pieces[at].as_integers().sum() for at in indices]
-        if watched.flags & SUMMED:
+        if watched.flags & marks.SUMMED:
             floats = (pieces[at].as_integers().view(pieces[at].parameter.dtype) for at in indices)
             sums += [values.sum(dtype=torch.float64).view(torch.int64) for values in floats]
 
@@ -172,8 +164,8 @@ class FingerprintWriter(ScriptListener):
             hashes = [value & UINT32_MAX for value in values[: len(indices)]]
             totals = [struct.unpack("d", struct.pack("q", value))[0] for value in values[len(indices) :]]
             parts = _pad_to_parts(indices, UINT32_MAX), _pad_to_parts(hashes), _pad_to_parts(totals)
-            put_replica_fingerprint(
-                self._page, ReplicaFingerprint(number, watched.layout_hash, watched.flags, *parts, settings)
+            marks.put_replica_fingerprint(
+                self._page, marks.ReplicaFingerprint(number, watched.layout_hash, watched.flags, *parts, settings)
             )
 
         if sums[0].is_cuda:
@@ -191,7 +183,7 @@ def _setting_values(optimizer: Any, name: str) -> Iterator[float]:
 
 
 def _pad_to_parts(values: Sequence[Any], filling: int = 0) -> tuple[Any, ...]:
-    return (*values, *[filling] * PARTS)[:PARTS]
+    return (*values, *[filling] * marks.PARTS)[: marks.PARTS]
 
 
 def _dense(tensor: Any) -> bool:
@@ -206,12 +198,12 @@ def _split_into_pieces(named: list[tuple[str, Any]]) -> Iterator[ParameterSlice]
 
     With an odd number, the fingerprints that the page keeps longest (of multiples of powers of 2) cover all pieces.
     """
-    piece_size = max(LEAST_ELEMENTS, sum(parameter.numel() for _, parameter in named) // SHARE) // PARTS
+    piece_size = max(LEAST_ELEMENTS, sum(parameter.numel() for _, parameter in named) // SHARE) // marks.PARTS
     pieces = [
         ParameterSlice(name, parameter, start, min(start + piece_size, parameter.numel()))
         for name, parameter in named
         for start in range(0, parameter.numel(), piece_size)
     ]
-    if len(pieces) > PARTS and len(pieces) % 2:
+    if len(pieces) > marks.PARTS and len(pieces) % 2:
         yield pieces[0]
     yield from pieces

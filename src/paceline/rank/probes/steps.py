@@ -226,7 +226,7 @@ class PhaseTracker(StepCounter):
     on_forward_begin = on_buffers_received = _enter(Phase.FORWARD)
     on_buffers_broadcast = _enter(Phase.SYNC)
     on_backward_begin = _enter(Phase.BACKWARD)
-    on_step_begin = on_closure_end = _enter(Phase.OPTIMIZER)
+    on_step_begin = _enter(Phase.OPTIMIZER)
 
     def on_exception(self, where: str, error: BaseException) -> None:
         if not self._page.get("released"):  # an error from the guard itself is not progress
@@ -255,10 +255,8 @@ class JoinContextDetector(ScriptListener):
     """Sets the counter `uneven` when a script enters torch's Join: ranks may then take different numbers of steps."""
 
     def __init__(self, page: StatusPage) -> None:
-        self._page, self._sees = page, False
+        self._page = page
 
-    def on_replica_created(self, ddp: Any) -> None:
-        if not self._sees:
-            self._sees = True
-            join_class: Any = sys.modules["torch.distributed.algorithms.join"].Join
-            wrap_function(join_class, "__enter__", before=lambda _: self._page.put("uneven", 1))
+    def on_torch_imported(self) -> None:
+        join_class: Any = sys.modules["torch.distributed.algorithms.join"].Join
+        wrap_function(join_class, "__enter__", before=lambda _: self._page.put("uneven", 1))
