@@ -6,8 +6,7 @@ import json
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from tests.cluster.training import (
     weights,
     words,
 )
+from tests.launch.launch_harness import wait_until
 
 STEPS = 40
 HOW = ("--steps", STEPS, "--batch-size", 4, "--strategy", "zero", "--virtual-ranks", 4, "--device", "cpu")
@@ -72,13 +72,6 @@ class SeparateHosts:
 
     def seen_on(self, host: str, *path: str) -> list[str]:
         return sorted(self.lab.run(host, "ls", "-A", self.run_dir.joinpath(*path)).stdout.split())
-
-
-def wait_for(done: Callable[[], bool], timeout: float = 120) -> None:
-    deadline = time.monotonic() + timeout
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 @pytest.fixture
@@ -189,7 +182,7 @@ def test_a_full_disk_leaves_no_incomplete_checkpoint(lab: Lab, hosts: SeparateHo
     hosts.script.write_text(SLOW_TASK.replace("STEP_SECONDS", "0.2"))
     lab.small(host, hosts.disk, "1m")
     run = hosts.start("--checkpoint-every", 5, "--no-checkpoint-epochs", typed_on="n2")
-    wait_for(lambda: "step-00000005" in hosts.seen_on("n2", "checkpoints"))
+    wait_until(lambda: "step-00000005" in hosts.seen_on("n2", "checkpoints"), "a checkpoint on n2", 120)
     lab.run(host, "dd", "if=/dev/zero", f"of={hosts.disk}/filler", "bs=4k")
     said = run.communicate(timeout=240)[0]
     assert run.returncode == 1 and "No space left" in said, said

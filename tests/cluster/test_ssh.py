@@ -7,7 +7,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -17,10 +16,11 @@ from tests.cluster.conftest import need
 from tests.cluster.lab import Lab
 from tests.cluster.ssh import SshHosts
 from tests.errors import codes
+from tests.launch.launch_harness import wait_until
 
 from paceline.launch.by_hand import format_commands, plan_by_hand
 from paceline.launch.plan import parse_hosts
-from paceline.protocol.job import Host, JobSpec
+from paceline.protocol.job import JobSpec
 
 pytestmark = pytest.mark.sample(2)
 
@@ -76,10 +76,7 @@ def launch(lab: Lab, ssh_hosts: SshHosts, tmp_path: Path) -> Callable[..., subpr
 
 
 def wait_ready(folder: Path, ranks: int, seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while len(list(folder.glob("ready-*"))) < ranks:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: len(list(folder.glob("ready-*"))) >= ranks, "the workers are ready", seconds)
 
 
 def log(folder: Path, rank: int) -> str:
@@ -88,10 +85,7 @@ def log(folder: Path, rank: int) -> str:
 
 
 def nothing_left(lab: Lab, seconds: float, hosts: tuple[str, ...] = ("n1", "n2", "n3", "n4")) -> None:
-    deadline = time.monotonic() + seconds
-    while left := {host: found for host in hosts if (found := lab.processes(host))}:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
+    wait_until(lambda: not any(map(lab.processes, hosts)), "no process is left", seconds)
 
 
 def test_workers_of_two_hosts_are_one_run(launch, tmp_path: Path) -> None:
@@ -236,32 +230,6 @@ def test_no_secret_is_in_any_list_of_processes(lab: Lab, launch, tmp_path: Path)
     run.communicate(timeout=150)
 
 
-ALL_REDUCE = """
-import os, torch, torch.distributed as dist
-os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
-dist.init_process_group("gloo")
-total = torch.tensor([float(dist.get_rank())])
-dist.all_reduce(total)
-print(os.uname().nodename, dist.get_world_size(), total.item(), os.environ["PACELINE_RUN_ID"], flush=True)
-dist.destroy_process_group()
-os._exit(0)
-"""
-
-
-@pytest.mark.slow
-def test_the_printed_commands_typed_on_two_hosts_are_one_run(lab: Lab, tmp_path: Path) -> None:
-    script = tmp_path / "all reduce.py"
-    script.write_text(ALL_REDUCE)
-    hosts = (Host("n1"), Host("n2", None, 2))
-    job = JobSpec((sys.executable, str(script)), 1, "5f", 1, nodes=2, min_nodes=2, hosts=hosts)
-    lines = [line for line in format_commands(plan_by_hand(job)).splitlines() if line.startswith("PACELINE_RUN_ID")]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    nodes = [lab.popen(host, "sh", "-c", line, **pipes) for host, line in zip(("n1", "n2"), lines, strict=True)]
-    texts = [node.communicate(timeout=150)[0] for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], texts
-    assert "n1 3 3.0 5f\n" in texts[0] and texts[1].count("n2 3 3.0 5f\n") == 2
-
-
 def test_our_agents_commands_typed_on_two_hosts_are_one_run(lab: Lab, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     script = tmp_path / "worker.py"
@@ -301,14 +269,14 @@ def test_a_host_that_was_lost_comes_back_and_another_one_joins(lab: Lab, launch,
     run = launch("n2,n3", STEPS, nproc=1, nodes=3, min_nodes=1)
     wait_ready(tmp_path, 2)
     lab.kill("n3")
-    wait_for(tmp_path / "ready-1-0-on-n2")
+    wait_until((tmp_path / "ready-1-0-on-n2").exists, "ready-1-0-on-n2")
     lab.boot("n3")
-    wait_for(tmp_path / "ready-2-1-on-n3")
+    wait_until((tmp_path / "ready-2-1-on-n3").exists, "ready-2-1-on-n3")
     joins = [sys.executable, "-m", "paceline", "join", str(tmp_path / "run")]
     joined = lab.popen(
         "n4", *joins, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    wait_for(tmp_path / "ready-3-2-on-n4")
+    wait_until((tmp_path / "ready-3-2-on-n4").exists, "ready-3-2-on-n4")
     refused = lab.run("n1", *joins)
     assert (refused.returncode, codes(refused.stderr)) == (2, ["no-free-node"])
     told = lab.run("n1", sys.executable, "-m", "paceline", "status", str(tmp_path / "run")).stdout
@@ -320,10 +288,3 @@ def test_a_host_that_was_lost_comes_back_and_another_one_joins(lab: Lab, launch,
     assert "node 1 (n3) answers" in err and ": 3 ranks on 3 nodes " in err
     assert codes(lab.run("n4", *joins).stderr) == ["run-takes-no-hosts"]
     nothing_left(lab, 5)
-
-
-def wait_for(path: Path, seconds: float = 40.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path.name} is not there: {sorted(p.name for p in path.parent.iterdir())}"
-        time.sleep(0.05)

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from tests import warm
 from tests.cluster.lab import Lab
 from tests.cluster.slurm import Slurm
 from tests.cluster.ssh import SshHosts
+from tests.launch.launch_harness import wait_until
 
 PACELINE = (sys.executable, "-m", "paceline")
 SCRIPT = Path(__file__).parents[2] / "examples" / "existing_ddp.py"
@@ -95,17 +95,14 @@ def steps_done(run_dir: Path) -> int:
 
 
 def wait_for_step(run_dir: Path, step: int, timeout: float = 180) -> None:
-    deadline = time.monotonic() + timeout
-    while steps_done(run_dir) < step:
-        assert time.monotonic() < deadline, f"only {steps_done(run_dir)} steps, of {step}"
-        time.sleep(0.05)
+    wait_until(lambda: steps_done(run_dir) >= step, f"step {step}", timeout)
 
 
 def wait_for_checkpoint(run_dir: Path, timeout: float = 180) -> None:
-    deadline = time.monotonic() + timeout
-    while not any(event["kind"] == "checkpointed" and not event["failure"] for event in events(run_dir)):
-        assert time.monotonic() < deadline, "no checkpoint"
-        time.sleep(0.05)
+    def is_saved() -> bool:
+        return any(event["kind"] == "checkpointed" and not event["failure"] for event in events(run_dir))
+
+    wait_until(is_saved, "a checkpoint", timeout)
 
 
 def submit(slurm: Slurm, task: list[str], run_dir: Path, *options: object) -> str:
