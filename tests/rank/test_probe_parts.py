@@ -244,22 +244,26 @@ def test_what_was_swallowed_last_is_told_at_the_end_and_no_error_of_a_collective
     assert (told.kind, told.last) == ("swallowed", True)
 
 
-def test_a_batch_that_is_skipped_is_told_where_each_step_before_had_as_many(page: StatusPage) -> None:
-    def told(windows: Sequence[int], evaluated: int = 0) -> list[str]:
-        optimizer, stale = Optimizer(), StaleGradientDetector(page, PhaseTracker(page))
-        before, training = len(words(page)), Loading()
-        for number, batches in enumerate(windows):
-            for _ in range(evaluated * (number % 20 == 19)):
-                stale.on_batch_received(Loading(), None)
-            for _ in range(batches):
-                stale.on_batch_received(training, None)
+def told_of_steps(page: StatusPage, windows: Sequence[int], *, of: str, evaluated: int = 0) -> list[str]:
+    """What is told of steps with so many batches and one backward, or with one batch and so many backwards."""
+    optimizer, stale = Optimizer(), StaleGradientDetector(page, PhaseTracker(page))
+    before, training = len(words(page)), Loading()
+    for number, count in enumerate(windows):
+        for _ in range(evaluated * (number % 20 == 19)):
+            stale.on_batch_received(Loading(), None)
+        for _ in range(count if of == "batches" else 1):
+            stale.on_batch_received(training, None)
+        for _ in range(count if of == "backwards" else 1):
             stale.on_backward_begin(None)
-            stale.on_step_begin(optimizer)
-        return words(page, before)
+        stale.on_step_begin(optimizer)
+    return words(page, before)
 
-    assert told([1] * 40) == told([4, 4, 4, 2] * 10) == told([1, 2] * 20) == told([0] * 40) == []
-    assert told([1] * 40, evaluated=7) == []  # batches of a different loader
-    rendered(told([1] * 20 + [2] + [1] * 20 + [2]))
+
+def test_a_batch_that_is_skipped_is_told_where_each_step_before_had_as_many(page: StatusPage) -> None:
+    for usual in ([1] * 40, [4, 4, 4, 2] * 10, [1, 2] * 20, [0] * 40):
+        assert told_of_steps(page, usual, of="batches") == []
+    assert told_of_steps(page, [1] * 40, of="batches", evaluated=7) == []  # batches of a different loader
+    rendered(told_of_steps(page, [1] * 20 + [2] + [1] * 20 + [2], of="batches"))
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -335,17 +339,9 @@ def test_a_step_without_backward_is_told_where_each_before_had_one(page: StatusP
 
 
 def test_a_step_that_is_left_out_is_told_where_each_backward_before_had_one(page: StatusPage) -> None:
-    def told(windows: Sequence[int]) -> list[str]:
-        optimizer, stale = Optimizer(), StaleGradientDetector(page, PhaseTracker(page))
-        before = len(words(page))
-        for backwards in windows:
-            for _ in range(backwards):
-                stale.on_backward_begin(None)
-            stale.on_step_begin(optimizer)
-        return words(page, before)
-
-    assert told([1] * 40) == told([4, 4, 4, 2] * 10) == told([1, 2] * 20) == told([4] * 20 + [2] + [4] * 20) == []
-    rendered(told([1] * 20 + [2] + [1] * 20 + [2]))
+    for usual in ([1] * 40, [4, 4, 4, 2] * 10, [1, 2] * 20, [4] * 20 + [2] + [4] * 20):
+        assert told_of_steps(page, usual, of="backwards") == []
+    rendered(told_of_steps(page, [1] * 20 + [2] + [1] * 20 + [2], of="backwards"))
 
 
 @pytest.mark.parametrize(("same_from", "zeros"), [(None, False), (20, False), (20, True)])

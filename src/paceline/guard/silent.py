@@ -19,19 +19,9 @@ from msgspec.structs import replace
 from paceline.guard.detectors import median_without
 from paceline.guard.sentences import format_ranks, format_subject_verb
 from paceline.guard.waits import group_ranks, minority
+from paceline.protocol import marks
 from paceline.protocol.evidence import Diagnosis, Evidence, Op, ScriptFinding, StopKind, WorkerSample
-from paceline.protocol.marks import (
-    BY_DDP,
-    SETTINGS,
-    SUMMED,
-    CallHistory,
-    Mismatch,
-    ReplicaFingerprint,
-    compare_orders,
-    order_label,
-    parse_call_tables,
-    parse_fingerprints,
-)
+from paceline.protocol.marks import CallHistory, Mismatch, ReplicaFingerprint
 
 NO_PART = 0xFFFFFFFF
 MIN_EQUAL_OBSERVATIONS = 3  # observations of a part that was equal on all ranks and had changed
@@ -66,7 +56,7 @@ class ReplicaDifference:
     def is_round_off(self) -> bool:
         sums = [mark.sums[self.part_index] for mark in self.fingerprints.values()]
         is_close = max(sums) - min(sums) <= ROUND_OFF_TOLERANCE * max(map(abs, sums))
-        return is_close and bool(self.any_fingerprint.flags & SUMMED)
+        return is_close and bool(self.any_fingerprint.flags & marks.SUMMED)
 
 
 class ReplicaComparison:
@@ -81,9 +71,9 @@ class ReplicaComparison:
         """Whether there are parameters that the script itself, not DDP, keeps equal."""
         return any(proofs >= MIN_EQUAL_OBSERVATIONS for *_, proofs in self._equal.values())
 
-    def update(self, marks: Mapping[int, Sequence[ReplicaFingerprint]]) -> list[ReplicaDifference]:
+    def update(self, fingerprints_by_rank: Mapping[int, Sequence[ReplicaFingerprint]]) -> list[ReplicaDifference]:
         by_step: dict[tuple[int, int, int], dict[int, ReplicaFingerprint]] = defaultdict(dict)
-        for rank, fingerprints in marks.items():
+        for rank, fingerprints in fingerprints_by_rank.items():
             for mark in fingerprints:
                 by_step[mark.table, mark.layout, mark.optimizer_step][rank] = mark
         differences: dict[tuple[int, int], ReplicaDifference] = {}
@@ -106,7 +96,7 @@ class ReplicaComparison:
             if part == NO_PART:
                 continue
             if len(hashes) > 1:
-                if first.flags & BY_DDP:
+                if first.flags & marks.BY_DDP:
                     return at
                 self._differed[key] = first.optimizer_step
                 if proofs >= MIN_EQUAL_OBSERVATIONS and key not in self._apart:
@@ -164,11 +154,11 @@ class CallOrderComparison:
 def find_order_mismatch(windows: Mapping[int, Sequence[Op]], known: frozenset[str]) -> Mismatch | None:
     """The mismatch at one position; None if the script calls from different branches. `known`: lines of all ranks."""
     ranks = sorted(windows)  # all ranks of the world
-    mismatch = compare_orders([windows[rank] for rank in ranks], frozenset(), known)
+    mismatch = marks.compare_orders([windows[rank] for rank in ranks], frozenset(), known)
     if isinstance(mismatch, Mismatch):
         return mismatch
     for calls in zip(*(windows[rank] for rank in ranks), strict=True):
-        labels = dict(zip(ranks, (order_label(op, frozenset()) for op in calls), strict=True))
+        labels = dict(zip(ranks, (marks.order_label(op, frozenset()) for op in calls), strict=True))
         if len({*labels.values()}) > 1 and {op.site for op in calls} <= known:
             return Mismatch(calls, minority(group_ranks(labels, lambda label: label)))
     return None
@@ -213,9 +203,9 @@ class SilentFaultDetector:
             self._report_shadowed_ranks(ranks)
         if any(sample.uneven for sample in ranks) or any((kind,) not in self._reported for kind in self._looks):
             return [diagnosis for diagnosis in diagnoses if diagnosis is not None]
-        fingerprints = {s.rank: parse_fingerprints(s.fingerprints) for s in ranks if s.fingerprints}
+        fingerprints = {s.rank: marks.parse_fingerprints(s.fingerprints) for s in ranks if s.fingerprints}
         differing = self._comparison.update(fingerprints)
-        orders = {sample.rank: parse_call_tables(sample.orders) for sample in ranks if sample.orders}
+        orders = {sample.rank: marks.parse_call_tables(sample.orders) for sample in ranks if sample.orders}
         diagnoses += [self._diagnose_order(at, calls) for at, calls in self._orders.update(orders, last=last)]
         uneven = self._diagnose_uneven_ends(ranks) if last else None
         for difference in differing:
@@ -359,7 +349,9 @@ class SilentFaultDetector:
         return _order_diagnosis(mismatch, sorted(windows), at + 1)
 
     def _diagnose_uneven_ends(self, ranks: Sequence[WorkerSample]) -> Diagnosis | None:
-        ddp = any(mark.flags & BY_DDP for sample in ranks for mark in parse_fingerprints(sample.fingerprints))
+        ddp = any(
+            mark.flags & marks.BY_DDP for sample in ranks for mark in marks.parse_fingerprints(sample.fingerprints)
+        )
         steps = {sample.rank: sample.joint_steps for sample in ranks}
         if len({*steps.values()}) < 2 or not self._is_first_report("uneven"):
             return None
@@ -400,10 +392,10 @@ def _parties(difference: ReplicaDifference, tensor: str, step: int, before: str)
     return [f"{tensor} differs after step {step}{before}: {parties}; without a majority, either may be wrong"]
 
 
-def _unequal_settings(marks: FingerprintsByRank) -> Iterator[str]:
+def _unequal_settings(fingerprints: FingerprintsByRank) -> Iterator[str]:
     """Sentences about optimizer settings that differ between ranks. They are a cause even without a majority."""
-    for n, name in enumerate(SETTINGS):
-        parties = group_ranks({rank: f"{mark.settings[n]:.7g}" for rank, mark in marks.items()}, str)
+    for n, name in enumerate(marks.SETTINGS):
+        parties = group_ranks({rank: f"{mark.settings[n]:.7g}" for rank, mark in fingerprints.items()}, str)
         if len(parties) > 1:
             values = (f"{next(iter(party.values()))} on {format_ranks(party)}" for party in parties[:MOST_PARTIES])
             yield f"the optimizer's {name}, summed over parameter groups, is {' against '.join(values)}"

@@ -44,13 +44,7 @@ from paceline.rank.collective_recorder import CollectiveOrderRecorder
 from paceline.rank.environment import job_token
 from paceline.rank.guard import HangGuard
 from paceline.rank.imports import when_imported
-from paceline.rank.probes import Hooks, ScriptListener
-from paceline.rank.probes.faults import (
-    BatchTracker,
-    NonFiniteGradientDetector,
-    StaleGradientDetector,
-    SwallowedExceptionDetector,
-)
+from paceline.rank.probes import Hooks, ScriptListener, faults
 from paceline.rank.probes.replicas import FingerprintWriter
 from paceline.rank.probes.steps import JoinContextDetector, JointOptimizerDetector, PhaseTracker, StepCounter
 from paceline.rank.stops import StepStops, UnsavedSteps
@@ -285,11 +279,11 @@ def watch_script(guard: HangGuard, *also: ScriptListener) -> Callable[[], None]:
     joint = JointOptimizerDetector(lambda: page.get("ops"))
     listeners: list[ScriptListener] = [joint, StepCounter(page, joint)]
     if guard.on:
-        steps, batches, marker = PhaseTracker(page, joint), BatchTracker(), CollectiveOrderRecorder(page, names)
-        swallowed = SwallowedExceptionDetector(page, steps)
+        steps, batches, marker = PhaseTracker(page, joint), faults.BatchTracker(), CollectiveOrderRecorder(page, names)
+        swallowed, stale = faults.SwallowedExceptionDetector(page, steps), faults.StaleGradientDetector(page, steps)
         on_failure = partial(swallowed.on_exception, "collective")
-        faults = NonFiniteGradientDetector(page, steps, batches), swallowed, StaleGradientDetector(page, steps)
-        listeners = [joint, batches, *faults, steps, JoinContextDetector(page), FingerprintWriter(page, names, joint)]
+        listeners = [joint, batches, faults.NonFiniteGradientDetector(page, steps, batches), swallowed, stale, steps]
+        listeners += [JoinContextDetector(page), FingerprintWriter(page, names, joint)]
     hooks = Hooks(guard.warn_once).add_listeners(*listeners, *also).install()
     guard.attach_probes(lambda: hooks.remove_listeners(*listeners), marker, on_failure)
     return hooks.report_success

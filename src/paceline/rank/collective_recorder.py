@@ -101,7 +101,6 @@ class GroupRecord:
     )
     enqueued_calls: deque[tuple[int, int]] = field(default_factory=deque[tuple[int, int]])
     """Record and number of NCCL calls that may be in flight: NCCL returns as soon as the GPU has queued the call."""
-    message_total: int = 0  # number of sent and received messages
 
     def to_own_number(self, number: int) -> int | None:
         """Our number for torch's number; None inside a composed call, or if the call is too old."""
@@ -408,8 +407,7 @@ class CollectiveRecorder:
             group_record.composed_spans.append((before, float("inf"), group_record.number_offset))
         record = self._record_start(call, group_record, seq, peer, message=rule.is_message)
         if rule.is_message:
-            group_record.message_total += 1
-            seq = -group_record.message_total
+            seq = -sum(group_record.message_counts.values())
         return StartedCall(record, group_record, seq, backend, before, rule)
 
     def _record_start(self, call: CachedCall, group: GroupRecord, seq: int, peer: int, *, message: bool = False) -> int:

@@ -43,8 +43,10 @@ def translate_to_torchrun(env: Mapping[str, str]) -> dict[str, str]:
     for launcher, read in _ENV_READERS.items():
         if variables := read(env):
             if set_already:
-                fields = {"present": set_already, "launcher": launcher, "size": variables["WORLD_SIZE"]}
-                raise UsageError(code="variables-beside-launcher", needed=NEEDED, **fields)
+                size = variables["WORLD_SIZE"]
+                raise UsageError(
+                    code="variables-beside-launcher", present=set_already, launcher=launcher, size=size, needed=NEEDED
+                )
             return variables
     return {}
 

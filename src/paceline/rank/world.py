@@ -123,7 +123,7 @@ def process_group(
     if world.backend == "mpi":
         dist.init_process_group(world.backend, timeout=timeout)
     else:
-        _make_group(world, _store(world, timeout, meeting_seconds), timeout)
+        _make_group(world, timeout, meeting_seconds)
     try:
         yield world
     except BaseException:
@@ -161,10 +161,15 @@ def create_mesh_groups(world: World, mesh: Mesh, *, timeout_seconds: float = DEF
     return replace(world, mesh=mesh, dimensions=dimensions)
 
 
-def _make_group(world: World, store: Store, timeout: timedelta) -> None:
+def _make_group(world: World, timeout: timedelta, meeting_seconds: float) -> None:
     """Make the default group. Retry if another user of the machine has connected in place of a rank."""
     if dist.is_initialized():
         raise UsageError(code="process-group-exists")
+    store: Store = HashStore()
+    if world.size > 1:
+        env = {**os.environ, **translate_to_torchrun(os.environ)}
+        store = rendezvous(world.rank, world.size, env, seconds=meeting_seconds)
+        store.set_timeout(timeout)
     check_placement(world.rank, world.size, world.device, world.backend, store)
     foreign_users: list[list[str]] = []
     for number in range(MAX_GROUP_ATTEMPTS):
@@ -215,15 +220,6 @@ def _wait_for_all(world: World, store: Store, timeout: timedelta, key: str) -> N
         if time.monotonic() > deadline:
             raise TrainingError(code="group-not-made-by-all", seconds=timeout.total_seconds())
         time.sleep(0.001)
-
-
-def _store(world: World, timeout: timedelta, meeting_seconds: float) -> Store:
-    if world.size == 1:
-        return HashStore()
-    env = {**os.environ, **translate_to_torchrun(os.environ)}
-    store = rendezvous(world.rank, world.size, env, seconds=meeting_seconds)
-    store.set_timeout(timeout)
-    return store
 
 
 def resolve_device(choice: str, index: int, workers: int, backend: str) -> torch.device:

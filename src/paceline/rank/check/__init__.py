@@ -14,7 +14,6 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +36,7 @@ from paceline.rank.check.loaders import LoaderWatch
 from paceline.rank.check.saved import SavedStateWatch
 from paceline.rank.check.steps import StepWatch
 from paceline.rank.guard import HangGuard
-from paceline.rank.imports import when_imported
-from paceline.rank.probes import ScriptListener, leaves, wrap_function
+from paceline.rank.probes import ScriptListener, leaves, wrap_function, wrap_when_imported
 from paceline.rank.probes.steps import JointOptimizerDetector
 from paceline.rank.sites import format_frame, short_filename, user_site
 from paceline.runs import writing
@@ -61,13 +59,16 @@ class ScriptFactsRecorder(ScriptListener):
         sys.addaudithook(self._on_audit_event)
         for stream in (sys.stdout, sys.stderr):
             stream.write = self._wrap_stream_write(stream.write)
-        when_imported("accelerate.accelerator", self._hook_accelerate)
-        when_imported("transformers.trainer", self._hook_trainer)
+        wrap_when_imported(
+            "accelerate.accelerator", "Accelerator", "gather_for_metrics",
+            before=lambda *_, **__: setattr(facts, "gathers_for_metrics", True),
+        )  # fmt: skip
+        wrap_when_imported("transformers.trainer", "Trainer", "__init__", after=self._check_padding)
 
     def on_torch_imported(self) -> None:
         torch: Any = sys.modules["torch"]
-        wrap_function(torch, "manual_seed", before=self._on_seed)
-        wrap_function(torch, "set_num_threads", before=self._on_set_num_threads)
+        wrap_function(torch, "manual_seed", before=lambda *_, **__: self._facts.seeds.update(torch=user_site()))
+        wrap_function(torch, "set_num_threads", before=lambda _: setattr(self._facts, "threads_site", user_site()))
         wrap_function(torch, "save", before=self._on_torch_save)
         wrap_function(torch, "load", after=self._on_torch_load)
         torch.serialization.save, torch.serialization.load = torch.save, torch.load
@@ -159,12 +160,6 @@ class ScriptFactsRecorder(ScriptListener):
         site = user_site()
         self.schedules[id(schedule)] = schedule, self.schedules.get(id(schedule), ("", site))[1], site
 
-    def _on_seed(self, *_: Any, **__: Any) -> None:
-        self._facts.seeds["torch"] = user_site()
-
-    def _on_set_num_threads(self, *_: Any) -> None:
-        self._facts.threads_site = user_site()
-
     def _wrap_stream_write(self, write: Callable[[str], int]) -> Callable[[str], int]:
         def wrote(text: str) -> int:
             self._printed += bool(text.strip())
@@ -172,36 +167,26 @@ class ScriptFactsRecorder(ScriptListener):
 
         return wrote
 
-    def _hook_accelerate(self) -> None:
-        accelerator: Any = sys.modules["accelerate.accelerator"].Accelerator
-        gathers = partial(setattr, self._facts, "gathers_for_metrics", True)
-        wrap_function(accelerator, "gather_for_metrics", before=lambda *_, **__: gathers())
-
-    def _hook_trainer(self) -> None:
+    def _check_padding(self, _: Any, trainer: Any, *__: Any, **___: Any) -> None:
         """Call each `compute_metrics` again with more padding. Its arguments are numpy arrays with -100 as padding."""
+        metrics, asked = trainer.compute_metrics, False
+        if metrics is None or trainer.args.batch_eval_metrics:
+            return
+        code: Any = getattr(metrics, "__code__", None)
+        file, line = (code.co_filename, code.co_firstlineno) if code is not None else ("?", 0)
+        site = format_frame(Frame(short_filename(file), line, getattr(metrics, "__name__", "compute_metrics")))
 
-        def made(_: Any, trainer: Any, *__: Any, **___: Any) -> None:
-            metrics, asked = trainer.compute_metrics, False
-            if metrics is None or trainer.args.batch_eval_metrics:
-                return
-            code: Any = getattr(metrics, "__code__", None)
-            file, line = (code.co_filename, code.co_firstlineno) if code is not None else ("?", 0)
-            site = format_frame(Frame(short_filename(file), line, getattr(metrics, "__name__", "compute_metrics")))
+        def computed(predictions: Any) -> Any:
+            nonlocal asked
+            scores = metrics(predictions)
+            if not asked and (padded := add_padding_column(predictions)) is not None:
+                asked = True
+                with suppress(Exception):  # the function accepts only one width
+                    found = find_padding_sensitive_score(site, scores, metrics(predictions), metrics(padded))
+                    self._facts.metrics.append(found)
+            return scores
 
-            def computed(predictions: Any) -> Any:
-                nonlocal asked
-                scores = metrics(predictions)
-                if not asked and (padded := add_padding_column(predictions)) is not None:
-                    asked = True
-                    with suppress(Exception):  # the function accepts only one width
-                        self._facts.metrics.append(
-                            find_padding_sensitive_score(site, scores, metrics(predictions), metrics(padded))
-                        )
-                return scores
-
-            trainer.compute_metrics = computed
-
-        wrap_function(sys.modules["transformers.trainer"].Trainer, "__init__", after=made)
+        trainer.compute_metrics = computed
 
 
 def find_padding_sensitive_score(site: str, scores: Any, again: Any, padded: Any) -> PaddedMetric:

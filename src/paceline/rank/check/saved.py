@@ -12,13 +12,11 @@ import random
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from paceline.protocol.facts import ORDER, SavedState, ScriptFacts
-from paceline.rank.imports import when_imported
-from paceline.rank.probes import ScriptListener, short_hash, wrap_function
+from paceline.rank.probes import ScriptListener, short_hash, wrap_when_imported
 from paceline.rank.probes.steps import is_sharded
 from paceline.rank.sites import user_site
 from paceline.runs.owners import NotOwnedError, open_file
@@ -36,45 +34,36 @@ class SavedStateWatch(ScriptListener):
         """`schedules`: all schedules that have stepped, first in each value."""
         self._facts, self._schedules = facts, schedules
         self._stepped: deque[Any] = deque(maxlen=RECENT_STEPS)
-        when_imported("transformers.trainer", self._hook_trainer)
-        when_imported("accelerate.accelerator", self._hook_accelerate)
+        wrap_when_imported("transformers.trainer", "Trainer", "_save_checkpoint", after=self._on_trainer_saved)
+        wrap_when_imported("accelerate.accelerator", "Accelerator", "save_state", after=self._on_accelerate_saved)
         for module in LIGHTNING:
-            when_imported(module, partial(self._hook_lightning, module))
+            wrap_when_imported(module, "Trainer", "save_checkpoint", after=self._on_lightning_saved)
 
     def on_step_end(self, optimizer: Any) -> None:
         self._stepped.append(optimizer)
 
-    def _hook_trainer(self) -> None:
-        def saved(_: Any, trainer: Any, model: Any, trial: Any, *__: Any) -> None:
-            folder = Path(trainer._get_output_dir(trial)) / f"checkpoint-{trainer.state.global_step}"
-            parts = _parts([trainer.model], [trainer.optimizer], [trainer.lr_scheduler])
-            parts = parts if trainer.args.should_save else iter(())
-            if not _shards(trainer.accelerator.distributed_type):
-                self._compare(folder, parts, weights_only=trainer.args.save_only_model)
+    def _on_trainer_saved(self, _: Any, trainer: Any, model: Any, trial: Any, *__: Any) -> None:
+        folder = Path(trainer._get_output_dir(trial)) / f"checkpoint-{trainer.state.global_step}"
+        parts = _parts([trainer.model], [trainer.optimizer], [trainer.lr_scheduler])
+        parts = parts if trainer.args.should_save else iter(())
+        if not _shards(trainer.accelerator.distributed_type):
+            self._compare(folder, parts, weights_only=trainer.args.save_only_model)
 
-        wrap_function(sys.modules["transformers.trainer"].Trainer, "_save_checkpoint", after=saved)
+    def _on_accelerate_saved(self, folder: Any, accelerator: Any, *_: Any, **__: Any) -> None:
+        optimizers = [*{id(optimizer): optimizer for optimizer in self._stepped}.values()]
+        seen = (schedule for schedule, *_ in self._schedules.values())
+        schedules = [schedule for schedule in seen if getattr(schedule, "optimizer", None) in optimizers]
+        parts = _parts(accelerator._models, optimizers, schedules) if accelerator.is_main_process else iter(())
+        generators = (getattr(loader, "synchronized_generator", None) for loader in accelerator._dataloaders)
+        orders = [(ORDER, generator.get_state()) for generator in generators if generator is not None]
+        if not _shards(accelerator.distributed_type):
+            self._compare(Path(folder), parts, orders, open_window=not accelerator.sync_gradients)
 
-    def _hook_accelerate(self) -> None:
-        def saved(folder: Any, accelerator: Any, *_: Any, **__: Any) -> None:
-            optimizers = [*{id(optimizer): optimizer for optimizer in self._stepped}.values()]
-            seen = (schedule for schedule, *_ in self._schedules.values())
-            schedules = [schedule for schedule in seen if getattr(schedule, "optimizer", None) in optimizers]
-            parts = _parts(accelerator._models, optimizers, schedules) if accelerator.is_main_process else iter(())
-            generators = (getattr(loader, "synchronized_generator", None) for loader in accelerator._dataloaders)
-            orders = [(ORDER, generator.get_state()) for generator in generators if generator is not None]
-            if not _shards(accelerator.distributed_type):
-                self._compare(Path(folder), parts, orders, open_window=not accelerator.sync_gradients)
-
-        wrap_function(sys.modules["accelerate.accelerator"].Accelerator, "save_state", after=saved)
-
-    def _hook_lightning(self, module: str) -> None:
-        def saved(_: Any, trainer: Any, path: Any, weights_only: bool | None = False, *__: Any) -> None:
-            schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
-            parts = _parts([trainer.lightning_module], trainer.optimizers, schedules)
-            if trainer.is_global_zero and trainer.state.fn == "fit" and not _shards(type(trainer.strategy).__name__):
-                self._compare(Path(path), parts, weights_only=bool(weights_only))
-
-        wrap_function(sys.modules[module].Trainer, "save_checkpoint", after=saved)
+    def _on_lightning_saved(self, _: Any, trainer: Any, path: Any, weights_only: bool | None = False, *__: Any) -> None:
+        schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
+        parts = _parts([trainer.lightning_module], trainer.optimizers, schedules)
+        if trainer.is_global_zero and trainer.state.fn == "fit" and not _shards(type(trainer.strategy).__name__):
+            self._compare(Path(path), parts, weights_only=bool(weights_only))
 
     def _compare(self, path: Path, parts: Parts, orders: Iterable[tuple[str, Any]] = (), **flags: Any) -> None:
         if len(self._facts.saved_states) >= MAX_STATES:

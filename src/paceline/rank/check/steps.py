@@ -87,7 +87,7 @@ class StepWatch(ScriptListener):
         self._clipped = set[int](), 0.0, 0.0, ""  # since any step: ids, norm, limit, line
 
     def on_torch_imported(self) -> None:
-        self._meshes.wrap_fully_shard()
+        when_imported(FULLY_SHARD_MODULES[0], self._meshes.wrap_fully_shard)
         torch: Any = sys.modules["torch"]
         torch.nn.modules.module.register_module_forward_pre_hook(self._on_module_forward)
         wrap_function(torch.nn.parallel.DistributedDataParallel, "no_sync", before=self._on_no_sync)
@@ -393,9 +393,6 @@ class ModelParallelDetector:
         self._fsdp_ranks = set[int]()
 
     def wrap_fully_shard(self) -> None:
-        when_imported(FULLY_SHARD_MODULES[0], self._wrap_after_import)
-
-    def _wrap_after_import(self) -> None:
         first: Any = sys.modules[FULLY_SHARD_MODULES[0]]
         original = first.fully_shard
         wrap_function(first, "fully_shard", before=self._record_fsdp_ranks)

@@ -320,3 +320,8 @@ def wrap_function(
         return result
 
     setattr(owner, name, called)
+
+
+def wrap_when_imported(module: str, owner: str, name: str, **hooks: HookCallback) -> None:
+    """As `wrap_function`, for a method of a class of this module, when the module is imported."""
+    when_imported(module, lambda: wrap_function(getattr(sys.modules[module], owner), name, **hooks))

@@ -133,7 +133,8 @@ class NonFiniteGradientDetector(ScriptListener):
         if sensor is None or sensor.grad is None or sensor.grad.is_sparse or not can_run_kernels(sensor.grad):
             return
         step = self._steps.done + 1
-        self._own, self._lost = _keep_since(step - 4, self._own), _keep_since(step - 4, self._lost)
+        for texts in (self._own, self._lost):
+            texts.pop(step - 5, None)  # older ones are not read
 
         def look(values: list[bool]) -> None:
             if values[0] and not self._reported:
@@ -169,10 +170,6 @@ class NonFiniteGradientDetector(ScriptListener):
 
         self._hooked[id(sensor)] = weakref.ref(sensor)
         sensor.register_hook(seen)
-
-
-def _keep_since(step: int, texts: dict[int, str]) -> dict[int, str]:
-    return {at: text for at, text in texts.items() if at >= step}
 
 
 def _is_not_finite(tensor: Any) -> Any:
