@@ -141,12 +141,12 @@ def test_no_more_sums_wait_than_there_is_room_for_and_all_the_room_is_used(world
 @given(st.integers(2, 4), st.integers(0, 5), st.sampled_from([64, 4096, 4096 * 2 + 64]), st.sampled_from(FLOATS))
 def test_shares_of_the_sum_are_pieces_of_the_whole_and_gather_to_it(world, more, share, dtype):
     leaves = world + more
-    whole = divide(node_sum((0, leaves), 0, world * share, dtype, set()), 3.0)
+    whole = node_sum((0, leaves), 0, world * share, dtype, set())
 
     def act(memory):
         partition = partitions(world, leaves)[memory.rank]
         own = [node_sum(node, 0, world * share, dtype, set()) for node in partition.subtrees_by_rank[memory.rank]]
-        mine = reduce_scatter(memory, own, partition, torch.empty(share, dtype=dtype), 3.0)
+        mine = reduce_scatter(memory, own, partition, torch.empty(share, dtype=dtype))
         out = torch.empty(world * share, dtype=dtype)
         all_gather(memory, mine, out)
         in_place = torch.zeros_like(out)

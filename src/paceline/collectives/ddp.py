@@ -128,7 +128,8 @@ class _Hook:
         divisor = memory.size
         if not getattr(self._ddp(), "_divide_by_initial_world_size", True):  # Join: the number of active ranks
             divisor = sum(memory_communicator(memory).all_gather_object(int(not self.joined), "who has joined"))
-        self._sums[key].run([buffers], factor=1.0 / divisor)
+        torch._foreach_mul_(buffers, 1.0 / divisor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        self._sums[key].run([buffers])
 
 
 class RingSum(TreeSum):
