@@ -63,13 +63,14 @@ from paceline.collectives.torch_collectives import (
     CPU,
     Group,
     TreeAllReduce,
-    TreeReduceScatter,
     WaitFunction,
     all_gather_json,
     gather_shards,
     name_collective,
+    reduce_scatter_sum,
     start_all_gather,
     start_all_reduce,
+    start_reduce_scatter,
 )
 from paceline.collectives.tree import Grads, LeafPartition
 from paceline.errors import ExitCode, ReportedByPeer, UsageError
@@ -131,7 +132,7 @@ class TorchBucketReduction:
 
     def finish_buckets(self, divisor: float | Tensor | None) -> bool:
         for exchange in self._pending:
-            exchange.start_gather()
+            exchange.start_gather()  # of all, before it waits for one
         for packed, used, exchange in zip(self._packed, self._used, self._pending, strict=True):
             total = exchange.wait()
             if divisor is not None:
@@ -210,22 +211,26 @@ class HierarchicalBucketReduction:
         bucket = self.buckets[number]
         dtypes, layouts = [parameter.dtype for parameter in bucket], self._layouts[number]
         try:
-            before = self._sums[number - 1] if number > 0 else None
-            self._sums[number].begin([convert_to_layouts(grads, dtypes, layouts) for grads in partials], after=before)
+            own = [convert_to_layouts(grads, dtypes, layouts) for grads in partials]
+            self._last = self._sums[number].begin(own, self._last)
         except BaseException:
             self.discard_sums()  # an error during backward: `end` will not be called
             raise
 
     def finish_buckets(self, divisor: float | Tensor | None) -> bool:
+        if self._last is not None:
+            self._last.start_gather()
         with self._all_gather:
             sums = [total.end(divisor) for total in self._sums]
         if divisor is not None:
             for bucket, results in zip(self.buckets, sums, strict=True):
                 assign_grads(bucket, results)
+        self._last = None
         return False
 
     def discard_sums(self) -> None:
-        """See Transport. Running sums would keep connections open."""
+        """See BucketReduction. Running sums would keep connections open."""
+        self._last: TreeAllReduce | None = None
         for total in self._sums:
             total.discard_exchanges()
 
@@ -283,13 +288,13 @@ class Communicator:
         """All-gather: `mine` (s,) of rank r becomes `out`[r * s : (r + 1) * s]."""
         return gather_shards(out, name_collective(mine, name), self._group, async_op=async_op)
 
-    def reduce_scatter(self, out: Tensor, flat: Tensor, name: str, op: Any = dist.ReduceOp.SUM) -> None:
+    def reduce_scatter(self, out: Tensor, flat: Tensor, name: str) -> None:
         """Reduce-scatter of `flat` (n,) into `out` (n / W,), in the order of the backend (see `ring_sum`)."""
-        dist.reduce_scatter_single(name_collective(out, name), flat, op=op, group=self._group)
+        reduce_scatter_sum(name_collective(out, name), flat, group=self._group)
 
     def start_reduce_scatter(self, partition: LeafPartition, partials: Sequence[Tensor], name: str) -> WaitFunction:
         """Start a reduce-scatter over all leaves in the order of the tree. The returned function waits."""
-        return TreeReduceScatter(partition, partials, self._group, name).wait_and_sum_copy
+        return start_reduce_scatter(partition, partials, name, self._group)
 
     def make_bucket_reduction(self, parameters: Bucket, partition: LeafPartition, *, in_order: bool) -> BucketReduction:
         """The all-reduce of gradients. `in_order`: in the order of the tree, not in the cheapest one."""
@@ -338,9 +343,9 @@ class _MemoryCommunicator(Communicator):
             return super().all_gather(out, mine, name, async_op=async_op)
         return memory_sum.all_gather(self._shared, mine, out, name)
 
-    def reduce_scatter(self, out: Tensor, flat: Tensor, name: str, op: Any = dist.ReduceOp.SUM) -> None:
-        if not flat.is_cpu or op != dist.ReduceOp.SUM:
-            super().reduce_scatter(out, flat, name, op)
+    def reduce_scatter(self, out: Tensor, flat: Tensor, name: str) -> None:
+        if not flat.is_cpu:
+            super().reduce_scatter(out, flat, name)
         else:
             memory_sum.reduce_scatter(self._shared, [flat], self._partition, out, name=name, as_gloo=True)
 

@@ -161,30 +161,23 @@ class HierarchicalSum:
         self.discard_exchanges()
         self._operation = self._memory.operation("reduce_scatter", name, *describe_tensors(sizes, dtypes))
 
-    def begin(self, partials: Sequence[TensorList | None], after: HierarchicalSum | None = None) -> None:
+    def begin(self, partials: Sequence[TensorList | None], last: TreeAllReduce | None) -> TreeAllReduce | None:
         """Add up the tensors of this host's ranks, and start to send the sums (a collective).
 
-        Several sums may begin before the first one ends, in the same order on all ranks.
+        Several sums may begin before the first one ends, in the same order on all ranks. Returns the last exchange.
 
         Args:
             partials: as in `TreeSum.run`; overwritten when the sum ends.
-            after: the previous sum; starts to send its second half.
+            last: the last exchange of the previous sum, whose second half starts during the first one of this sum.
         """
         self._own = partials
         with self._operation:
             for bundle in self._bundles:
-                exchange = self._send(bundle, first=not self._pending)
-                before = self if self._pending else after
-                if before is not None:
-                    before.start_gather()
-                self._pending.append(exchange)
-                self._gathered = False
-
-    def start_gather(self) -> None:
-        """Wait for the first half of the last bundle, and start to send the second: the sums of this rank's shard."""
-        if not self._gathered:
-            self._pending[-1].start_gather()
-            self._gathered = True
+                self._pending.append(self._send(bundle, first=not self._pending))
+                if last is not None:
+                    last.start_gather()
+                last = self._pending[-1]
+        return last
 
     def end(self, divisor: float | Tensor | None = None) -> list[Tensor | None]:
         """Wait for the sum over all ranks, and distribute it within this host; returns as `TreeSum.run`.
@@ -192,7 +185,6 @@ class HierarchicalSum:
         Runs within a collective of the memory, which the caller has begun (`SharedMemory.operation`).
         """
         results: list[Tensor | None] = []
-        self.start_gather()
         for number, bundle in enumerate(self._bundles):
             flat, size = self._pending.popleft().wait(), self._width(bundle)
             if number == 0:
@@ -206,7 +198,6 @@ class HierarchicalSum:
     def discard_exchanges(self) -> None:
         self._pending = deque[TreeAllReduce]()
         self._own: Sequence[TensorList | None] = ()
-        self._gathered = True
 
     def _send(self, bundle: Bundle, *, first: bool) -> TreeAllReduce:
         plan, size, flags = self._plan, self._width(bundle), self._tensors if first else 0

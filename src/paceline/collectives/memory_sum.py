@@ -289,9 +289,7 @@ class TreeSum:
         self.finite = False
         """True if the last sums are finite. False if that is unknown: near overflow, this may differ between ranks."""
 
-    def run(
-        self, partials: Sequence[TensorList | None], divisor: float | Tensor | None = None
-    ) -> list[Tensor | None]:
+    def run(self, partials: Sequence[TensorList | None], divisor: float | Tensor | None = None) -> list[Tensor | None]:
         """The sum over all leaves, divided by `buckets.divide` (a collective).
 
         Args:

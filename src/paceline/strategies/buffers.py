@@ -383,7 +383,6 @@ class VirtualRankBuffers:
         exchange = TreeAllReduce(
             partition, [nothing.clone() if part is None else part for part in sums.finish()], self._world.group
         )
-        exchange.start_gather()
         return exchange.wait()[:size]
 
     def _reduced_over_ranks(self, reductions: Mapping[str, str]) -> _Buffers:

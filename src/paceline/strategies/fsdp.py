@@ -173,7 +173,8 @@ class _ReduceScatter(_Collective):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        get_communicator(group).reduce_scatter(output_tensor, input_tensor, self._name, op)  # complete on return
+        assert op == dist.ReduceOp.SUM  # see `shard_blocks`
+        get_communicator(group).reduce_scatter(output_tensor, input_tensor, self._name)  # complete on return
 
 
 class _LocalShards:

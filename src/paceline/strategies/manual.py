@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.collectives.buckets import check_dense
+from paceline.collectives.buckets import grad_of
+from paceline.collectives.reducer import check_gradients
 from paceline.collectives.replicate import broadcast_module
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
@@ -22,9 +23,10 @@ class Manual(Strategy):
         broadcast_module(model)
         super().__init__(model, make_optimizer(model.parameters()), world, virtual_ranks=virtual_ranks)
         self._names = {p: name for name, p in model.named_parameters()}
+        self._numels = [p.numel() for p in self.parameters]
 
     def _reduce(self, divisor: float | Tensor) -> None:
-        check_dense(((p, p.grad) for p in self.parameters), self._names)
+        check_gradients(self.parameters, [*map(grad_of, self.parameters)], self._numels, self._names)
         all_reduce_gradients(self.parameters, divisor)
 
     def reset(self) -> None:
