@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
-from torch.nn.parallel import DistributedDataParallel
 
 from paceline.collectives.buckets import divide
 from paceline.collectives.communicator import (
@@ -96,7 +95,6 @@ def _notify(text: str) -> None:
 class _Hook:
     def __init__(self, ddp: Any, memory: SharedMemory, number: int) -> None:
         self.script_hook: Callable[[Any], Future[Tensor]] | None = None
-        self.joined = False
         # weak, because torch's reference to the hook would hide a cycle from the garbage collector
         self._ddp, self._memory = weakref.ref(ddp), memory
         self._name = "gradients" if number == 1 else f"gradients {number}"
@@ -127,7 +125,8 @@ class _Hook:
             }
         divisor = memory.size
         if not getattr(self._ddp(), "_divide_by_initial_world_size", True):  # Join: the number of active ranks
-            divisor = sum(memory_communicator(memory).all_gather_object(int(not self.joined), "who has joined"))
+            is_active = torch._C._current_graph_task_id() != -1  # a rank that has ended calls the hook without backward
+            divisor = sum(memory_communicator(memory).all_gather_object(int(is_active), "who has joined"))
         torch._foreach_mul_(buffers, 1.0 / divisor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
         self._sums[key].run([buffers])
 
@@ -157,8 +156,8 @@ class RingSum(TreeSum):
 
 @cache
 def _patch_ddp() -> None:
-    """Detect that a script registers a hook, or lets ranks end at different steps (Join)."""
-    torch_dist, ddp_class = cast(Any, dist), cast(Any, DistributedDataParallel)
+    """Detect that a script registers a hook."""
+    torch_dist = cast(Any, dist)
     torch_dist._register_comm_hook = _wrap_register_hook(
         torch_dist._register_comm_hook, lambda state, hook: (hook, state)
     )
@@ -166,18 +165,6 @@ def _patch_ddp() -> None:
     torch_dist._register_builtin_comm_hook = _wrap_register_hook(
         torch_dist._register_builtin_comm_hook, lambda hook_type: (builtin[hook_type.name], None)
     )
-    match = ddp_class._match_all_reduce_for_bwd_pass
-
-    @wraps(match)
-    def matched(ddp: Any) -> None:  # called on a rank that has ended, instead of a backward
-        hook = _hooks.get(ddp.reducer)
-        if hook is not None:
-            hook.joined = True
-        match(ddp)
-        if hook is not None:
-            hook.joined = False
-
-    ddp_class._match_all_reduce_for_bwd_pass = matched
 
 
 def _wrap_register_hook(
