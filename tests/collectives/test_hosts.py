@@ -117,10 +117,11 @@ def in_order(model: Odd, hosts: int, size: int) -> nn.Module:
 def compare(rank: int, world_size: int, folder: Path, cases: list[tuple[int, list[int]]]) -> int:
     """Compare bits and None for each number of ranks on a host, and all numbers of virtual ranks."""
     hosts_module.BUNDLE_BYTES = communicators.BUNDLE_BYTES = 32 << 10  # so that several are under way
+    communicators.BULK_BYTES = 64 << 10
     compared = 0
     for size, leaves in cases:
         put_on(rank // size, rank, world_size, folder)
-        place = make_communicator(bulk_bytes=64 << 10).node_topology()
+        place = make_communicator().node_topology()
         assert isinstance(place, NodeTopology) and (place.rank, place.node_index, place.memory.size) == (
             rank,
             rank // size,

@@ -391,9 +391,7 @@ def get_communicator(group: Group = None) -> Communicator:
     return (key and _chosen.get(key)) or Communicator(group)
 
 
-def make_communicator(
-    choice: TransportChoice = "auto", group: Group = None, *, bulk_bytes: int = BULK_BYTES
-) -> Communicator:
+def make_communicator(choice: TransportChoice = "auto", group: Group = None) -> Communicator:
     """Make the communicator of a group: the default one, or one with all ranks in the same order.
 
     The first call is a collective. Later calls return its result. Rank 0 prints once why ranks do not share memory.
@@ -401,7 +399,6 @@ def make_communicator(
     Args:
         choice: "shared" fails if memory cannot be shared, "torch" does not try.
         group: a group with only some of the ranks uses torch.distributed.
-        bulk_bytes: the bytes that each rank writes in one tick.
 
     Raises:
         UsageError: on rank 0, if `choice` is "shared" and memory cannot be shared.
@@ -411,7 +408,7 @@ def make_communicator(
     if world is None or world.size() == 1 or (group is not None and group.size() < world.size()):
         return get_communicator(group)
     if world not in _chosen:
-        _chosen[world] = _create(world, choice, bulk_bytes)
+        _chosen[world] = _create(world, choice)
     if group is not None:
         _chosen[group] = _chosen[world]
     return _chosen[world]
@@ -422,12 +419,12 @@ def memory_communicator(memory: SharedMemory) -> Communicator:
     return _MemoryCommunicator(memory)
 
 
-def _create(group: dist.ProcessGroup, choice: TransportChoice, bulk_bytes: int) -> Communicator:
+def _create(group: dist.ProcessGroup, choice: TransportChoice) -> Communicator:
     if not _uses_gloo(group):
         if choice == "shared":
             raise _memory_not_shared(group, f"the ranks' backend is {dist.get_backend(group)}")
         return Communicator()
-    layout = MemoryLayout(group.size(), bulk_bytes)
+    layout = MemoryLayout(group.size(), BULK_BYTES)
     try:
         members = connect_memory(group.rank(), layout, wanted=choice != "torch")
     except SharedMemoryUnavailable as refusal:

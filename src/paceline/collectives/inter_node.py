@@ -264,24 +264,17 @@ class InterNodeSum:
         return torch.zeros(shape, dtype=self._dtype) if tensor is None else tensor.detach().to(self._dtype)
 
 
-class TwoLevelBucketReduction:
+class TwoLevelBucketReduction(SharedMemoryBucketReduction):
     """A transport of one bucket: sums in memory on each host, divides, and sums over hosts with `across`."""
 
-    overlaps_backward = False
-
     def __init__(self, parameters: Sequence[nn.Parameter], hosts: NodeTopology, across: InterNodeSum | None) -> None:
-        self.buckets: Sequence[Sequence[nn.Parameter]] = [parameters]
-        self._parameters, self._across = parameters, across
         memory = hosts.memory
         partition = LeafPartition.one_leaf_per_rank(memory.size, memory.rank)
-        shared = memory if memory.size > 1 else None
-        self._inside = SharedMemoryBucketReduction(parameters, shared, partition, ranks=hosts.size)
-
-    def start_bucket(self, number: int, partials: list[Grads | None]) -> None:
-        self._inside.start_bucket(number, partials)
+        super().__init__(parameters, memory if memory.size > 1 else None, partition, ranks=hosts.size)
+        self._across = across
 
     def finish_buckets(self, divisor: float | Tensor | None) -> bool:
-        finite = self._inside.finish_buckets(divisor)
+        finite = super().finish_buckets(divisor)
         if self._across is None:
             return finite
         # Divide first: a residual is part of a mean, and must not depend on the weight of the step that sends it.
@@ -295,6 +288,3 @@ class TwoLevelBucketReduction:
             if total is not None and parameter.grad is not None:
                 parameter.grad.copy_(total)
         return False
-
-    def discard_sums(self) -> None:
-        self._inside.discard_sums()

@@ -46,32 +46,20 @@ class TensorSegment:
         return tensor.as_strided((self.stop - self.start,), (1,), tensor.storage_offset() + self.start)
 
 
-@dataclass(frozen=True, eq=False)
 class Chunk:
     """The data of one tick: one segment of a large tensor, or several small tensors."""
 
-    dtype: torch.dtype
-    segments: tuple[TensorSegment, ...]
-
-    @cached_property
-    def single_segment(self) -> TensorSegment | None:
-        """The segment of a large tensor; None if the chunk has several tensors."""
-        return self.segments[0] if len(self.segments) == 1 else None
+    def __init__(self, dtype: torch.dtype, segments: Sequence[TensorSegment]) -> None:
+        self.dtype, self.segments = dtype, segments
+        self.single_segment = segments[0] if len(segments) == 1 else None
+        """the segment of a large tensor; None if the chunk has several tensors"""
+        self.lengths = [segment.stop - segment.start for segment in segments]
+        self.size = sum(self.lengths)
 
     @cached_property
     def tensor_selector(self) -> Callable[[Results], Results]:
         """Picks the tensors of its segments, at least two, out of a list of all tensors."""
         return itemgetter(*[segment.tensor_index for segment in self.segments])
-
-    @cached_property
-    def lengths(self) -> list[int]:
-        """The number of elements of each segment."""
-        return [segment.stop - segment.start for segment in self.segments]
-
-    @cached_property
-    def size(self) -> int:
-        """The number of elements."""
-        return sum(self.lengths)
 
 
 def split_into_chunks(
@@ -87,15 +75,15 @@ def split_into_chunks(
             if size * SMALL_TENSOR_DIVISOR >= room:
                 chunk_size = -(-size // -(-size // room) // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
                 starts = range(0, size, chunk_size)
-                chunks += [Chunk(dtype, (TensorSegment(number, at, min(at + chunk_size, size)),)) for at in starts]
+                chunks += [Chunk(dtype, [TensorSegment(number, at, min(at + chunk_size, size))]) for at in starts]
                 continue
             if used + size > room:
-                chunks.append(Chunk(dtype, tuple(small)))
+                chunks.append(Chunk(dtype, small))
                 small, used = [], 0
             small.append(TensorSegment(number, 0, size))
             used += size
         if small:
-            chunks.append(Chunk(dtype, tuple(small)))
+            chunks.append(Chunk(dtype, small))
     return chunks
 
 
@@ -477,7 +465,7 @@ def broadcast_in_memory(memory: SharedMemory, tensors: Sequence[Tensor], src: in
         sizes, [torch.uint8] * len(flat), {torch.uint8: bulk.data_bytes // ALIGNMENT_ELEMENTS * ALIGNMENT_ELEMENTS}
     )
     with memory.operation("broadcast", name, f"[{sum(sizes)}]", "bytes"):
-        for chunk in chunks or [Chunk(torch.uint8, ())]:  # at least one tick, which compares the calls
+        for chunk in chunks or [Chunk(torch.uint8, [])]:  # at least one tick, which compares the calls
             slot = bulk.begin_round()
             in_slot = slots[slot][src][: chunk.size].split(chunk.lengths)
             in_place = [flat[segment.tensor_index][segment.start : segment.stop] for segment in chunk.segments]

@@ -295,6 +295,8 @@ def _redirect_data_writes(name: str, parameter: Any) -> None:
 
 
 def _assign(tensor: Any, values: Any) -> None:
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
     name = getattr(tensor, "named_in_model", None)
     if name is None:
         plain: Any = Tensor.data
@@ -302,16 +304,10 @@ def _assign(tensor: Any, values: Any) -> None:
         return
     check_assigned(name, values, tensor)
     with torch.no_grad():
-        tensor.copy_(_distribute_like(values, tensor))
-
-
-def _distribute_like(values: Any, like: Any) -> Any:
-    """`values` with the placements of the DTensor `like` (a collective if they have different placements)."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    if isinstance(values, DTensor):
-        return values.redistribute(like.device_mesh, like.placements)
-    return distribute_tensor(values, like.device_mesh, like.placements, src_data_rank=None)
+        if isinstance(values, DTensor):
+            tensor.copy_(values.redistribute(tensor.device_mesh, tensor.placements))
+        else:
+            tensor.copy_(distribute_tensor(values, tensor.device_mesh, tensor.placements, src_data_rank=None))
 
 
 class _UsedParameters:
