@@ -23,10 +23,10 @@ from paceline.collectives import communicator as communicators
 from paceline.collectives import hosts as hosts_module
 from paceline.collectives import shared_memory as handshake
 from paceline.collectives.buckets import buckets_of, trainable_parameters
-from paceline.collectives.communicator import HierarchicalBucketReduction, make_communicator
 from paceline.collectives.communicator import get_communicator as exchange
+from paceline.collectives.communicator import make_communicator
 from paceline.collectives.control import all_gather_object
-from paceline.collectives.hosts import NodeTopology
+from paceline.collectives.hosts import HierarchicalBucketReduction, NodeTopology
 from paceline.collectives.reducer import Reducer, make_leaf_reducer, make_rank_reducer
 from paceline.collectives.replicate import broadcast_module
 from paceline.collectives.shared_memory import (

@@ -41,8 +41,7 @@ from paceline.collectives.buckets import (
 )
 from paceline.collectives.hosts import (
     BUNDLE_BYTES,
-    HierarchicalSum,
-    HierarchyPlan,
+    HierarchicalBucketReduction,
     NodeTopology,
     connect_nodes,
     make_leaf_order_plan,
@@ -50,7 +49,7 @@ from paceline.collectives.hosts import (
     node_group_name,
     single_rank_nodes,
 )
-from paceline.collectives.memory_sum import MAX_TENSORS, ScratchBuffers, TreeSum, describe_tensors
+from paceline.collectives.memory_sum import MAX_TENSORS, TreeSum
 from paceline.collectives.shared_memory import (
     BULK_BYTES,
     GROUP_NAME,
@@ -181,58 +180,6 @@ class SharedMemoryBucketReduction:
 
     def discard_sums(self) -> None:
         self._own: list[Grads | None] = []
-
-
-class HierarchicalBucketReduction:
-    """Sums buckets in memory on each host, and over gloo between hosts.
-
-    It sends buckets during backward, when the network is idle. To add up a bucket in memory, the ranks of a host wait
-    for each other, as they would at the end of backward.
-    """
-
-    overlaps_backward = True
-
-    def __init__(self, buckets: Sequence[Bucket], hosts: NodeTopology, plan: HierarchyPlan) -> None:
-        """A collective. `plan` defines the order of additions."""
-        parameters = [parameter for bucket in buckets for parameter in bucket]
-        scratch, layouts = ScratchBuffers(), iter(agreed_layouts(parameters, hosts.size))
-        self.buckets, self._memory = buckets, hosts.memory
-        self._layouts = [[next(layouts) for _ in bucket] for bucket in buckets]
-        self._sums = [
-            HierarchicalSum(hosts, *numels_and_dtypes(bucket), plan, f"bucket {number}", scratch, self._layouts[number])
-            for number, bucket in enumerate(buckets)
-        ]
-        # One call for all buckets: the hang guard reads only the last 64 calls, and needs the exchanges among them.
-        specs = describe_tensors(*numels_and_dtypes(parameters))
-        self._all_gather = self._memory.operation("all_gather", "gradients", *specs)
-        self.discard_sums()
-
-    def start_bucket(self, number: int, partials: list[Grads | None]) -> None:
-        bucket = self.buckets[number]
-        dtypes, layouts = [parameter.dtype for parameter in bucket], self._layouts[number]
-        try:
-            own = [convert_to_layouts(grads, dtypes, layouts) for grads in partials]
-            self._last = self._sums[number].begin(own, self._last)
-        except BaseException:
-            self.discard_sums()  # an error during backward: `end` will not be called
-            raise
-
-    def finish_buckets(self, divisor: float | Tensor | None) -> bool:
-        if self._last is not None:
-            self._last.start_gather()
-        with self._all_gather:
-            sums = [total.end(divisor) for total in self._sums]
-        if divisor is not None:
-            for bucket, results in zip(self.buckets, sums, strict=True):
-                assign_grads(bucket, results)
-        self._last = None
-        return False
-
-    def discard_sums(self) -> None:
-        """See BucketReduction. Running sums would keep connections open."""
-        self._last: TreeAllReduce | None = None
-        for total in self._sums:
-            total.discard_exchanges()
 
 
 def can_use_shared_memory(parameters: Bucket) -> bool:

@@ -38,25 +38,6 @@ DEFAULT_RANK = 4
 COLLECTIVE_NAME = "between hosts"
 
 
-class UncompressedCodec:
-    """Sums lists of tensors of these shapes over the ranks of a group, one on each host, without compression."""
-
-    def __init__(self, shapes: Sequence[torch.Size]) -> None:
-        self._shapes = shapes
-
-    def initial_state(self) -> CodecState:
-        return {}
-
-    def sum(
-        self, tensors: Sequence[Tensor], state: CodecState, group: dist.ProcessGroup
-    ) -> tuple[list[Tensor], CodecState]:
-        """The sums, new and contiguous, and the next state (a collective). Does not change its arguments."""
-        flat = name_collective(flatten_tensors(tensors), COLLECTIVE_NAME)
-        return unflatten_tensors(
-            wait_for_result(dist.all_reduce(flat, group=group, async_op=True), flat), self._shapes
-        ), state
-
-
 class Bf16Quantizer:
     """Encodes numbers in bfloat16: (rows, n) <-> (rows, bytes) uint8; n is a multiple of BLOCK."""
 
@@ -99,13 +80,14 @@ class QuantizedCodec:
         self._shard_size = round_up(self._size, BLOCK * hosts) // hosts
 
     def initial_state(self) -> CodecState:
-        """See Uncompressed. The residuals: `held` of the values of this host, `owed` of the sum that it sends."""
+        """The residuals: `held` of the values of this host, `owed` of the sum that it sends."""
         size = self._shard_size
         return {"held": torch.zeros(self._hosts * size, dtype=self._dtype), "owed": torch.zeros(size).to(self._dtype)}
 
     def sum(
         self, tensors: Sequence[Tensor], state: CodecState, group: dist.ProcessGroup
     ) -> tuple[list[Tensor], CodecState]:
+        """The sums, new and contiguous, and the next state (a collective). Does not change its arguments."""
         code, values = self._code, state["held"].clone()
         values[: self._size] += flatten_tensors(tensors)
         packed = code.pack(values.view(self._hosts, -1))
@@ -132,9 +114,10 @@ class PowerSgdCodec:
     """
 
     def __init__(self, shapes: Sequence[torch.Size], dtype: torch.dtype, rank: int) -> None:
+        """`rank`: the number of vectors. 0: everything is sent uncompressed."""
         self._shapes, self._dtype, self._rank = shapes, dtype, rank
         sizes = [(shape[0], shape.numel() // max(1, shape[0])) if len(shape) > 1 else (1, 1) for shape in shapes]
-        self._matrices = {i: (m, n) for i, (m, n) in enumerate(sizes) if 2 * rank * (m + n) < m * n}
+        self._matrices = {i: (m, n) for i, (m, n) in enumerate(sizes) if 0 < 2 * rank * (m + n) < m * n}
         self._whole = [i for i in range(len(shapes)) if i not in self._matrices]
         self.sent = sum(rank * (m + n) for m, n in self._matrices.values()) + sum(
             shapes[i].numel() for i in self._whole
@@ -175,11 +158,9 @@ class PowerSgdCodec:
 
 def make_codec(
     compress: str | None, rank: int | None, shapes: Sequence[torch.Size], dtype: torch.dtype, hosts: int
-) -> UncompressedCodec | PowerSgdCodec | QuantizedCodec:
-    if compress is None:
-        return UncompressedCodec(shapes)
-    if compress == "powersgd":
-        return PowerSgdCodec(shapes, dtype, rank or DEFAULT_RANK)
+) -> PowerSgdCodec | QuantizedCodec:
+    if compress in (None, "powersgd"):
+        return PowerSgdCodec(shapes, dtype, 0 if compress is None else rank or DEFAULT_RANK)
     return QuantizedCodec(shapes, dtype, hosts, Int8Quantizer() if compress == "int8" else Bf16Quantizer())
 
 
