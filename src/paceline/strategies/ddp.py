@@ -15,7 +15,7 @@ from paceline.data.loader import MicroBatch
 from paceline.errors import UsageError
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
-from paceline.strategies.validation import check_no_lazy_parameters
+from paceline.strategies.validation import check_model
 
 
 class DDP(Strategy):
@@ -39,7 +39,7 @@ class DDP(Strategy):
             gradient_as_bucket_view: DDP's option. It saves a copy of all gradients, but the next step overwrites
                 them. A custom loop may need to keep them, or add to them.
         """
-        check_no_lazy_parameters(model)
+        check_model(model, "ddp", world)
         broadcast_module(model)  # DDP also broadcasts, but its error does not name the rank that differs
         # No broadcast of buffers before each forward: buffers belong to virtual ranks, and are merged for evaluation
         # and checkpoints. (torch 2.13 renamed the option.)

@@ -11,15 +11,14 @@ from paceline.collectives.reducer import check_gradients
 from paceline.collectives.replicate import broadcast_module
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
-from paceline.strategies.validation import check_no_lazy_parameters, check_no_sparse_gradients
+from paceline.strategies.validation import check_model
 
 
 class Manual(Strategy):
     def __init__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
     ) -> None:
-        check_no_lazy_parameters(model)
-        check_no_sparse_gradients(model, "manual")
+        check_model(model, "manual", world)
         broadcast_module(model)
         super().__init__(model, make_optimizer(model.parameters()), world, virtual_ranks=virtual_ranks)
         self._names = {p: name for name, p in model.named_parameters()}
