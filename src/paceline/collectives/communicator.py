@@ -198,7 +198,6 @@ class Communicator:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
         return dist.get_world_size(self._group) if self.memory is None else self.memory.size
 
     def node_topology(self) -> NodeTopology | None:

@@ -450,7 +450,6 @@ def ring_sum(of_rank: Sequence[Tensor], first: int, size: int, out: Tensor) -> N
 
 
 def barrier(memory: SharedMemory) -> None:
-    """Return when all ranks have called it."""
     with memory.operation("barrier", "barrier"):
         memory.bulk.begin_round()
         memory.bulk.exchange()

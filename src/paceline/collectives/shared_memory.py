@@ -161,7 +161,6 @@ class Channel:
         return self._typed[dtype]
 
     def _view(self, dtype: torch.dtype, slot: int, rank: int, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of a slot of a rank."""
         return self.slots_as(dtype)[slot][rank][start:stop]
 
     def begin_round(self, flags: bytes = b"") -> int:
@@ -216,7 +215,6 @@ class Channel:
         return TrainingError(code="collectives-mismatch", exit_code=ExitCode.MISMATCH, where=where, calls=calls)
 
     def exchange(self) -> None:
-        """`publish` and `wait`."""
         self.tick += 1
         self._mine[self._at] = self.tick
         self.wait()
@@ -227,7 +225,6 @@ class Channel:
         return [int.from_bytes(header[_TEXT_BYTES:stop], "little") for header in self._headers[self.tick & 1]]
 
     def have_all_published(self, tick: int) -> bool:
-        """Whether all ranks have published this tick."""
         return all(counter[self._at] >= tick for counter in self._others)
 
 
