@@ -108,44 +108,28 @@ def to_device_async(numbers: Sequence[float], device: torch.device) -> Tensor:
     return on_host.to(device, non_blocking=True)
 
 
-class NumbersToDevice:
-    """Sends numbers to a device in each step, out of memory that is allocated once.
+class NumberBuffers:
+    """Copies (n,) float64 between the host and a device in each step, through memory that is allocated once.
 
-    Two buffers take turns: the host has read the result of a step before it writes the numbers of the next but one.
+    Two page-locked buffers take turns: the numbers of a step are read before those of the next but one are written.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._buffers = device, list[Tensor]()
 
-    def send(self, numbers: Sequence[float]) -> Tensor:
-        """(n,) float64 on the device; the host does not wait for the copy."""
-        if not self._buffers or len(self._buffers[0]) != len(numbers):
-            pinned = self._device.type == "cuda"
-            self._buffers = [torch.empty(len(numbers), dtype=torch.float64, pin_memory=pinned) for _ in range(2)]
-        self._buffers.reverse()
-        self._buffers[0].numpy()[:] = numbers
-        return self._buffers[0].to(self._device, non_blocking=True, copy=True)
+    def to_device(self, numbers: Sequence[float]) -> Tensor:
+        """The numbers on the device; the host does not wait for the copy."""
+        buffer = self._next(len(numbers))
+        buffer.numpy()[:] = numbers
+        return buffer.to(self._device, non_blocking=True, copy=True)
 
-
-class NumbersToHost:
-    """Copies numbers of a device to the host behind the work of a step, to be read during the next step.
-
-    Two page-locked buffers take turns: the numbers of a step are read before those of the next but one are copied.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._buffers = device, list[tuple[Tensor, torch.Event | None]]()
-
-    def start(self, numbers: Tensor) -> Callable[[], list[float]]:
-        """Copy (n,) float64. The result waits until the copy has arrived, and returns it.
+    def start_to_host(self, numbers: Tensor) -> Callable[[], list[float]]:
+        """Start to copy the numbers behind the work of a step. The result waits until they have arrived.
 
         It raises StallError if the guard has unblocked this rank. The numbers are then undefined.
         """
-        if not self._buffers or len(self._buffers[0][0]) != len(numbers):
-            self._buffers = [self._allocate(len(numbers)) for _ in range(2)]
-        self._buffers.reverse()
-        buffer, arrived = self._buffers[0]
-        buffer.copy_(numbers, non_blocking=True)
+        buffer = self._next(len(numbers)).copy_(numbers, non_blocking=True)
+        arrived = None if self._device.type == "cpu" else torch.Event(self._device)
         if arrived is not None:
             arrived.record()
 
@@ -157,9 +141,12 @@ class NumbersToHost:
 
         return wait
 
-    def _allocate(self, size: int) -> tuple[Tensor, torch.Event | None]:
-        buffer = torch.empty(size, dtype=torch.float64, pin_memory=self._device.type == "cuda")
-        return buffer, None if self._device.type == "cpu" else torch.Event(self._device)
+    def _next(self, size: int) -> Tensor:
+        if not self._buffers or len(self._buffers[0]) != size:
+            pinned = self._device.type == "cuda"
+            self._buffers = [torch.empty(size, dtype=torch.float64, pin_memory=pinned) for _ in range(2)]
+        self._buffers.reverse()
+        return self._buffers[0]
 
 
 MAX_FUSED_ELEMENTS_ON_DEVICE = 1 << 24
