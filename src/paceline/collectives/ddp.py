@@ -36,7 +36,6 @@ from paceline.collectives.torch_collectives import all_gather_json
 from paceline.collectives.tree import LeafPartition, TreeNode
 from paceline.protocol.control import SHARED_MEMORY
 
-ScriptHook = Callable[[Any, Any], Future[Tensor]]
 _numbers = count(1)  # of DDP instances, which all ranks create in the same order
 _hooks: WeakKeyDictionary[Any, _Hook] = WeakKeyDictionary()
 """By the reducer of a DDP. An entry ends when the script registers a hook."""
@@ -156,29 +155,24 @@ class RingSum(TreeSum):
 
 @cache
 def _patch_ddp() -> None:
-    """Detect that a script registers a hook."""
+    """Detect that a script registers a hook. torch accepts a single one: the script's first hook replaces ours."""
     torch_dist = cast(Any, dist)
-    torch_dist._register_comm_hook = _wrap_register_hook(
-        torch_dist._register_comm_hook, lambda state, hook: (hook, state)
-    )
+    register, register_builtin = torch_dist._register_comm_hook, torch_dist._register_builtin_comm_hook
     builtin = {"ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_hooks.fp16_compress_hook}
-    torch_dist._register_builtin_comm_hook = _wrap_register_hook(
-        torch_dist._register_builtin_comm_hook, lambda hook_type: (builtin[hook_type.name], None)
-    )
-
-
-def _wrap_register_hook(
-    register: Callable[..., None], parse: Callable[..., tuple[ScriptHook, object]]
-) -> Callable[..., None]:
-    """Wraps torch's `register`, which accepts a single hook: the script's first hook replaces ours."""
 
     @wraps(register)
-    def registered(reducer: Any, *arguments: Any) -> None:
+    def registered(reducer: Any, state: object, hook: Callable[..., Future[Tensor]]) -> None:
         our_hook = _hooks.pop(reducer, None)
         if our_hook is None:
-            register(reducer, *arguments)
+            register(reducer, state, hook)
         else:
-            hook, state = parse(*arguments)
             our_hook.script_hook = partial(hook, state)
 
-    return registered
+    @wraps(register_builtin)
+    def registered_builtin(reducer: Any, kind: Any) -> None:
+        if reducer in _hooks:
+            registered(reducer, None, builtin[kind.name])
+        else:
+            register_builtin(reducer, kind)
+
+    torch_dist._register_comm_hook, torch_dist._register_builtin_comm_hook = registered, registered_builtin
