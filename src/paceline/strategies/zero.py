@@ -45,7 +45,9 @@ class Zero(Strategy):
         for opt, scope in zip(each_optimizer(optimizer), scopes, strict=True):
             self._updated |= shards.shard_optimizer(opt, whole=scope == "parameter")
         reducer = make_shard_reducer(shards, virtual_rank_partition(world, virtual_ranks or world.size))
-        sizes, shares = [p.numel() for p in parameters], shards.ranges_by_rank(parameters)
+        held_by_rank = shards.ranges_by_rank()
+        shares = [[(i, *held[p]) for i, p in enumerate(parameters) if p in held] for held in held_by_rank]
+        sizes = [p.numel() for p in parameters]
         self._norm = ShardedNorm(sizes, shares, world.rank, world.device)
         self._pieces = {name: shards.pieces[p] for name, p in model.named_parameters() if p in shards.pieces}
         self._by_number = {i: shards.pieces[p].parameter for i, p in enumerate(parameters) if p in shards.pieces}
