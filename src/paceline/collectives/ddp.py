@@ -124,7 +124,8 @@ class _Hook:
             }
         divisor = memory.size
         if not getattr(self._ddp(), "_divide_by_initial_world_size", True):  # Join: the number of active ranks
-            is_active = torch._C._current_graph_task_id() != -1  # a rank that has ended calls the hook without backward
+            # a rank that has ended calls the hook without a backward
+            is_active = torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
             divisor = sum(memory_communicator(memory).all_gather_object(int(is_active), "who has joined"))
         torch._foreach_mul_(buffers, 1.0 / divisor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
         self._sums[key].run([buffers])

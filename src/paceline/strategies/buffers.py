@@ -501,7 +501,7 @@ class VirtualRankBuffers:
         code = "buffer-count-unclear" if name in self._integers else "buffer-change-unclear" if equal else ""
         return self._error(code or "buffer-not-merged", name, fitting=fitting, others=others)
 
-    def _error(self, code: str, name: str, **fields: object) -> UsageError:
+    def _error(self, code: str, name: str, **fields: Any) -> UsageError:
         owner, leaf = self._slots[name][0]
         common = {"leaf": leaf, "module": _described(self._model, owner), "owner": type(owner).__name__}
         return UsageError(code=code, virtual_ranks=self._virtual_ranks, **common, **fields)
