@@ -66,7 +66,6 @@ from paceline.collectives.torch_collectives import (
     all_gather_json,
     gather_shards,
     name_collective,
-    reduce_scatter_shards,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
@@ -236,7 +235,7 @@ class Communicator:
 
     def reduce_scatter(self, out: Tensor, flat: Tensor, name: str) -> None:
         """Reduce-scatter of `flat` (n,) into `out` (n / W,), in the order of the backend (see `ring_sum`)."""
-        reduce_scatter_shards(name_collective(out, name), flat, self._group)
+        dist.reduce_scatter_single(name_collective(out, name), flat, group=self._group)
 
     def start_reduce_scatter(self, partition: LeafPartition, partials: Sequence[Tensor], name: str) -> WaitFunction:
         """Start a reduce-scatter over all leaves in the order of the tree. The returned function waits."""

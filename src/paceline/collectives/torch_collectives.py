@@ -109,16 +109,8 @@ def wait_for_result(work: dist.Work | None, result: Tensor, *inputs: Tensor) -> 
 
 def gather_shards(flat: Tensor, mine: Tensor, group: Group, *, async_op: bool = True) -> dist.Work | None:
     """All-gather of shards of equal size into `flat`, without copies; `mine` may be this rank's part of it."""
-    return _renamed("all_gather_single", "all_gather_into_tensor")(flat, mine, group=group, async_op=async_op)
-
-
-def reduce_scatter_shards(mine: Tensor, flat: Tensor, group: Group) -> None:
-    _renamed("reduce_scatter_single", "reduce_scatter_tensor")(mine, flat, group=group)
-
-
-def _renamed(name: str, before: str) -> Any:
-    """A function of torch.distributed, which torch 2.13 has renamed. It is not stored: the hang guard replaces it."""
-    return getattr(dist, name if hasattr(dist, name) else before)
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # before torch 2.13
+    return getattr(dist, name)(flat, mine, group=group, async_op=async_op)
 
 
 def name_collective(tensor: Tensor, name: str) -> Tensor:
