@@ -363,11 +363,8 @@ def make_node_gather(host: "NodeTopology") -> GatherFunction:
 def raise_on_all_ranks(world: World, *, prepares: bool = True) -> Generator[None]:
     """If the block fails on one rank, raise an error on all ranks: no rank waits for a rank that has ended.
 
-    The block must not contain a collective. A failed rank skips it, and the other ranks would wait in it.
-
-    Args:
-        world: the ranks.
-        prepares: whether the block runs before the first step. Every failure is then wrong use.
+    The block must not contain a collective. A failed rank skips it, and the other ranks would wait in it. If it
+    `prepares`, it runs before the first step, and every failure is wrong use.
 
     Raises:
         UsageError: on the first rank that failed, with the text of its error, or with its traceback.
@@ -450,13 +447,10 @@ def sum_over_ranks(
 
 
 def all_gather_tensors(value: Any, world: World, name: str, *, where: Sequence[int] = ()) -> list[Any]:
-    """The `value` of every rank, by rank, bit for bit, on the world's device (a collective).
+    """The `value` of every rank, by rank, bit for bit, on the world's device (a collective of all ranks).
 
-    Args:
-        value: tensors and JSON values in lists and dicts with strings as keys. Ranks may have different ones.
-        world: of all ranks.
-        name: for the hang guard.
-        where: must be the same on all ranks, like the line of the call.
+    `value`: tensors and JSON values in lists and dicts with strings as keys. Ranks may have different ones. `where`
+    must be the same on all ranks, like the line of the call.
 
     Raises:
         TrainingError: with MISMATCH, on one rank, if ranks call from different lines; see `CallSites`.

@@ -280,13 +280,9 @@ class TreeSum:
     def run(self, partials: Sequence[TensorList | None], divisor: float | Tensor | None = None) -> list[Tensor | None]:
         """The sum over all leaves, divided by `buckets.divide` (a collective).
 
-        Args:
-            partials: the sums of each of this rank's subtrees, which are overwritten. None: all zeros.
-            divisor: see `divide`; the same on every rank.
-
-        Returns:
-            For each tensor: the tensor of the first subtree if there is one, overwritten by the sum. None if it is
-            None in all subtrees of all ranks.
+        `partials`: the sums of each of this rank's subtrees, which are overwritten. None: all zeros. Returns for each
+        tensor that of the first subtree if there is one, overwritten by the sum. None if it is None in all subtrees of
+        all ranks.
         """
         self.finite = False
         if isinstance(divisor, float) and divisor == 1.0:
@@ -502,15 +498,10 @@ def reduce_scatter(
     *,
     as_gloo: bool = False,
 ) -> Tensor:
-    """Reduce-scatter over all leaves, in the tree's order. Returns `out`.
+    """Reduce-scatter over all leaves, in the tree's order. Returns `out`, (n / W,): this rank's elements of the sum.
 
-    Args:
-        memory: of all ranks.
-        partials: (n,) for each of this rank's subtrees, which do not change. None: all zeros.
-        partition: the leaves of each rank.
-        out: (n / W,), for the elements [rank * n / W, (rank + 1) * n / W) of the sum.
-        name: for the hang guard.
-        as_gloo: add in the order of gloo's reduce_scatter (see `ring_sum`). Each rank then has one leaf.
+    `partials`: (n,) for each of this rank's subtrees, which do not change. None: all zeros. `as_gloo`: add in the order
+    of gloo's reduce_scatter (see `ring_sum`). Each rank then has one leaf.
     """
     nodes, bulk, shard_size = partition.subtrees_by_rank, memory.bulk, len(out)
     lanes, size = max(map(len, nodes)), memory.size

@@ -52,11 +52,8 @@ class ParameterOwners:
     ) -> None:
         """Distribute the parameters, at least one, over the ranks, balanced by cost, the same on all ranks.
 
-        Args:
-            parameters: by name, in the same order on all ranks.
-            ranges: by rank; `pieces` are those of this `rank` of the `group`.
-            has_gradient: whether any rank has used a parameter in this step; the same on all ranks.
-            holds_values: each rank has all elements of `parameters`, not only its pieces.
+        `ranges` are by rank; `pieces` are those of this `rank` of the `group`. `has_gradient`: whether any rank has
+        used a parameter in this step. `holds_values`: each rank has all elements of `parameters`, not only its pieces.
         """
         self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self._ranges, self._pieces, self._rank, self._group = ranges, pieces, rank, group

@@ -427,15 +427,10 @@ def connect_memory(rank: int, layout: MemoryLayout, *, wanted: bool = True) -> N
     token, and write their tokens back. This fails between containers that cannot see each other, and between users.
     After each phase, all ranks exchange whether it succeeded: either all of them share memory, or none.
 
-    All hosts must have the same number of ranks, and more than one.
-
-    Args:
-        rank: of this process.
-        layout: of each memory, the same on every rank; its `ranks` is the world size.
-        wanted: whether this rank may share memory. All ranks must agree.
+    All hosts must have the same number of ranks, and more than one. All ranks must have `wanted` to share memory.
 
     Raises:
-        Refusal: the same on all ranks.
+        SharedMemoryUnavailable: the same on all ranks.
     """
     handshake = _Handshake(rank, layout)
     try:
@@ -456,11 +451,7 @@ def node_key() -> str:
 
 
 def _run_on_all(size: int, phase: Callable[[], Any]) -> list[Any]:
-    """The result of `phase` on each rank.
-
-    Raises:
-        Refusal: on all ranks if it failed on any rank, with the reason of the first one.
-    """
+    """The result of `phase` on each rank. If it failed on any rank, all raise the reason of the first one."""
     result, why = None, ""
     try:
         result = phase()
