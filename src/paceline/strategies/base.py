@@ -76,7 +76,6 @@ class Strategy:
         Args:
             model: the plain model, for evaluation and saving.
             optimizer: over the model's parameters, or over pieces of them.
-            world: the ranks that train the model.
             virtual_ranks: number for which the run is defined. Default: the world size.
             module: the module for the training forward. Default: the model.
             reducer: sums gradients over ranks. None: this rank computes all of them.
