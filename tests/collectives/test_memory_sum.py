@@ -10,7 +10,7 @@ from tests.collectives.memory_harness import in_threads
 
 from paceline.collectives import memory_sum
 from paceline.collectives.buckets import divide
-from paceline.collectives.communicator import memory_communicator
+from paceline.collectives.communicator import MemoryCommunicator
 from paceline.collectives.memory_sum import (
     ALIGNMENT_ELEMENTS,
     TreeSum,
@@ -167,7 +167,7 @@ def test_a_broadcast_carries_every_type_and_words_of_any_length():
         mine = [tensor.clone() if memory.rank == 1 else torch.zeros_like(tensor) for tensor in wanted]
         barrier(memory)
         broadcast_in_memory(memory, mine, src=1)
-        words = memory_communicator(memory).all_gather_object(
+        words = MemoryCommunicator(memory).all_gather_object(
             {"rank": memory.rank, "text": "ä" * 90_000 * memory.rank}, "words"
         )
         return mine, [(one["rank"], len(one["text"])) for one in words]

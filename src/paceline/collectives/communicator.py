@@ -248,7 +248,9 @@ class Communicator:
         )
 
 
-class _MemoryCommunicator(Communicator):
+class MemoryCommunicator(Communicator):
+    """Exchanges data in the memory that ranks share, and what is not on the CPU over torch.distributed."""
+
     kind = "shared"
 
     def __init__(self, memory: SharedMemory) -> None:
@@ -359,11 +361,6 @@ def make_communicator(choice: TransportChoice = "auto", group: Group = None) -> 
     return _chosen[world]
 
 
-def memory_communicator(memory: SharedMemory) -> Communicator:
-    """The communicator of the ranks that share `memory`."""
-    return _MemoryCommunicator(memory)
-
-
 def _create(group: dist.ProcessGroup, choice: TransportChoice) -> Communicator:
     if not _uses_gloo(group):
         if choice == "shared":
@@ -384,7 +381,7 @@ def _create(group: dist.ProcessGroup, choice: TransportChoice) -> Communicator:
     # When the group or the process ends, ranks that wait for this rank get an error.
     weakref.finalize(group, memory.leave)
     if not several:
-        return _MemoryCommunicator(memory)
+        return MemoryCommunicator(memory)
     print_on_rank_0(
         f"gradients are added up in shared memory on each of {members.node_count} hosts ({memory.size} ranks each), "
         "and over gloo between hosts"

@@ -42,7 +42,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.collectives.buckets import grad_of, group_by_type, is_present
-from paceline.collectives.communicator import get_communicator, memory_communicator
+from paceline.collectives.communicator import MemoryCommunicator, get_communicator
 from paceline.errors import ExitCode, PacelineError, ReportedByPeer, TrainingError, UsageError
 from paceline.rank.guard import HangGuard
 from paceline.rank.sites import MAX_DEPTH, CodeOwner, code_owner, format_frame, frame_record, short_filename
@@ -295,9 +295,7 @@ def default_call_sites() -> CallSites:
     """The call sites of torch's default group."""
     group = dist.group.WORLD
     assert group is not None  # torch.distributed is initialized
-    if group not in _of_group:
-        _of_group[group] = CallSites()
-    return _of_group[group]
+    return _of_group.setdefault(group, CallSites())
 
 
 _of_group: WeakKeyDictionary[dist.ProcessGroup, CallSites] = WeakKeyDictionary()
@@ -355,7 +353,7 @@ def make_world_gather(world: World) -> GatherFunction:
 
 def make_node_gather(host: "NodeTopology") -> GatherFunction:
     """Gathers from the ranks of this host."""
-    on_host, first = memory_communicator(host.memory), host.node_index * host.memory.size
+    on_host, first = MemoryCommunicator(host.memory), host.node_index * host.memory.size
     return lambda value: dict(enumerate(on_host.all_gather_object(value, "messages of a host"), first))
 
 

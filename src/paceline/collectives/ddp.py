@@ -25,9 +25,9 @@ from torch.futures import Future
 
 from paceline.collectives.buckets import divide
 from paceline.collectives.communicator import (
+    MemoryCommunicator,
     can_use_shared_memory,
     make_communicator,
-    memory_communicator,
     print_on_rank_0,
 )
 from paceline.collectives.memory_sum import Chunk, TreeSum, ring_sum
@@ -126,7 +126,7 @@ class _Hook:
         if not getattr(self._ddp(), "_divide_by_initial_world_size", True):  # Join: the number of active ranks
             # a rank that has ended calls the hook without a backward
             is_active = torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
-            divisor = sum(memory_communicator(memory).all_gather_object(int(is_active), "who has joined"))
+            divisor = sum(MemoryCommunicator(memory).all_gather_object(int(is_active), "who has joined"))
         torch._foreach_mul_(buffers, 1.0 / divisor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
         self._sums[key].run([buffers])
 
