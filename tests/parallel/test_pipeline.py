@@ -29,7 +29,7 @@ def compiler(monkeypatch, tmp_path) -> None:
 
 
 def chain(*seconds: float, trained: int = 1) -> Chain:
-    layers = tuple(LayerGroup(one / 3, one * 2 / 3, 4, 0, trained) for one in seconds)
+    layers = tuple(LayerGroup(one, 4, 0, trained) for one in seconds)
     return Chain(tuple(SplitPoint(f"m{n}", (), ()) for n in range(1, len(seconds))), layers, {}, False)
 
 
