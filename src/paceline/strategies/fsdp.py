@@ -189,7 +189,6 @@ class _LocalShards:
         self._is_copy = is_hybrid and world.along("data").rank > 0  # a different rank holds the same shards
         self.pieces: dict[str, LocalShard] = {}
         self.unsharded: dict[str, nn.Parameter] = {}
-        self._sharded: dict[str, Any] = {}
         for name, parameter in model.named_parameters():
             if not isinstance(parameter, DTensor):
                 self.unsharded[name] = parameter
@@ -198,7 +197,6 @@ class _LocalShards:
             start, stop = self._range(parameter.shape, shard_world.rank)
             if start < stop:
                 self.pieces[name] = LocalShard(start, stop, nn.Parameter(local.detach().view(-1)), parameter.shape)
-                self._sharded[name] = parameter
             _redirect_data_writes(name, parameter)
 
     def _range(self, shape: torch.Size, rank: int) -> tuple[int, int]:
@@ -241,7 +239,7 @@ class _LocalShards:
             self.pieces[name].parameter.grad = self._gradient(name)
 
     def _gradient(self, name: str) -> Tensor | None:
-        gradient = self._sharded[name].grad
+        gradient: Any = self._parameters[name].grad
         return None if gradient is None else gradient.to_local().view(-1)
 
     def release_gradients(self, names: Sequence[str], *_: object) -> None:
