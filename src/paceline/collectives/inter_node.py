@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.collectives.buckets import assign_balanced, numels_and_dtypes
+from paceline.collectives.buckets import assign_balanced, assign_grads, numels_and_dtypes
 from paceline.collectives.communicator import SharedMemoryBucketReduction
 from paceline.collectives.hosts import NodeTopology
 from paceline.collectives.memory_sum import TreeSum
@@ -207,14 +207,13 @@ class InterNodeSum:
             torch.tensor([tensor is not None for tensor in tensors], dtype=torch.uint8), COLLECTIVE_NAME, group
         )
         results: Grads = [None] * len(tensors)
+        state, used = self._state
         if self._carried:
             mine = [self._values_or_zeros(i, tensors[i]) for i in self._carried]
-            sums, state = self._codec.sum(mine, self._state[0], group)
+            sums, state = self._codec.sum(mine, state, group)
             for i, total in zip(self._carried, sums, strict=True):
                 results[i] = total.to(self._parameters[i].dtype)
-        else:
-            state = self._state[0]
-        used = self._state[1] | present().amax(0)
+        used = used | present().amax(0)
         self._state = state, used
         if self._exchange is not None:
             results = self._exchange.run([[None if t is None else t.contiguous().view(-1) for t in results]])
@@ -262,10 +261,6 @@ class TwoLevelBucketReduction(SharedMemoryBucketReduction):
         sums = self._across.sum([None if divisor is None else p.grad for p in self._parameters])
         if divisor is None:
             self._across.restore_state()
-            return False
-        for parameter, total in zip(self._parameters, sums, strict=True):
-            if total is not None and parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter)
-            if total is not None and parameter.grad is not None:
-                parameter.grad.copy_(total)
+        else:
+            assign_grads(self._parameters, sums)
         return False
