@@ -80,7 +80,7 @@ Slots = list[list[Tensor]]
 """[slot 0 or 1][rank]: (n,), views of the memory"""
 
 
-GROUP_NAME = SHARED_GROUP  # the name of a group of all ranks of the world; see `hosts.group_name`
+GROUP_NAME = SHARED_GROUP  # the name of a group of all ranks of the world; see `hosts.node_group_name`
 PAGE, LINE = 4096, 64
 NUM_CHANNELS = 2  # totals, bulk
 TOKEN_BYTES = 16
