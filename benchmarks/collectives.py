@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from paceline.collectives import communicator
 from paceline.collectives.communicator import get_communicator, make_communicator
 from paceline.collectives.memory_sum import TreeSum, barrier
 from paceline.collectives.shared_memory import BULK_BYTES, SharedMemory
@@ -156,7 +157,8 @@ def act(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{arguments.meet}/store", arguments.ranks)  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=arguments.rank, world_size=arguments.ranks)
-    memory = make_communicator("shared", bulk_bytes=int(arguments.bulk_mib * (1 << 20))).memory
+    communicator.BULK_BYTES = int(arguments.bulk_mib * (1 << 20))
+    memory = make_communicator("shared").memory
     assert memory is not None
     sizes = [int(size) for size in arguments.sizes.split(",")] if arguments.sizes else SIZES_BYTES
     rounds = 2 if arguments.quick else arguments.rounds

@@ -23,10 +23,10 @@ from paceline.collectives import communicator as communicators
 from paceline.collectives import hosts as hosts_module
 from paceline.collectives import shared_memory as handshake
 from paceline.collectives.buckets import buckets_of, trainable_parameters
-from paceline.collectives.communicator import HierarchicalBucketReduction, make_communicator
 from paceline.collectives.communicator import get_communicator as exchange
+from paceline.collectives.communicator import make_communicator
 from paceline.collectives.control import all_gather_object
-from paceline.collectives.hosts import NodeTopology
+from paceline.collectives.hosts import HierarchicalBucketReduction, NodeTopology
 from paceline.collectives.reducer import Reducer, make_leaf_reducer, make_rank_reducer
 from paceline.collectives.replicate import broadcast_module
 from paceline.collectives.shared_memory import (
@@ -117,10 +117,11 @@ def in_order(model: Odd, hosts: int, size: int) -> nn.Module:
 def compare(rank: int, world_size: int, folder: Path, cases: list[tuple[int, list[int]]]) -> int:
     """Compare bits and None for each number of ranks on a host, and all numbers of virtual ranks."""
     hosts_module.BUNDLE_BYTES = communicators.BUNDLE_BYTES = 32 << 10  # so that several are under way
+    communicators.BULK_BYTES = 64 << 10
     compared = 0
     for size, leaves in cases:
         put_on(rank // size, rank, world_size, folder)
-        place = make_communicator(bulk_bytes=64 << 10).node_topology()
+        place = make_communicator().node_topology()
         assert isinstance(place, NodeTopology) and (place.rank, place.node_index, place.memory.size) == (
             rank,
             rank // size,

@@ -19,10 +19,9 @@ HANGS = f"""{TORCH}
 from paceline.collectives import shared_memory as handshake
 handshake.node_key = lambda: str(rank // 2)
 from paceline.collectives.buckets import buckets_of, trainable_parameters
-from paceline.collectives.hosts import make_leaf_order_plan
+from paceline.collectives.hosts import HierarchicalBucketReduction, make_leaf_order_plan
 from paceline.collectives.reducer import Reducer
 from paceline.collectives.communicator import make_communicator
-from paceline.collectives.communicator import HierarchicalBucketReduction
 from paceline.collectives.tree import LeafPartition
 model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 300))
 hosts, partition = make_communicator().node_topology(), LeafPartition.one_leaf_per_rank(4, rank)

@@ -10,7 +10,7 @@ from tests.collectives.memory_harness import in_threads
 
 from paceline.collectives import memory_sum
 from paceline.collectives.buckets import divide
-from paceline.collectives.communicator import memory_communicator
+from paceline.collectives.communicator import MemoryCommunicator
 from paceline.collectives.memory_sum import (
     ALIGNMENT_ELEMENTS,
     TreeSum,
@@ -141,12 +141,12 @@ def test_no_more_sums_wait_than_there_is_room_for_and_all_the_room_is_used(world
 @given(st.integers(2, 4), st.integers(0, 5), st.sampled_from([64, 4096, 4096 * 2 + 64]), st.sampled_from(FLOATS))
 def test_shares_of_the_sum_are_pieces_of_the_whole_and_gather_to_it(world, more, share, dtype):
     leaves = world + more
-    whole = divide(node_sum((0, leaves), 0, world * share, dtype, set()), 3.0)
+    whole = node_sum((0, leaves), 0, world * share, dtype, set())
 
     def act(memory):
         partition = partitions(world, leaves)[memory.rank]
         own = [node_sum(node, 0, world * share, dtype, set()) for node in partition.subtrees_by_rank[memory.rank]]
-        mine = reduce_scatter(memory, own, partition, torch.empty(share, dtype=dtype), 3.0)
+        mine = reduce_scatter(memory, own, partition, torch.empty(share, dtype=dtype))
         out = torch.empty(world * share, dtype=dtype)
         all_gather(memory, mine, out)
         in_place = torch.zeros_like(out)
@@ -167,7 +167,7 @@ def test_a_broadcast_carries_every_type_and_words_of_any_length():
         mine = [tensor.clone() if memory.rank == 1 else torch.zeros_like(tensor) for tensor in wanted]
         barrier(memory)
         broadcast_in_memory(memory, mine, src=1)
-        words = memory_communicator(memory).all_gather_object(
+        words = MemoryCommunicator(memory).all_gather_object(
             {"rank": memory.rank, "text": "ä" * 90_000 * memory.rank}, "words"
         )
         return mine, [(one["rank"], len(one["text"])) for one in words]

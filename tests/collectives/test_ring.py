@@ -36,7 +36,7 @@ def against_gloo(rank: int, world_size: int) -> list[str]:
     assert memory is not None
     found = RingSum(
         memory, *map(list, zip(*asked, strict=True)), LeafPartition.one_leaf_per_rank(world_size, rank)
-    ).run([own], factor=1 / world_size)
+    ).run([[tensor.mul_(1 / world_size) for tensor in own]])
     return [str(each) for each, a, b in zip(asked, found, expected, strict=True) if a is None or not same(a, b)]
 
 
@@ -67,11 +67,11 @@ def test_however_it_is_cut_and_whatever_the_divisor(world_size: int) -> None:
     sizes = [3, 70, 4096, 20_011, 1]  # several to a chunk, several chunks to one
 
     def act(memory):
-        own = [values(memory.rank, size, torch.float32) for size in sizes]
+        own = [values(memory.rank, size, torch.float32) * 0.1 for size in sizes]
         total = RingSum(
             memory, sizes, [torch.float32] * len(sizes), LeafPartition.one_leaf_per_rank(world_size, memory.rank)
         )
-        return total.run([own], 3.0, factor=0.1)
+        return total.run([own], 3.0)
 
     expected = [
         as_gloo_adds([values(rank, size, torch.float32) * 0.1 for rank in range(world_size)]) / 3 for size in sizes

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.collectives.odd_model import counted_exchanges, over_torch
+from tests.collectives.odd_model import over_torch
 from tests.collectives.one_backward import one_backward
 from tests.run_ranks import run_ranks
 from tests.worlds import worlds
@@ -289,39 +289,9 @@ def whole_gradients(model: Mixed, partition: LeafPartition, bucket_bytes: int) -
     return over_torch(model, partition, bucket_bytes=bucket_bytes), lambda weight, wanted: (weight.grad, wanted)
 
 
-def overlap(rank: int, world_size: int) -> None:
-    """Buckets are sent as they fill in the last backward, and not in the others."""
-    if world_size == 1:
-        return  # nothing to send
-    torch.manual_seed(0)
-    first = nn.Linear(8, 8, bias=False)
-    layers = nn.Sequential(first, *[nn.Linear(8, 8, bias=False) for _ in range(3)])
-    partition = partition_of(rank, world_size, 8)
-    reducer = over_torch(layers, partition, bucket_bytes=2 * 8 * 8 * 4)
-    share = range(*partition.ranges[rank])
-    during: list[int] = []
-
-    def look(_: Tensor) -> None:
-        during.append(len(started))
-
-    with counted_exchanges() as started:
-        hook = first.weight.register_hook(look)
-        for v in share:
-            with one_backward(reducer, v, is_last=v == share[-1]):
-                layers(torch.ones(2, 8)).sum().backward()
-        assert during == [0] * (len(share) - 1) + [1]  # the last two layers' left before the first had its gradient
-        hook.remove()
-        reducer.finish(1)
-        assert len(started) == 2
-    (plain,) = torch.autograd.grad(layers(torch.ones(2, 8)).sum(), [first.weight])
-    assert first.weight.grad is not None
-    torch.testing.assert_close(first.weight.grad, plain * 8)
-
-
 def everything(rank: int, world_size: int, folder: str) -> None:
     for size in worlds(rank, SIZES, folder):
         same_bits(rank, size, whole_gradients)
-        overlap(rank, size)
 
 
 @pytest.mark.ranks

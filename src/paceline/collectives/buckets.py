@@ -195,13 +195,6 @@ def assign_grads(parameters: Sequence[nn.Parameter], sums: Sequence[Tensor | Non
         parameter.grad = grad
 
 
-def check_dense(grads: Iterable[tuple[nn.Parameter, Tensor | None]], names: Mapping[nn.Parameter, str]) -> None:
-    for parameter, grad in grads:
-        if grad is not None and grad.layout is not torch.strided:
-            name = names.get(parameter, f"a parameter of shape {tuple(parameter.shape)}")
-            raise sparse_gradient_error(f"the gradient of {name} has the layout {grad.layout}")
-
-
 def sparse_gradient_error(what: str, strategy: str = "") -> UsageError:
     by = f"strategy {strategy}" if strategy else "this strategy"
     return UsageError(code="sparse-gradient", what=what, strategy=by)

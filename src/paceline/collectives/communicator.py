@@ -41,8 +41,7 @@ from paceline.collectives.buckets import (
 )
 from paceline.collectives.hosts import (
     BUNDLE_BYTES,
-    HierarchicalSum,
-    HierarchyPlan,
+    HierarchicalBucketReduction,
     NodeTopology,
     connect_nodes,
     make_leaf_order_plan,
@@ -50,7 +49,7 @@ from paceline.collectives.hosts import (
     node_group_name,
     single_rank_nodes,
 )
-from paceline.collectives.memory_sum import MAX_TENSORS, ScratchBuffers, TreeSum, describe_tensors
+from paceline.collectives.memory_sum import MAX_TENSORS, TreeSum
 from paceline.collectives.shared_memory import (
     BULK_BYTES,
     GROUP_NAME,
@@ -63,13 +62,13 @@ from paceline.collectives.torch_collectives import (
     CPU,
     Group,
     TreeAllReduce,
-    TreeReduceScatter,
     WaitFunction,
     all_gather_json,
     gather_shards,
     name_collective,
     start_all_gather,
     start_all_reduce,
+    start_reduce_scatter,
 )
 from paceline.collectives.tree import Grads, LeafPartition
 from paceline.errors import ExitCode, ReportedByPeer, UsageError
@@ -131,7 +130,7 @@ class TorchBucketReduction:
 
     def finish_buckets(self, divisor: float | Tensor | None) -> bool:
         for exchange in self._pending:
-            exchange.start_gather()
+            exchange.start_gather()  # of all, before it waits for one
         for packed, used, exchange in zip(self._packed, self._used, self._pending, strict=True):
             total = exchange.wait()
             if divisor is not None:
@@ -182,54 +181,6 @@ class SharedMemoryBucketReduction:
         self._own: list[Grads | None] = []
 
 
-class HierarchicalBucketReduction:
-    """Sums buckets in memory on each host, and over gloo between hosts.
-
-    It sends buckets during backward, when the network is idle. To add up a bucket in memory, the ranks of a host wait
-    for each other, as they would at the end of backward.
-    """
-
-    overlaps_backward = True
-
-    def __init__(self, buckets: Sequence[Bucket], hosts: NodeTopology, plan: HierarchyPlan) -> None:
-        """A collective. `plan` defines the order of additions."""
-        parameters = [parameter for bucket in buckets for parameter in bucket]
-        scratch, layouts = ScratchBuffers(), iter(agreed_layouts(parameters, hosts.size))
-        self.buckets, self._memory = buckets, hosts.memory
-        self._layouts = [[next(layouts) for _ in bucket] for bucket in buckets]
-        self._sums = [
-            HierarchicalSum(hosts, *numels_and_dtypes(bucket), plan, f"bucket {number}", scratch, self._layouts[number])
-            for number, bucket in enumerate(buckets)
-        ]
-        # One call for all buckets: the hang guard reads only the last 64 calls, and needs the exchanges among them.
-        specs = describe_tensors(*numels_and_dtypes(parameters))
-        self._all_gather = self._memory.operation("all_gather", "gradients", *specs)
-        self.discard_sums()
-
-    def start_bucket(self, number: int, partials: list[Grads | None]) -> None:
-        bucket = self.buckets[number]
-        dtypes, layouts = [parameter.dtype for parameter in bucket], self._layouts[number]
-        try:
-            before = self._sums[number - 1] if number > 0 else None
-            self._sums[number].begin([convert_to_layouts(grads, dtypes, layouts) for grads in partials], after=before)
-        except BaseException:
-            self.discard_sums()  # an error during backward: `end` will not be called
-            raise
-
-    def finish_buckets(self, divisor: float | Tensor | None) -> bool:
-        with self._all_gather:
-            sums = [total.end(divisor) for total in self._sums]
-        if divisor is not None:
-            for bucket, results in zip(self.buckets, sums, strict=True):
-                assign_grads(bucket, results)
-        return False
-
-    def discard_sums(self) -> None:
-        """See Transport. Running sums would keep connections open."""
-        for total in self._sums:
-            total.discard_exchanges()
-
-
 def can_use_shared_memory(parameters: Bucket) -> bool:
     """Whether shared memory can sum the gradients of these parameters."""
     return 0 < len(parameters) <= MAX_TENSORS and all(p.device.type == "cpu" and not p.is_complex() for p in parameters)
@@ -246,7 +197,6 @@ class Communicator:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
         return dist.get_world_size(self._group) if self.memory is None else self.memory.size
 
     def node_topology(self) -> NodeTopology | None:
@@ -283,13 +233,13 @@ class Communicator:
         """All-gather: `mine` (s,) of rank r becomes `out`[r * s : (r + 1) * s]."""
         return gather_shards(out, name_collective(mine, name), self._group, async_op=async_op)
 
-    def reduce_scatter(self, out: Tensor, flat: Tensor, name: str, op: Any = dist.ReduceOp.SUM) -> None:
+    def reduce_scatter(self, out: Tensor, flat: Tensor, name: str) -> None:
         """Reduce-scatter of `flat` (n,) into `out` (n / W,), in the order of the backend (see `ring_sum`)."""
-        dist.reduce_scatter_single(name_collective(out, name), flat, op=op, group=self._group)
+        dist.reduce_scatter_single(name_collective(out, name), flat, group=self._group)
 
     def start_reduce_scatter(self, partition: LeafPartition, partials: Sequence[Tensor], name: str) -> WaitFunction:
         """Start a reduce-scatter over all leaves in the order of the tree. The returned function waits."""
-        return TreeReduceScatter(partition, partials, self._group, name).wait_and_sum_copy
+        return start_reduce_scatter(partition, partials, name, self._group)
 
     def make_bucket_reduction(self, parameters: Bucket, partition: LeafPartition, *, in_order: bool) -> BucketReduction:
         """The all-reduce of gradients. `in_order`: in the order of the tree, not in the cheapest one."""
@@ -298,7 +248,9 @@ class Communicator:
         )
 
 
-class _MemoryCommunicator(Communicator):
+class MemoryCommunicator(Communicator):
+    """Exchanges data in the memory that ranks share, and what is not on the CPU over torch.distributed."""
+
     kind = "shared"
 
     def __init__(self, memory: SharedMemory) -> None:
@@ -338,9 +290,9 @@ class _MemoryCommunicator(Communicator):
             return super().all_gather(out, mine, name, async_op=async_op)
         return memory_sum.all_gather(self._shared, mine, out, name)
 
-    def reduce_scatter(self, out: Tensor, flat: Tensor, name: str, op: Any = dist.ReduceOp.SUM) -> None:
-        if not flat.is_cpu or op != dist.ReduceOp.SUM:
-            super().reduce_scatter(out, flat, name, op)
+    def reduce_scatter(self, out: Tensor, flat: Tensor, name: str) -> None:
+        if not flat.is_cpu:
+            super().reduce_scatter(out, flat, name)
         else:
             memory_sum.reduce_scatter(self._shared, [flat], self._partition, out, name=name, as_gloo=True)
 
@@ -386,9 +338,7 @@ def get_communicator(group: Group = None) -> Communicator:
     return (key and _chosen.get(key)) or Communicator(group)
 
 
-def make_communicator(
-    choice: TransportChoice = "auto", group: Group = None, *, bulk_bytes: int = BULK_BYTES
-) -> Communicator:
+def make_communicator(choice: TransportChoice = "auto", group: Group = None) -> Communicator:
     """Make the communicator of a group: the default one, or one with all ranks in the same order.
 
     The first call is a collective. Later calls return its result. Rank 0 prints once why ranks do not share memory.
@@ -396,7 +346,6 @@ def make_communicator(
     Args:
         choice: "shared" fails if memory cannot be shared, "torch" does not try.
         group: a group with only some of the ranks uses torch.distributed.
-        bulk_bytes: the bytes that each rank writes in one tick.
 
     Raises:
         UsageError: on rank 0, if `choice` is "shared" and memory cannot be shared.
@@ -406,23 +355,18 @@ def make_communicator(
     if world is None or world.size() == 1 or (group is not None and group.size() < world.size()):
         return get_communicator(group)
     if world not in _chosen:
-        _chosen[world] = _create(world, choice, bulk_bytes)
+        _chosen[world] = _create(world, choice)
     if group is not None:
         _chosen[group] = _chosen[world]
     return _chosen[world]
 
 
-def memory_communicator(memory: SharedMemory) -> Communicator:
-    """The communicator of the ranks that share `memory`."""
-    return _MemoryCommunicator(memory)
-
-
-def _create(group: dist.ProcessGroup, choice: TransportChoice, bulk_bytes: int) -> Communicator:
+def _create(group: dist.ProcessGroup, choice: TransportChoice) -> Communicator:
     if not _uses_gloo(group):
         if choice == "shared":
             raise _memory_not_shared(group, f"the ranks' backend is {dist.get_backend(group)}")
         return Communicator()
-    layout = MemoryLayout(group.size(), bulk_bytes)
+    layout = MemoryLayout(group.size(), BULK_BYTES)
     try:
         members = connect_memory(group.rank(), layout, wanted=choice != "torch")
     except SharedMemoryUnavailable as refusal:
@@ -437,7 +381,7 @@ def _create(group: dist.ProcessGroup, choice: TransportChoice, bulk_bytes: int) 
     # When the group or the process ends, ranks that wait for this rank get an error.
     weakref.finalize(group, memory.leave)
     if not several:
-        return _MemoryCommunicator(memory)
+        return MemoryCommunicator(memory)
     print_on_rank_0(
         f"gradients are added up in shared memory on each of {members.node_count} hosts ({memory.size} ranks each), "
         "and over gloo between hosts"

@@ -42,7 +42,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.collectives.buckets import grad_of, group_by_type, is_present
-from paceline.collectives.communicator import get_communicator, memory_communicator
+from paceline.collectives.communicator import MemoryCommunicator, get_communicator
 from paceline.errors import ExitCode, PacelineError, ReportedByPeer, TrainingError, UsageError
 from paceline.rank.guard import HangGuard
 from paceline.rank.sites import MAX_DEPTH, CodeOwner, code_owner, format_frame, frame_record, short_filename
@@ -108,44 +108,28 @@ def to_device_async(numbers: Sequence[float], device: torch.device) -> Tensor:
     return on_host.to(device, non_blocking=True)
 
 
-class NumbersToDevice:
-    """Sends numbers to a device in each step, out of memory that is allocated once.
+class NumberBuffers:
+    """Copies (n,) float64 between the host and a device in each step, through memory that is allocated once.
 
-    Two buffers take turns: the host has read the result of a step before it writes the numbers of the next but one.
+    Two page-locked buffers take turns: the numbers of a step are read before those of the next but one are written.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._buffers = device, list[Tensor]()
 
-    def send(self, numbers: Sequence[float]) -> Tensor:
-        """(n,) float64 on the device; the host does not wait for the copy."""
-        if not self._buffers or len(self._buffers[0]) != len(numbers):
-            pinned = self._device.type == "cuda"
-            self._buffers = [torch.empty(len(numbers), dtype=torch.float64, pin_memory=pinned) for _ in range(2)]
-        self._buffers.reverse()
-        self._buffers[0].numpy()[:] = numbers
-        return self._buffers[0].to(self._device, non_blocking=True, copy=True)
+    def to_device(self, numbers: Sequence[float]) -> Tensor:
+        """The numbers on the device; the host does not wait for the copy."""
+        buffer = self._next(len(numbers))
+        buffer.numpy()[:] = numbers
+        return buffer.to(self._device, non_blocking=True, copy=True)
 
-
-class NumbersToHost:
-    """Copies numbers of a device to the host behind the work of a step, to be read during the next step.
-
-    Two page-locked buffers take turns: the numbers of a step are read before those of the next but one are copied.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._buffers = device, list[tuple[Tensor, torch.Event | None]]()
-
-    def start(self, numbers: Tensor) -> Callable[[], list[float]]:
-        """Copy (n,) float64. The result waits until the copy has arrived, and returns it.
+    def start_to_host(self, numbers: Tensor) -> Callable[[], list[float]]:
+        """Start to copy the numbers behind the work of a step. The result waits until they have arrived.
 
         It raises StallError if the guard has unblocked this rank. The numbers are then undefined.
         """
-        if not self._buffers or len(self._buffers[0][0]) != len(numbers):
-            self._buffers = [self._allocate(len(numbers)) for _ in range(2)]
-        self._buffers.reverse()
-        buffer, arrived = self._buffers[0]
-        buffer.copy_(numbers, non_blocking=True)
+        buffer = self._next(len(numbers)).copy_(numbers, non_blocking=True)
+        arrived = None if self._device.type == "cpu" else torch.Event(self._device)
         if arrived is not None:
             arrived.record()
 
@@ -157,9 +141,12 @@ class NumbersToHost:
 
         return wait
 
-    def _allocate(self, size: int) -> tuple[Tensor, torch.Event | None]:
-        buffer = torch.empty(size, dtype=torch.float64, pin_memory=self._device.type == "cuda")
-        return buffer, None if self._device.type == "cpu" else torch.Event(self._device)
+    def _next(self, size: int) -> Tensor:
+        if not self._buffers or len(self._buffers[0]) != size:
+            pinned = self._device.type == "cuda"
+            self._buffers = [torch.empty(size, dtype=torch.float64, pin_memory=pinned) for _ in range(2)]
+        self._buffers.reverse()
+        return self._buffers[0]
 
 
 MAX_FUSED_ELEMENTS_ON_DEVICE = 1 << 24
@@ -308,9 +295,7 @@ def default_call_sites() -> CallSites:
     """The call sites of torch's default group."""
     group = dist.group.WORLD
     assert group is not None  # torch.distributed is initialized
-    if group not in _of_group:
-        _of_group[group] = CallSites()
-    return _of_group[group]
+    return _of_group.setdefault(group, CallSites())
 
 
 _of_group: WeakKeyDictionary[dist.ProcessGroup, CallSites] = WeakKeyDictionary()
@@ -368,7 +353,7 @@ def make_world_gather(world: World) -> GatherFunction:
 
 def make_node_gather(host: "NodeTopology") -> GatherFunction:
     """Gathers from the ranks of this host."""
-    on_host, first = memory_communicator(host.memory), host.node_index * host.memory.size
+    on_host, first = MemoryCommunicator(host.memory), host.node_index * host.memory.size
     return lambda value: dict(enumerate(on_host.all_gather_object(value, "messages of a host"), first))
 
 
@@ -376,11 +361,8 @@ def make_node_gather(host: "NodeTopology") -> GatherFunction:
 def raise_on_all_ranks(world: World, *, prepares: bool = True) -> Generator[None]:
     """If the block fails on one rank, raise an error on all ranks: no rank waits for a rank that has ended.
 
-    The block must not contain a collective. A failed rank skips it, and the other ranks would wait in it.
-
-    Args:
-        world: the ranks.
-        prepares: whether the block runs before the first step. Every failure is then wrong use.
+    The block must not contain a collective. A failed rank skips it, and the other ranks would wait in it. If it
+    `prepares`, it runs before the first step, and every failure is wrong use.
 
     Raises:
         UsageError: on the first rank that failed, with the text of its error, or with its traceback.
@@ -463,13 +445,10 @@ def sum_over_ranks(
 
 
 def all_gather_tensors(value: Any, world: World, name: str, *, where: Sequence[int] = ()) -> list[Any]:
-    """The `value` of every rank, by rank, bit for bit, on the world's device (a collective).
+    """The `value` of every rank, by rank, bit for bit, on the world's device (a collective of all ranks).
 
-    Args:
-        value: tensors and JSON values in lists and dicts with strings as keys. Ranks may have different ones.
-        world: of all ranks.
-        name: for the hang guard.
-        where: must be the same on all ranks, like the line of the call.
+    `value`: tensors and JSON values in lists and dicts with strings as keys. Ranks may have different ones. `where`
+    must be the same on all ranks, like the line of the call.
 
     Raises:
         TrainingError: with MISMATCH, on one rank, if ranks call from different lines; see `CallSites`.

@@ -22,13 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
-from torch.nn.parallel import DistributedDataParallel
 
 from paceline.collectives.buckets import divide
 from paceline.collectives.communicator import (
+    MemoryCommunicator,
     can_use_shared_memory,
     make_communicator,
-    memory_communicator,
     print_on_rank_0,
 )
 from paceline.collectives.memory_sum import Chunk, TreeSum, ring_sum
@@ -37,7 +36,6 @@ from paceline.collectives.torch_collectives import all_gather_json
 from paceline.collectives.tree import LeafPartition, TreeNode
 from paceline.protocol.control import SHARED_MEMORY
 
-ScriptHook = Callable[[Any, Any], Future[Tensor]]
 _numbers = count(1)  # of DDP instances, which all ranks create in the same order
 _hooks: WeakKeyDictionary[Any, _Hook] = WeakKeyDictionary()
 """By the reducer of a DDP. An entry ends when the script registers a hook."""
@@ -96,7 +94,6 @@ def _notify(text: str) -> None:
 class _Hook:
     def __init__(self, ddp: Any, memory: SharedMemory, number: int) -> None:
         self.script_hook: Callable[[Any], Future[Tensor]] | None = None
-        self.joined = False
         # weak, because torch's reference to the hook would hide a cycle from the garbage collector
         self._ddp, self._memory = weakref.ref(ddp), memory
         self._name = "gradients" if number == 1 else f"gradients {number}"
@@ -127,8 +124,11 @@ class _Hook:
             }
         divisor = memory.size
         if not getattr(self._ddp(), "_divide_by_initial_world_size", True):  # Join: the number of active ranks
-            divisor = sum(memory_communicator(memory).all_gather_object(int(not self.joined), "who has joined"))
-        self._sums[key].run([buffers], factor=1.0 / divisor)
+            # a rank that has ended calls the hook without a backward
+            is_active = torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
+            divisor = sum(MemoryCommunicator(memory).all_gather_object(int(is_active), "who has joined"))
+        torch._foreach_mul_(buffers, 1.0 / divisor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        self._sums[key].run([buffers])
 
 
 class RingSum(TreeSum):
@@ -156,41 +156,24 @@ class RingSum(TreeSum):
 
 @cache
 def _patch_ddp() -> None:
-    """Detect that a script registers a hook, or lets ranks end at different steps (Join)."""
-    torch_dist, ddp_class = cast(Any, dist), cast(Any, DistributedDataParallel)
-    torch_dist._register_comm_hook = _wrap_register_hook(
-        torch_dist._register_comm_hook, lambda state, hook: (hook, state)
-    )
+    """Detect that a script registers a hook. torch accepts a single one: the script's first hook replaces ours."""
+    torch_dist = cast(Any, dist)
+    register, register_builtin = torch_dist._register_comm_hook, torch_dist._register_builtin_comm_hook
     builtin = {"ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_hooks.fp16_compress_hook}
-    torch_dist._register_builtin_comm_hook = _wrap_register_hook(
-        torch_dist._register_builtin_comm_hook, lambda hook_type: (builtin[hook_type.name], None)
-    )
-    match = ddp_class._match_all_reduce_for_bwd_pass
-
-    @wraps(match)
-    def matched(ddp: Any) -> None:  # called on a rank that has ended, instead of a backward
-        hook = _hooks.get(ddp.reducer)
-        if hook is not None:
-            hook.joined = True
-        match(ddp)
-        if hook is not None:
-            hook.joined = False
-
-    ddp_class._match_all_reduce_for_bwd_pass = matched
-
-
-def _wrap_register_hook(
-    register: Callable[..., None], parse: Callable[..., tuple[ScriptHook, object]]
-) -> Callable[..., None]:
-    """Wraps torch's `register`, which accepts a single hook: the script's first hook replaces ours."""
 
     @wraps(register)
-    def registered(reducer: Any, *arguments: Any) -> None:
+    def registered(reducer: Any, state: object, hook: Callable[..., Future[Tensor]]) -> None:
         our_hook = _hooks.pop(reducer, None)
         if our_hook is None:
-            register(reducer, *arguments)
+            register(reducer, state, hook)
         else:
-            hook, state = parse(*arguments)
             our_hook.script_hook = partial(hook, state)
 
-    return registered
+    @wraps(register_builtin)
+    def registered_builtin(reducer: Any, kind: Any) -> None:
+        if reducer in _hooks:
+            registered(reducer, None, builtin[kind.name])
+        else:
+            register_builtin(reducer, kind)
+
+    torch_dist._register_comm_hook, torch_dist._register_builtin_comm_hook = registered, registered_builtin

@@ -25,7 +25,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.collectives.buckets import Layout, divide
+from paceline.collectives.buckets import (
+    Bucket,
+    Layout,
+    agreed_layouts,
+    assign_grads,
+    convert_to_layouts,
+    divide,
+    numels_and_dtypes,
+)
 from paceline.collectives.memory_sum import (
     Chunk,
     LaneAddress,
@@ -40,7 +48,7 @@ from paceline.collectives.memory_sum import (
 )
 from paceline.collectives.shared_memory import GROUP_NAME, MemoryLayout, MemoryPeer, SharedMemory
 from paceline.collectives.torch_collectives import TreeAllReduce
-from paceline.collectives.tree import ALIGNMENT_ELEMENTS, LeafPartition, TreeNode
+from paceline.collectives.tree import ALIGNMENT_ELEMENTS, Grads, LeafPartition, TreeNode
 
 BUNDLE_BYTES = 1 << 20  # for each rank: large enough to hide gloo's latency, and the first bundle is sent early
 
@@ -135,68 +143,96 @@ def make_rank_order_plan(partition: LeafPartition, size: int) -> HierarchyPlan:
     )
 
 
-class HierarchicalSum:
-    """As `TreeSum`, but over the ranks of several hosts, and in two phases, `begin` and `end`.
+class HierarchicalBucketReduction:
+    """A `BucketReduction` in memory on each host, and over gloo between hosts.
 
-    Its constructor is not a collective.
+    It sends buckets during backward, when the network is idle. To add up a bucket in memory, the ranks of a host wait
+    for each other, as they would at the end of backward.
     """
 
+    overlaps_backward = True
+
+    def __init__(self, buckets: Sequence[Bucket], hosts: NodeTopology, plan: HierarchyPlan) -> None:
+        """A collective. `plan` defines the order of additions."""
+        parameters = [parameter for bucket in buckets for parameter in bucket]
+        scratch, layouts = ScratchBuffers(), iter(agreed_layouts(parameters, hosts.size))
+        self.buckets = buckets
+        self._sums = [
+            HierarchicalSum(hosts, bucket, [next(layouts) for _ in bucket], plan, f"bucket {number}", scratch)
+            for number, bucket in enumerate(buckets)
+        ]
+        # One call for all buckets: the hang guard reads only the last 64 calls, and needs the exchanges among them.
+        specs = describe_tensors(*numels_and_dtypes(parameters))
+        self._all_gather = hosts.memory.operation("all_gather", "gradients", *specs)
+        self.discard_sums()
+
+    def start_bucket(self, number: int, partials: list[Grads | None]) -> None:
+        try:
+            self._last = self._sums[number].begin(partials, self._last)
+        except BaseException:
+            self.discard_sums()  # an error during backward: `finish_buckets` will not be called
+            raise
+
+    def finish_buckets(self, divisor: float | Tensor | None) -> bool:
+        if self._last is not None:
+            self._last.start_gather()
+        with self._all_gather:
+            sums = [total.end(divisor) for total in self._sums]
+        if divisor is not None:
+            for bucket, results in zip(self.buckets, sums, strict=True):
+                assign_grads(bucket, results)
+        self._last = None
+        return False
+
+    def discard_sums(self) -> None:
+        """Running sums would keep connections open."""
+        self._last: TreeAllReduce | None = None
+        for total in self._sums:
+            total.discard_exchanges()
+
+
+class HierarchicalSum:
+    """The sum of one bucket, as `TreeSum`, but in two phases, `begin` and `end`."""
+
     def __init__(
-        self,
-        hosts: NodeTopology,
-        sizes: Sequence[int],
-        dtypes: Sequence[torch.dtype],
-        plan: HierarchyPlan,
-        name: str,
+        self, hosts: NodeTopology, bucket: Bucket, layouts: Sequence[Layout], plan: HierarchyPlan, name: str,
         scratch: ScratchBuffers,
-        layouts: Sequence[Layout] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._hosts, self._memory, self._plan, self._name = hosts, hosts.memory, plan, name
+        self._layouts, (sizes, dtypes) = layouts, numels_and_dtypes(bucket)
         unit = ALIGNMENT_ELEMENTS * self._memory.size
         lane_sizes = {d: self._memory.bulk.data_bytes // d.itemsize // plan.max_lanes // unit * unit for d in dtypes}
-        self._tensors = len(sizes)
         self._lanes = SlotBuffers(self._memory, sizes, dtypes, lane_sizes, scratch, layouts)
         # if no tensor has elements, an empty bundle sends the flags
-        self._bundles, self._dtype = _bundle_chunks(self._lanes.chunks, self._memory.size) or [()], dtypes[0]
+        self._bundles, self._dtypes = _bundle_chunks(self._lanes.chunks, self._memory.size) or [()], dtypes
         self.discard_exchanges()
         self._operation = self._memory.operation("reduce_scatter", name, *describe_tensors(sizes, dtypes))
 
-    def begin(self, partials: Sequence[TensorList | None], after: HierarchicalSum | None = None) -> None:
-        """Add up the tensors of this host's ranks, and start to send the sums (a collective).
+    def begin(self, partials: list[Grads | None], last: TreeAllReduce | None) -> TreeAllReduce | None:
+        """Add up the gradients of this host's ranks, and start to send the sums (a collective).
 
-        Several sums may begin before the first one ends, in the same order on all ranks.
-
-        Args:
-            partials: as in `TreeSum.run`; overwritten when the sum ends.
-            after: the previous sum; starts to send its second half.
+        Several sums may begin before the first one ends, in the same order on all ranks. The second half of `last`, the
+        last exchange of the previous sum, starts during the first half of this one. Returns the last exchange.
         """
-        self._own = partials
+        self._own = [convert_to_layouts(grads, self._dtypes, self._layouts) for grads in partials]
         with self._operation:
             for bundle in self._bundles:
-                exchange = self._send(bundle, first=not self._pending)
-                before = self if self._pending else after
-                if before is not None:
-                    before.start_gather()
-                self._pending.append(exchange)
-                self._gathered = False
+                self._pending.append(self._send(bundle, first=not self._pending))
+                if last is not None:
+                    last.start_gather()
+                last = self._pending[-1]
+        return last
 
-    def start_gather(self) -> None:
-        """Wait for the first half of the last bundle, and start to send the second: the sums of this rank's shard."""
-        if not self._gathered:
-            self._pending[-1].start_gather()
-            self._gathered = True
-
-    def end(self, divisor: float | Tensor | None = None) -> list[Tensor | None]:
+    def end(self, divisor: float | Tensor | None) -> list[Tensor | None]:
         """Wait for the sum over all ranks, and distribute it within this host; returns as `TreeSum.run`.
 
         Runs within a collective of the memory, which the caller has begun (`SharedMemory.operation`).
         """
         results: list[Tensor | None] = []
-        self.start_gather()
         for number, bundle in enumerate(self._bundles):
             flat, size = self._pending.popleft().wait(), self._width(bundle)
             if number == 0:
-                results = self._lanes.allocate_results(self._own, flat[size : size + self._tensors].bool().tolist)
+                results = self._lanes.allocate_results(self._own, flat[size : size + len(self._dtypes)].bool().tolist)
             if divisor is not None:
                 divide(flat[:size], divisor)
             self._distribute(bundle, flat, results)
@@ -206,13 +242,12 @@ class HierarchicalSum:
     def discard_exchanges(self) -> None:
         self._pending = deque[TreeAllReduce]()
         self._own: Sequence[TensorList | None] = ()
-        self._gathered = True
 
     def _send(self, bundle: Bundle, *, first: bool) -> TreeAllReduce:
-        plan, size, flags = self._plan, self._width(bundle), self._tensors if first else 0
+        plan, size, flags = self._plan, self._width(bundle), len(self._dtypes) if first else 0
         # at least one element: gloo must not send an empty message
         shape = len(plan.node_subtrees), plan.node_partition.padded(max(1, size + flags))
-        sums = torch.empty(shape, dtype=bundle[0].dtype if bundle else self._dtype)
+        sums = torch.empty(shape, dtype=bundle[0].dtype if bundle else self._dtypes[0])
         sums[:, size:] = 0
         at = 0
         for number, chunk in enumerate(bundle or [None]):

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.collectives.buckets import assign_balanced, numels_and_dtypes
+from paceline.collectives.buckets import assign_balanced, assign_grads, numels_and_dtypes
 from paceline.collectives.communicator import SharedMemoryBucketReduction
 from paceline.collectives.hosts import NodeTopology
 from paceline.collectives.memory_sum import TreeSum
@@ -36,25 +36,6 @@ INT8_MAX = 127
 MIN_SCALE = 1e-30  # a block with a smaller scale stays in the residual
 DEFAULT_RANK = 4
 COLLECTIVE_NAME = "between hosts"
-
-
-class UncompressedCodec:
-    """Sums lists of tensors of these shapes over the ranks of a group, one on each host, without compression."""
-
-    def __init__(self, shapes: Sequence[torch.Size]) -> None:
-        self._shapes = shapes
-
-    def initial_state(self) -> CodecState:
-        return {}
-
-    def sum(
-        self, tensors: Sequence[Tensor], state: CodecState, group: dist.ProcessGroup
-    ) -> tuple[list[Tensor], CodecState]:
-        """The sums, new and contiguous, and the next state (a collective). Does not change its arguments."""
-        flat = name_collective(flatten_tensors(tensors), COLLECTIVE_NAME)
-        return unflatten_tensors(
-            wait_for_result(dist.all_reduce(flat, group=group, async_op=True), flat), self._shapes
-        ), state
 
 
 class Bf16Quantizer:
@@ -99,13 +80,14 @@ class QuantizedCodec:
         self._shard_size = round_up(self._size, BLOCK * hosts) // hosts
 
     def initial_state(self) -> CodecState:
-        """See Uncompressed. The residuals: `held` of the values of this host, `owed` of the sum that it sends."""
+        """The residuals: `held` of the values of this host, `owed` of the sum that it sends."""
         size = self._shard_size
         return {"held": torch.zeros(self._hosts * size, dtype=self._dtype), "owed": torch.zeros(size).to(self._dtype)}
 
     def sum(
         self, tensors: Sequence[Tensor], state: CodecState, group: dist.ProcessGroup
     ) -> tuple[list[Tensor], CodecState]:
+        """The sums, new and contiguous, and the next state (a collective). Does not change its arguments."""
         code, values = self._code, state["held"].clone()
         values[: self._size] += flatten_tensors(tensors)
         packed = code.pack(values.view(self._hosts, -1))
@@ -132,9 +114,10 @@ class PowerSgdCodec:
     """
 
     def __init__(self, shapes: Sequence[torch.Size], dtype: torch.dtype, rank: int) -> None:
+        """`rank`: the number of vectors. 0: everything is sent uncompressed."""
         self._shapes, self._dtype, self._rank = shapes, dtype, rank
         sizes = [(shape[0], shape.numel() // max(1, shape[0])) if len(shape) > 1 else (1, 1) for shape in shapes]
-        self._matrices = {i: (m, n) for i, (m, n) in enumerate(sizes) if 2 * rank * (m + n) < m * n}
+        self._matrices = {i: (m, n) for i, (m, n) in enumerate(sizes) if 0 < 2 * rank * (m + n) < m * n}
         self._whole = [i for i in range(len(shapes)) if i not in self._matrices]
         self.sent = sum(rank * (m + n) for m, n in self._matrices.values()) + sum(
             shapes[i].numel() for i in self._whole
@@ -175,11 +158,9 @@ class PowerSgdCodec:
 
 def make_codec(
     compress: str | None, rank: int | None, shapes: Sequence[torch.Size], dtype: torch.dtype, hosts: int
-) -> UncompressedCodec | PowerSgdCodec | QuantizedCodec:
-    if compress is None:
-        return UncompressedCodec(shapes)
-    if compress == "powersgd":
-        return PowerSgdCodec(shapes, dtype, rank or DEFAULT_RANK)
+) -> PowerSgdCodec | QuantizedCodec:
+    if compress in (None, "powersgd"):
+        return PowerSgdCodec(shapes, dtype, 0 if compress is None else rank or DEFAULT_RANK)
     return QuantizedCodec(shapes, dtype, hosts, Int8Quantizer() if compress == "int8" else Bf16Quantizer())
 
 
@@ -226,14 +207,13 @@ class InterNodeSum:
             torch.tensor([tensor is not None for tensor in tensors], dtype=torch.uint8), COLLECTIVE_NAME, group
         )
         results: Grads = [None] * len(tensors)
+        state, used = self._state
         if self._carried:
             mine = [self._values_or_zeros(i, tensors[i]) for i in self._carried]
-            sums, state = self._codec.sum(mine, self._state[0], group)
+            sums, state = self._codec.sum(mine, state, group)
             for i, total in zip(self._carried, sums, strict=True):
                 results[i] = total.to(self._parameters[i].dtype)
-        else:
-            state = self._state[0]
-        used = self._state[1] | present().amax(0)
+        used = used | present().amax(0)
         self._state = state, used
         if self._exchange is not None:
             results = self._exchange.run([[None if t is None else t.contiguous().view(-1) for t in results]])
@@ -264,37 +244,23 @@ class InterNodeSum:
         return torch.zeros(shape, dtype=self._dtype) if tensor is None else tensor.detach().to(self._dtype)
 
 
-class TwoLevelBucketReduction:
+class TwoLevelBucketReduction(SharedMemoryBucketReduction):
     """A transport of one bucket: sums in memory on each host, divides, and sums over hosts with `across`."""
 
-    overlaps_backward = False
-
     def __init__(self, parameters: Sequence[nn.Parameter], hosts: NodeTopology, across: InterNodeSum | None) -> None:
-        self.buckets: Sequence[Sequence[nn.Parameter]] = [parameters]
-        self._parameters, self._across = parameters, across
         memory = hosts.memory
         partition = LeafPartition.one_leaf_per_rank(memory.size, memory.rank)
-        shared = memory if memory.size > 1 else None
-        self._inside = SharedMemoryBucketReduction(parameters, shared, partition, ranks=hosts.size)
-
-    def start_bucket(self, number: int, partials: list[Grads | None]) -> None:
-        self._inside.start_bucket(number, partials)
+        super().__init__(parameters, memory if memory.size > 1 else None, partition, ranks=hosts.size)
+        self._across = across
 
     def finish_buckets(self, divisor: float | Tensor | None) -> bool:
-        finite = self._inside.finish_buckets(divisor)
+        finite = super().finish_buckets(divisor)
         if self._across is None:
             return finite
         # Divide first: a residual is part of a mean, and must not depend on the weight of the step that sends it.
         sums = self._across.sum([None if divisor is None else p.grad for p in self._parameters])
         if divisor is None:
             self._across.restore_state()
-            return False
-        for parameter, total in zip(self._parameters, sums, strict=True):
-            if total is not None and parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter)
-            if total is not None and parameter.grad is not None:
-                parameter.grad.copy_(total)
+        else:
+            assign_grads(self._parameters, sums)
         return False
-
-    def discard_sums(self) -> None:
-        self._inside.discard_sums()

@@ -46,32 +46,20 @@ class TensorSegment:
         return tensor.as_strided((self.stop - self.start,), (1,), tensor.storage_offset() + self.start)
 
 
-@dataclass(frozen=True, eq=False)
 class Chunk:
     """The data of one tick: one segment of a large tensor, or several small tensors."""
 
-    dtype: torch.dtype
-    segments: tuple[TensorSegment, ...]
-
-    @cached_property
-    def single_segment(self) -> TensorSegment | None:
-        """The segment of a large tensor; None if the chunk has several tensors."""
-        return self.segments[0] if len(self.segments) == 1 else None
+    def __init__(self, dtype: torch.dtype, segments: Sequence[TensorSegment]) -> None:
+        self.dtype, self.segments = dtype, segments
+        self.single_segment = segments[0] if len(segments) == 1 else None
+        """the segment of a large tensor; None if the chunk has several tensors"""
+        self.lengths = [segment.stop - segment.start for segment in segments]
+        self.size = sum(self.lengths)
 
     @cached_property
     def tensor_selector(self) -> Callable[[Results], Results]:
         """Picks the tensors of its segments, at least two, out of a list of all tensors."""
         return itemgetter(*[segment.tensor_index for segment in self.segments])
-
-    @cached_property
-    def lengths(self) -> list[int]:
-        """The number of elements of each segment."""
-        return [segment.stop - segment.start for segment in self.segments]
-
-    @cached_property
-    def size(self) -> int:
-        """The number of elements."""
-        return sum(self.lengths)
 
 
 def split_into_chunks(
@@ -87,15 +75,15 @@ def split_into_chunks(
             if size * SMALL_TENSOR_DIVISOR >= room:
                 chunk_size = -(-size // -(-size // room) // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
                 starts = range(0, size, chunk_size)
-                chunks += [Chunk(dtype, (TensorSegment(number, at, min(at + chunk_size, size)),)) for at in starts]
+                chunks += [Chunk(dtype, [TensorSegment(number, at, min(at + chunk_size, size))]) for at in starts]
                 continue
             if used + size > room:
-                chunks.append(Chunk(dtype, tuple(small)))
+                chunks.append(Chunk(dtype, small))
                 small, used = [], 0
             small.append(TensorSegment(number, 0, size))
             used += size
         if small:
-            chunks.append(Chunk(dtype, tuple(small)))
+            chunks.append(Chunk(dtype, small))
     return chunks
 
 
@@ -173,11 +161,10 @@ class SlotBuffers:
         slot: int,
         *,
         for_others: bool = False,
-        factor: float | None = None,
     ) -> None:
-        """Write the chunk of each of this rank's subtrees into its lane, multiplied by `factor`.
+        """Write the chunk of each of this rank's subtrees into its lane.
 
-        `for_others`: skip this rank's shard of a large tensor, which it reads in place, unless there is a factor.
+        `for_others`: skip this rank's shard of a large tensor, which it reads in place.
         """
         only = chunk.single_segment
         start, stop = self.shard_range(chunk, self._memory.rank) if for_others else (0, 0)
@@ -187,23 +174,16 @@ class SlotBuffers:
                 target.zero_()
             elif only is not None and (tensor := flat[only.tensor_index]) is not None:
                 part = only.view_of(tensor)
-                if factor is not None:
-                    torch.mul(part, factor, out=target)
-                    continue
                 target[:start].copy_(part[:start])
                 target[stop:].copy_(part[stop:])
             else:
                 copy_tensors(pieces, chunk.tensor_selector(flat))
-                if factor is not None:
-                    target.mul_(factor)
 
-    def exchange_chunk(
-        self, chunk: Chunk | None, partials: Sequence[TensorList | None], *, is_first: bool, factor: float | None = None
-    ) -> int:
+    def exchange_chunk(self, chunk: Chunk | None, partials: Sequence[TensorList | None], *, is_first: bool) -> int:
         """Run one tick that sends the chunk, and in the first tick the flags, of all ranks; return its slot."""
         slot = self._memory.bulk.begin_round(self.flags_of(partials) if is_first else b"")
         if chunk is not None:
-            self.write_chunk(chunk, partials, slot, factor=factor)
+            self.write_chunk(chunk, partials, slot)
         self._memory.bulk.exchange()
         return slot
 
@@ -297,34 +277,23 @@ class TreeSum:
         self.finite = False
         """True if the last sums are finite. False if that is unknown: near overflow, this may differ between ranks."""
 
-    def run(
-        self,
-        partials: Sequence[TensorList | None],
-        divisor: float | Tensor | None = None,
-        *,
-        factor: float | None = None,
-    ) -> list[Tensor | None]:
+    def run(self, partials: Sequence[TensorList | None], divisor: float | Tensor | None = None) -> list[Tensor | None]:
         """The sum over all leaves, divided by `buckets.divide` (a collective).
 
-        Args:
-            partials: the sums of each of this rank's subtrees, which are overwritten. None: all zeros.
-            divisor: see `divide`; the same on every rank.
-            factor: multiplies each element of this rank before the addition.
-
-        Returns:
-            For each tensor: the tensor of the first subtree if there is one, overwritten by the sum. None if it is
-            None in all subtrees of all ranks.
+        `partials`: the sums of each of this rank's subtrees, which are overwritten. None: all zeros. Returns for each
+        tensor that of the first subtree if there is one, overwritten by the sum. None if it is None in all subtrees of
+        all ranks.
         """
         self.finite = False
         if isinstance(divisor, float) and divisor == 1.0:
             divisor = None
         with self._operation:
-            return (self._run_sharded if self._shards else self._run_direct)(partials, divisor, factor)
+            return (self._run_sharded if self._shards else self._run_direct)(partials, divisor)
 
-    def _run_direct(self, partials: Sequence[TensorList | None], divisor: float | Tensor | None, factor: float | None):
+    def _run_direct(self, partials: Sequence[TensorList | None], divisor: float | Tensor | None):
         lanes, results, finite = self._lanes, list[Tensor | None](), True
         for number, chunk in enumerate(lanes.chunks or [None]):
-            slot = lanes.exchange_chunk(chunk, partials, is_first=number == 0, factor=factor)
+            slot = lanes.exchange_chunk(chunk, partials, is_first=number == 0)
             if number == 0:
                 results = lanes.allocate_results(partials, lanes.read_used_flags)
             if chunk is not None:
@@ -332,17 +301,15 @@ class TreeSum:
         self.finite = finite
         return results
 
-    def _run_sharded(self, partials: Sequence[TensorList | None], divisor: float | Tensor | None, factor: float | None):
+    def _run_sharded(self, partials: Sequence[TensorList | None], divisor: float | Tensor | None):
         # tick k sends chunk k, and the sums of chunk k - 1
         bulk, lanes, results, finite = self._memory.bulk, self._lanes, list[Tensor | None](), True
         for number in range(len(lanes.chunks) + 1):
             slot = bulk.begin_round(lanes.flags_of(partials) if number == 0 else b"")
             if number < len(lanes.chunks):
-                lanes.write_chunk(lanes.chunks[number], partials, slot, for_others=True, factor=factor)
+                lanes.write_chunk(lanes.chunks[number], partials, slot, for_others=True)
             if number > 0:
-                # with a factor, this rank's shard is read from shared memory: only there it is multiplied
-                in_place = partials if factor is None else [None] * len(partials)
-                finite &= self._add_shard(lanes.chunks[number - 1], in_place, slot, divisor)
+                finite &= self._add_shard(lanes.chunks[number - 1], partials, slot, divisor)
             if number == len(lanes.chunks):
                 bulk.set_flags(slot, bytes([not finite]))
             bulk.exchange()
@@ -479,7 +446,6 @@ def ring_sum(of_rank: Sequence[Tensor], first: int, size: int, out: Tensor) -> N
 
 
 def barrier(memory: SharedMemory) -> None:
-    """Return when all ranks have called it."""
     with memory.operation("barrier", "barrier"):
         memory.bulk.begin_round()
         memory.bulk.exchange()
@@ -494,7 +460,7 @@ def broadcast_in_memory(memory: SharedMemory, tensors: Sequence[Tensor], src: in
         sizes, [torch.uint8] * len(flat), {torch.uint8: bulk.data_bytes // ALIGNMENT_ELEMENTS * ALIGNMENT_ELEMENTS}
     )
     with memory.operation("broadcast", name, f"[{sum(sizes)}]", "bytes"):
-        for chunk in chunks or [Chunk(torch.uint8, ())]:  # at least one tick, which compares the calls
+        for chunk in chunks or [Chunk(torch.uint8, [])]:  # at least one tick, which compares the calls
             slot = bulk.begin_round()
             in_slot = slots[slot][src][: chunk.size].split(chunk.lengths)
             in_place = [flat[segment.tensor_index][segment.start : segment.stop] for segment in chunk.segments]
@@ -528,21 +494,14 @@ def reduce_scatter(
     partials: Sequence[Tensor | None],
     partition: LeafPartition,
     out: Tensor,
-    divisor: float | Tensor | None = None,
     name: str = "gradients",
     *,
     as_gloo: bool = False,
 ) -> Tensor:
-    """Reduce-scatter over all leaves, in the tree's order, divided by `buckets.divide`. Returns `out`.
+    """Reduce-scatter over all leaves, in the tree's order. Returns `out`, (n / W,): this rank's elements of the sum.
 
-    Args:
-        memory: of all ranks.
-        partials: (n,) for each of this rank's subtrees, which do not change. None: all zeros.
-        partition: the leaves of each rank.
-        out: (n / W,), for the elements [rank * n / W, (rank + 1) * n / W) of the sum.
-        divisor: the same on every rank; None: the sum is not divided.
-        name: for the hang guard.
-        as_gloo: add in the order of gloo's reduce_scatter (see `ring_sum`). Each rank then has one leaf.
+    `partials`: (n,) for each of this rank's subtrees, which do not change. None: all zeros. `as_gloo`: add in the order
+    of gloo's reduce_scatter (see `ring_sum`). Each rank then has one leaf.
     """
     nodes, bulk, shard_size = partition.subtrees_by_rank, memory.bulk, len(out)
     lanes, size = max(map(len, nodes)), memory.size
@@ -575,8 +534,6 @@ def reduce_scatter(
                 ring_sum([*parts.values()], memory.rank * shard_size + start, size * shard_size, total)
             else:
                 sum_parts(parts, partition.leaf_count, total, [buffer[: stop - start] for buffer in spare], None)
-            if divisor is not None:
-                divide(total, divisor)
     return out
 
 

@@ -52,11 +52,8 @@ class ParameterOwners:
     ) -> None:
         """Distribute the parameters, at least one, over the ranks, balanced by cost, the same on all ranks.
 
-        Args:
-            parameters: by name, in the same order on all ranks.
-            ranges: by rank; `pieces` are those of this `rank` of the `group`.
-            has_gradient: whether any rank has used a parameter in this step; the same on all ranks.
-            holds_values: each rank has all elements of `parameters`, not only its pieces.
+        `ranges` are by rank; `pieces` are those of this `rank` of the `group`. `has_gradient`: whether any rank has
+        used a parameter in this step. `holds_values`: each rank has all elements of `parameters`, not only its pieces.
         """
         self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self._ranges, self._pieces, self._rank, self._group = ranges, pieces, rank, group
@@ -73,7 +70,6 @@ class ParameterOwners:
             parameter = parameters[name]
             values = self._between[name] = parameter.detach() if holds_values else _placeholder(parameter)
             self.owned[name] = LocalShard(0, parameter.numel(), nn.Parameter(values), parameter.shape)
-        self._sizes = {name: parameter.element_size() for name, parameter in parameters.items()}
 
     def attach_to(self, optimizer: Optimizer) -> dict[str, LocalShard]:
         """Exchange before and after each update of `optimizer`. Returns what this rank updates, by name."""
@@ -82,20 +78,9 @@ class ParameterOwners:
         if len(self._ranges) > 1:
             print_on_rank_0(
                 f"{type(optimizer).__name__} reads whole parameters: each of its {len(self._shapes)} parameters is "
-                f"updated by one rank. For this a rank sends up to {self.sent_bytes / 1e6:,.1f} MB more in each step"
+                "updated by one rank. For this the ranks send gradients and weights once more in each step"
             )
         return self.owned
-
-    @property
-    def sent_bytes(self) -> int:
-        sent = [0] * len(self._ranges)
-        for rank, ranges in enumerate(self._ranges):
-            for name, (start, stop) in ranges.items():
-                owner, size = self._owner.get(name, rank), (stop - start) * self._sizes.get(name, 0)
-                if owner != rank:
-                    sent[rank] += size if self._holds_values else 2 * size
-                    sent[owner] += size
-        return max(sent)
 
     @torch.no_grad()
     def gather(self, *_: object) -> None:

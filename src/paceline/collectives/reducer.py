@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from paceline.collectives.buckets import check_dense, grad_of, trainable_parameters
+from paceline.collectives.buckets import grad_of, sparse_gradient_error, trainable_parameters
 from paceline.collectives.communicator import BucketReduction, SharedMemoryBucketReduction, make_communicator
 from paceline.collectives.hosts import NodeTopology
 from paceline.collectives.inter_node import InterNodeSum, TwoLevelBucketReduction
@@ -176,7 +176,8 @@ def check_gradients(
             continue
         is_any = True
         if grad.layout is not torch.strided:
-            check_dense([(parameter, grad)], names)
+            name = names.get(parameter, f"a parameter of shape {tuple(parameter.shape)}")
+            raise sparse_gradient_error(f"the gradient of {name} has the layout {grad.layout}")
         if grad.numel() != numel:
             name = names.get(parameter, "a parameter")
             raise UsageError(code="parameter-shape-changed", name=name, before=numel, now=parameter.numel())

@@ -111,27 +111,21 @@ class ParameterShards:
         return updated
 
     def _owners(self, named: Mapping[str, nn.Parameter], pieces: Mapping[str, LocalShard]) -> ParameterOwners:
-        names, used = [*named], set[nn.Parameter]() if self.used is None else self.used
-        self.used = used
-        ranges = [
-            {names[position]: (start, stop) for position, start, stop in of_rank}
-            for of_rank in self.ranges_by_rank([*named.values()])
-        ]
+        used = self.used = set[nn.Parameter]() if self.used is None else self.used
+        ranges = [{n: held[p] for n, p in named.items() if p in held} for held in self.ranges_by_rank()]
         return ParameterOwners(
             named, ranges, pieces, self.rank, has_gradient=lambda name: named[name] in used, holds_values=True
         )
 
-    def ranges_by_rank(self, parameters: Sequence[nn.Parameter]) -> list[list[tuple[int, int, int]]]:
-        """By rank: (position in `parameters`, start, stop) of each of its pieces."""
-        position = {parameter: index for index, parameter in enumerate(parameters)}
+    def ranges_by_rank(self) -> list[dict[nn.Parameter, tuple[int, int]]]:
+        """By rank, the elements [start, stop) of each of its pieces."""
         return [
-            [
-                (position[b.parameters[run.parameter_index]], run.start, run.stop)
+            {
+                b.parameters[run.parameter_index]: (run.start, run.stop)
                 for b in self.buckets
-                for run in b.ranges_by_rank[rank]
-                if b.parameters[run.parameter_index] in position
-            ]
-            for rank in range(self.world_size)
+                for run in b.ranges_by_rank[r]
+            }
+            for r in range(self.world_size)
         ]
 
     @torch.no_grad()

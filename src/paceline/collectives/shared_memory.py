@@ -47,6 +47,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ import torch
 from torch import Tensor
 
 from paceline.collectives.torch_collectives import all_gather_json
+from paceline.collectives.tree import round_up
 from paceline.errors import ExitCode, TrainingError
 from paceline.host.cgroup import usable_cores
 from paceline.host.procfs import read_process
@@ -68,7 +70,8 @@ LONGEST_SLEEP_SECONDS = 1e-3
 SLEEP_FRACTION = 1 / 16  # of the time waited so far
 
 CheckWait = Callable[[Callable[[], list[int]], float], None]
-"""(a function that returns the missing ranks, seconds waited so far): raises an error if the rank must stop waiting"""
+"""(a function that returns the missing ranks, as indices among the other ranks; seconds waited so far): raises an error
+if the rank must stop waiting"""
 
 _TEXT_BYTES = 256
 HEADER_BYTES = 4096
@@ -77,31 +80,63 @@ Slots = list[list[Tensor]]
 """[slot 0 or 1][rank]: (n,), views of the memory"""
 
 
+GROUP_NAME = SHARED_GROUP  # the name of a group of all ranks of the world; see `hosts.node_group_name`
+PAGE, LINE = 4096, 64
+NUM_CHANNELS = 2  # totals, bulk
+TOKEN_BYTES = 16
+_SMALL_BYTES = 64 << 10
+BULK_BYTES = 2 << 20  # the fastest of 1, 2, 4 and 8 MiB: two slots of two ranks stay in a core's cache
+ALIVE_CHECK_SECONDS = 0.1  # between checks whether an awaited process is alive
+
+
+@dataclass(frozen=True)
+class MemoryLayout:
+    """The offsets in the memory of a rank, in bytes; `ranks` share memory."""
+
+    ranks: int
+    bulk_bytes: int = BULK_BYTES
+
+    @property
+    def counters_offset(self) -> int:
+        """The first page after the tokens."""
+        return round_up(TOKEN_BYTES * (1 + self.ranks), PAGE)
+
+    @property
+    def slots(self) -> list[slice]:
+        """Slots 0 and 1 of the totals, then those of bulk data, to the end of the memory."""
+        sizes = [HEADER_BYTES + data_bytes for data_bytes in (_SMALL_BYTES, self.bulk_bytes) for _ in range(2)]
+        bounds = accumulate(sizes, initial=self.counters_offset + PAGE)
+        return [slice(*pair) for pair in pairwise(bounds)]
+
+    @property
+    def total_bytes(self) -> int:
+        return self.slots[-1].stop
+
+    def counters(self, memory: memoryview) -> memoryview:
+        return memory[self.counters_offset : self.counters_offset + PAGE].cast("Q")
+
+
+@dataclass(frozen=True)
+class MemoryPeer:
+    """A rank that shares memory: its process, and the memory that it has created."""
+
+    rank: int  # of the world
+    pid: int
+    process_start_time: int  # see `procfs.Process`
+    memory: memoryview
+
+
 class Channel:
     """A sequence of ticks of all ranks that share memory. Every rank creates the same channels in the same order."""
 
     def __init__(
-        self,
-        at: int,
-        rank: int,
-        counters: Sequence[memoryview],
-        slots: Sequence[Sequence[memoryview]],
-        check_wait: CheckWait,
-        names: Sequence[int],
-        spins: int,
+        self, number: int, peers: Sequence[MemoryPeer], rank: int, layout: MemoryLayout, check_wait: CheckWait
     ) -> None:
-        """A channel of one rank.
-
-        Args:
-            at: the index of this channel's counter in each of `counters`.
-            rank: the index of this rank among those that share memory.
-            counters: of each rank.
-            slots: (2, ranks): header and data of each.
-            check_wait: see `CheckWait`; it gets indices among the other ranks.
-            names: the rank of each in the world.
-            spins: polls before the first sleep; 0 if ranks share cores.
-        """
-        self._at, self._rank, self._mine, self._names = at, rank, counters[rank], names
+        """`number`: of the channel. `rank`: the index of this rank in `peers`."""
+        counters = [layout.counters(peer.memory) for peer in peers]
+        slots = [[peer.memory[part] for peer in peers] for part in layout.slots[2 * number : 2 * number + 2]]
+        self._at, self._rank, self._mine = number * LINE // 8, rank, counters[rank]
+        self._names = [peer.rank for peer in peers]
         self._others = [counter for number, counter in enumerate(counters) if number != rank]
         self._headers = [[slot[:HEADER_BYTES] for slot in of_tick] for of_tick in slots]
         self._data = [[slot[HEADER_BYTES:] for slot in of_tick] for of_tick in slots]
@@ -110,7 +145,8 @@ class Channel:
         self._check_wait: CheckWait = check_wait
         self.call = b""
         """the header of the call that begins with the next tick. If ranks set different ones, `wait` raises an error"""
-        self.tick, self._waited, self._spins = 0, 0, spins  # `_waited`: the last tick that this rank has waited for
+        self.tick = self._waited = 0  # `_waited`: the last tick that this rank has waited for
+        self._spins = 0 if len(peers) > usable_cores() else SPINS
         self.data_bytes = len(self._data[0][0])
 
     @cached_property
@@ -125,7 +161,6 @@ class Channel:
         return self._typed[dtype]
 
     def _view(self, dtype: torch.dtype, slot: int, rank: int, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of a slot of a rank."""
         return self.slots_as(dtype)[slot][rank][start:stop]
 
     def begin_round(self, flags: bytes = b"") -> int:
@@ -180,7 +215,6 @@ class Channel:
         return TrainingError(code="collectives-mismatch", exit_code=ExitCode.MISMATCH, where=where, calls=calls)
 
     def exchange(self) -> None:
-        """`publish` and `wait`."""
         self.tick += 1
         self._mine[self._at] = self.tick
         self.wait()
@@ -191,7 +225,6 @@ class Channel:
         return [int.from_bytes(header[_TEXT_BYTES:stop], "little") for header in self._headers[self.tick & 1]]
 
     def have_all_published(self, tick: int) -> bool:
-        """Whether all ranks have published this tick."""
         return all(counter[self._at] >= tick for counter in self._others)
 
 
@@ -217,54 +250,6 @@ def _sleep_until(lines: Sequence[memoryview], at: int, value: int, check_wait: C
                 time.sleep(min(LONGEST_SLEEP_SECONDS, max(SHORTEST_SLEEP_SECONDS, waited_seconds * SLEEP_FRACTION)))
 
 
-GROUP_NAME = SHARED_GROUP  # the name of a group of all ranks of the world; see `hosts.group_name`
-PAGE, LINE = 4096, 64
-TOKEN_BYTES = 16
-_SMALL_BYTES = 64 << 10
-BULK_BYTES = 2 << 20  # the fastest of 1, 2, 4 and 8 MiB: two slots of two ranks stay in a core's cache
-ALIVE_CHECK_SECONDS = 0.1  # between checks whether an awaited process is alive
-
-
-@dataclass(frozen=True)
-class MemoryLayout:
-    """The offsets in the memory of a rank, in bytes; `ranks` share memory."""
-
-    ranks: int
-    bulk_bytes: int = BULK_BYTES
-
-    @property
-    def channel_slot_bytes(self) -> tuple[int, ...]:
-        """The data bytes in a slot of each channel: totals, bulk."""
-        return _SMALL_BYTES, self.bulk_bytes
-
-    @property
-    def counters_offset(self) -> int:
-        """The offset of the counters: the first page after the tokens."""
-        return -(-(TOKEN_BYTES * (1 + self.ranks)) // PAGE) * PAGE
-
-    def slot_range(self, channel: int, number: int) -> tuple[int, int]:
-        """The start and end of slot 0 or 1 of a channel."""
-        before = sum(2 * (HEADER_BYTES + size) for size in self.channel_slot_bytes[:channel])
-        size = HEADER_BYTES + self.channel_slot_bytes[channel]
-        start = self.counters_offset + PAGE + before + number * size
-        return start, start + size
-
-    @property
-    def total_bytes(self) -> int:
-        """The size of one rank's memory."""
-        return self.slot_range(len(self.channel_slot_bytes) - 1, 1)[1]
-
-
-@dataclass(frozen=True)
-class MemoryPeer:
-    """A rank that shares memory: its process, and the memory that it has created."""
-
-    rank: int  # of the world
-    pid: int
-    process_start_time: int  # see `procfs.Process`
-    memory: memoryview
-
-
 class SharedMemory:
     """The memories of all ranks of a group on one host, mapped into this process. `rank` and `size` are of the group.
 
@@ -287,19 +272,13 @@ class SharedMemory:
         self.running: Any = None  # the `AsyncSum` that has not been read yet
         self.group, self._pid = group, os.getpid()
         self._others = [(index, peer) for index, peer in enumerate(peers) if index != rank]
-        at = layout.counters_offset
-        counters = [peer.memory[at : at + PAGE].cast("Q") for peer in peers]
-        self.left = [counter[len(layout.channel_slot_bytes) * LINE // 8 :] for counter in counters]
+        self.left = [layout.counters(peer.memory)[NUM_CHANNELS * LINE // 8 :] for peer in peers]
         self._checked_seconds = 0.0
         self.ranks = tuple(peer.rank for peer in peers)
         self.guard = HangGuard.of_process()
-        spins = 0 if self.size > usable_cores() else SPINS
-
-        def channel(number: int) -> Channel:
-            slots = [[peer.memory[slice(*layout.slot_range(number, slot))] for peer in peers] for slot in (0, 1)]
-            return Channel(number * LINE // 8, rank, counters, slots, self._check_wait, self.ranks, spins)
-
-        self.totals, self.bulk = map(channel, range(len(layout.channel_slot_bytes)))
+        self.totals, self.bulk = (
+            Channel(number, peers, rank, layout, self._check_wait) for number in range(NUM_CHANNELS)
+        )
         self.operation = lru_cache(256)(partial(MemoryOperation, self))
         self.current = self.operation("", "")
         """the last collective that has begun"""
@@ -448,15 +427,10 @@ def connect_memory(rank: int, layout: MemoryLayout, *, wanted: bool = True) -> N
     token, and write their tokens back. This fails between containers that cannot see each other, and between users.
     After each phase, all ranks exchange whether it succeeded: either all of them share memory, or none.
 
-    All hosts must have the same number of ranks, and more than one.
-
-    Args:
-        rank: of this process.
-        layout: of each memory, the same on every rank; its `ranks` is the world size.
-        wanted: whether this rank may share memory. All ranks must agree.
+    All hosts must have the same number of ranks, and more than one. All ranks must have `wanted` to share memory.
 
     Raises:
-        Refusal: the same on all ranks.
+        SharedMemoryUnavailable: the same on all ranks.
     """
     handshake = _Handshake(rank, layout)
     try:
@@ -477,11 +451,7 @@ def node_key() -> str:
 
 
 def _run_on_all(size: int, phase: Callable[[], Any]) -> list[Any]:
-    """The result of `phase` on each rank.
-
-    Raises:
-        Refusal: on all ranks if it failed on any rank, with the reason of the first one.
-    """
+    """The result of `phase` on each rank. If it failed on any rank, all raise the reason of the first one."""
     result, why = None, ""
     try:
         result = phase()

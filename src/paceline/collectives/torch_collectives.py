@@ -7,6 +7,7 @@ and all-reduce are rings with W - 1 and 2 (W - 1) round trips.
 import json
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial, reduce
+from itertools import chain
 from typing import Any
 
 import torch
@@ -118,38 +119,33 @@ def name_collective(tensor: Tensor, name: str) -> Tensor:
     return tensor
 
 
-class TreeReduceScatter:
-    """A reduce-scatter in the order of the tree: each rank receives the subtrees of its shard, and adds them up."""
+def start_reduce_scatter(
+    partition: LeafPartition, partials: Sequence[Tensor], name: str, group: Group = None
+) -> WaitFunction:
+    """Start a reduce-scatter in the order of the tree: each rank receives the subtrees of its shard, and adds them up.
 
-    def __init__(
-        self, partition: LeafPartition, partials: Sequence[Tensor], group: Group = None, name: str = ""
-    ) -> None:
-        """Start it. `partials`: the sums of this rank's subtrees, each (n,); n is a multiple of the number of ranks."""
-        self._nodes, self._own = partition.subtrees_by_rank, partials[0]
-        world_size, counts = len(self._nodes), [len(nodes) for nodes in self._nodes]
-        shard_size = self._shard_size = len(partials[0]) // world_size
-        self._work: dist.Work | None = None
-        if world_size > 1:  # `_own` is kept: gloo reads it until the work is done
-            if len(partials) > 1:
-                self._own = torch.stack([t.view(world_size, -1) for t in partials], 1).flatten()
-            self._received = partials[0].new_empty(sum(counts) * shard_size)
-            self._work = dist.all_to_all_single(
-                self._received, name_collective(self._own, name),
-                [count * shard_size for count in counts], [counts[partition.rank] * shard_size] * world_size,
-                group=group, async_op=True,
-            )  # fmt: skip
+    `partials`: the sums of this rank's subtrees, each (n,); n is a multiple of the number of ranks.
+    """
+    nodes, own = partition.subtrees_by_rank, partials[0]
+    world_size, counts = len(nodes), [len(rank_nodes) for rank_nodes in nodes]
+    if world_size == 1:
+        return lambda: own
+    shard_size = len(own) // world_size
+    if len(partials) > 1:
+        own = torch.stack([t.view(world_size, -1) for t in partials], 1).flatten()
+    received = own.new_empty(sum(counts) * shard_size)
+    work = dist.all_to_all_single(
+        received, name_collective(own, name),
+        [count * shard_size for count in counts], [counts[partition.rank] * shard_size] * world_size,
+        group=group, async_op=True,
+    )  # fmt: skip
 
-    def sum(self) -> Tensor:
-        """Wait, and add up this rank's shard of the sum, (n / N,), in the memory of the received subtrees."""
-        if self._work is None:
-            return self._own
-        self._work.wait()
-        order = [node for nodes in self._nodes for node in nodes]
-        parts = dict(zip(order, self._received.view(-1, self._shard_size).unbind(), strict=True))
-        return tree_sum(parts, Tensor.add_, self._nodes[-1][-1][1])
+    def wait() -> Tensor:
+        parts = wait_for_result(work, received, own).view(-1, shard_size).unbind()
+        total = tree_sum(dict(zip(chain(*nodes), parts, strict=True)), Tensor.add_, partition.leaf_count)
+        return total.clone()  # the memory of all subtrees becomes free
 
-    def wait_and_sum_copy(self) -> Tensor:
-        return self.sum() if self._work is None else self.sum().clone()
+    return wait
 
 
 class TreeAllReduce:
@@ -174,19 +170,21 @@ class TreeAllReduce:
         """
         self._group, self._name, self._flat = group, name, partials[0]
         self._work: dist.Work | None = None
-        self._scatter: TreeReduceScatter | None = None
+        self._scatter: WaitFunction | None = None
         counts = [len(nodes) for nodes in partition.subtrees_by_rank]
         if counts == [1, 1] or not in_order:  # a sum of two has only one order: an all-reduce is the tree
             self._work = dist.all_reduce(name_collective(self._flat, name), group=group, async_op=True)
         elif len(counts) > 1:
-            self._scatter = TreeReduceScatter(partition, partials, group, name)
+            self._scatter = start_reduce_scatter(partition, partials, name, group)
 
     def start_gather(self) -> None:
+        """Wait for the first half, and start to send the second: the sum of this rank's shard."""
         if self._scatter is not None:
-            self._mine = self._scatter.sum()  # keep it: the backend reads it until the work is done
+            self._mine, self._scatter = self._scatter(), None  # keep it: the backend reads it until the work is done
             self._work = gather_shards(self._flat, name_collective(self._mine, self._name), self._group)
 
     def wait(self) -> Tensor:
+        self.start_gather()
         if self._work is not None:
             self._work.wait()
         return self._flat

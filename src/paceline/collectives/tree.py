@@ -67,17 +67,12 @@ def subtrees(owned: TreeNode, leaves: int) -> list[TreeNode]:
     return within((0, leaves))
 
 
-def tree_sum(parts: dict[TreeNode, _T], add: Callable[[_T, _T], _T], leaves: int) -> _T:
-    """The sum of all leaves, from subtrees that contain each leaf once. Calls `add` in the tree's order."""
-    return _sum_of((0, leaves), parts, add)
-
-
-def _sum_of(node: TreeNode, parts: dict[TreeNode, _T], add: Callable[[_T, _T], _T]) -> _T:
-    # Not a recursive closure: its reference cycle would keep all parts until the garbage collector runs.
-    if node in parts:
-        return parts[node]
-    cut = split_leaf(node)
-    return add(_sum_of((node[0], cut), parts, add), _sum_of((cut, node[1]), parts, add))
+def tree_sum(parts: dict[TreeNode, _T], add: Callable[[_T, _T], _T], stop: int, first: int = 0) -> _T:
+    """The sum of the leaves [first, stop), from subtrees that contain each once. Calls `add` in the tree's order."""
+    if (first, stop) in parts:
+        return parts[first, stop]
+    cut = split_leaf((first, stop))
+    return add(tree_sum(parts, add, cut, first), tree_sum(parts, add, stop, cut))
 
 
 class PartialSums(Generic[_T]):

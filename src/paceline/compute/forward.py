@@ -98,15 +98,8 @@ def checkpoint_activations(model: nn.Module, rule: str) -> list[str]:
     Call it before a strategy is applied. It changes the model in place. Names, state and the bits of all results do not
     change.
 
-    Args:
-        model: the model.
-        rule: comma-separated patterns of names or classes of modules, see `find_matching_modules`.
-
-    Returns:
-        The names of the modules.
-
-    Raises:
-        UsageError: if a pattern matches no module.
+    `rule`: comma-separated patterns of names or classes of modules. A pattern that matches no module raises UsageError.
+    Returns the names of the modules.
     """
     modules = find_matching_modules(model, rule, flag="checkpoint_activations")
     for module in model.modules():

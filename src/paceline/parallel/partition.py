@@ -32,19 +32,14 @@ INFINITE = float("inf")
 
 @dataclass(frozen=True)
 class LayerGroup:
-    forward_seconds: float = 0.0
-    """seconds for two samples"""
-    backward_seconds: float = 0.0
+    seconds: float = 0.0
+    """of forward and backward of two samples"""
     state_bytes: int = 0
     """size of weights, gradients and the state of an optimizer with two moments"""
     kept_bytes: int = 0
     """activations that the forward of two samples keeps for backward"""
     trained: int = 0
     """number of trained elements"""
-
-    @property
-    def seconds(self) -> float:
-        return self.forward_seconds + self.backward_seconds
 
     def __add__(self, other: "LayerGroup") -> "LayerGroup":
         return LayerGroup(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -260,10 +255,7 @@ class _SegmentProfiler:
 
     def measure(self, forward: Callable[[], Any], loss: Callable[[Any], Tensor]) -> list[LayerGroup]:
         runs = [self._run(forward, loss) for _ in range(NUM_MEASUREMENTS)]
-        return [
-            LayerGroup(min(r.forward_seconds for r in of), min(r.backward_seconds for r in of), 0, of[0].kept_bytes)
-            for of in zip(*runs, strict=True)
-        ]
+        return [LayerGroup(min(run.seconds for run in of), 0, of[0].kept_bytes) for of in zip(*runs, strict=True)]
 
     def _run(self, forward: Callable[[], Any], loss: Callable[[Any], Tensor]) -> list[LayerGroup]:
         self._at, self._kept, self._passed_at = 0, [0] * self._count, [0.0] * self._count
@@ -273,14 +265,13 @@ class _SegmentProfiler:
             backward_start = time.perf_counter()
             total.backward()
         self._model.zero_grad(set_to_none=True)
-        forward_seconds = [b - a for a, b in zip(self._begun, [*self._begun[1:], backward_start], strict=True)]
-        self._passed_at[0], last, backward_seconds = time.perf_counter(), backward_start, [0.0] * self._count
+        seconds = [b - a for a, b in zip(self._begun, [*self._begun[1:], backward_start], strict=True)]
+        self._passed_at[0], last = time.perf_counter(), backward_start
         for number in reversed(range(self._count)):  # without a gradient, the time counts for the layers before
             if self._passed_at[number]:
-                backward_seconds[number], last = self._passed_at[number] - last, self._passed_at[number]
-        return [
-            LayerGroup(a, b, 0, kept) for a, b, kept in zip(forward_seconds, backward_seconds, self._kept, strict=True)
-        ]
+                seconds[number] += self._passed_at[number] - last
+                last = self._passed_at[number]
+        return [LayerGroup(of_layers, 0, kept) for of_layers, kept in zip(seconds, self._kept, strict=True)]
 
     def _begin(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         if name in self._places:

@@ -69,29 +69,14 @@ def stage_schedule(schedule: Schedule, stage: int, stages: int, microbatches: in
     return order + [(False, number) for number in range(microbatches - ahead, microbatches)]
 
 
-def idle_fractions(schedule: Schedule, seconds: Sequence[tuple[float, float]], microbatches: int) -> list[float]:
-    """The fraction of a step in which each stage waits, if stage s takes `seconds[s]` = (forward, backward).
+def idle_fractions(seconds: Sequence[float], microbatches: int) -> list[float]:
+    """The fraction of a step in which each stage waits, if stage s takes `seconds[s]` for a micro-batch.
 
-    It is (S - 1) / (M + S - 1) for S equally fast stages and M micro-batches. Messages take no time in this model.
+    The first micro-batch passes all stages, and the others follow at the pace of the slowest one. It is
+    (S - 1) / (M + S - 1) for S equally fast stages and M micro-batches. Messages take no time in this model.
     """
-    stages = len(seconds)
-    remaining = [deque(stage_schedule(schedule, stage, stages, microbatches)) for stage in range(stages)]
-    ended: dict[tuple[int, bool, int], float] = {}
-    clocks, busy = [0.0] * stages, [0.0] * stages
-    while any(remaining):
-        for stage in range(stages):
-            while remaining[stage]:
-                forward, number = remaining[stage][0]
-                neighbour = stage + (-1 if forward else 1)
-                needed = neighbour, forward, number  # does not exist for the first and the last stage
-                if 0 <= neighbour < stages and needed not in ended:
-                    break
-                duration = seconds[stage][0 if forward else 1]
-                clocks[stage] = max(clocks[stage], ended.get(needed, 0.0)) + duration
-                busy[stage] += duration
-                ended[stage, forward, number] = clocks[stage]
-                remaining[stage].popleft()
-    return [1 - time / max(clocks) for time in busy]
+    step_seconds = sum(seconds) + (microbatches - 1) * max(seconds)
+    return [1 - microbatches * stage_seconds / step_seconds for stage_seconds in seconds]
 
 
 class StageRun:

@@ -87,14 +87,9 @@ def shard_along_tensor(
 ) -> TensorSharding:
     """Shard `model`, in place, over the ranks along `tensor` (a collective of all ranks).
 
-    Parameters keep their identity, so an existing optimizer remains valid.
-
-    Args:
-        model: whole on every rank.
-        world: with a dimension `tensor`.
-        choose_styles: see `Task.parallelize`.
-        probe: returns the loss of the model on a few samples, equal on all ranks. Called before and after.
-        sequence: sequence parallelism: between two layers each rank has a part of every sequence.
+    Parameters keep their identity, so an existing optimizer remains valid. `choose_styles`: see `Task.parallelize`.
+    `probe`: returns the loss of the model on a few samples, equal on all ranks; called before and after. `sequence`:
+    sequence parallelism, between two layers each rank has a part of every sequence.
     """
     along = world.along("tensor")
     assert along.group is not None

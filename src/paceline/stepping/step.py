@@ -20,7 +20,7 @@ from torch import Tensor
 
 from paceline.collectives.control import (
     Deferred,
-    NumbersToHost,
+    NumberBuffers,
     flag_nonfinite,
     is_async_device,
     make_node_gather,
@@ -144,7 +144,7 @@ class Step:
         self._max_norm, self._forward, self.ahead = max_norm, forward, ahead or PrefetchTrigger()
         self.audits = audits
         self._on_device = is_async_device(world.device)  # whether the host would have to wait for numbers
-        self._to_host = NumbersToHost(world.device)
+        self._to_host = NumberBuffers(world.device)
         self._guard = HangGuard.of_process()
 
     def run_micro_batches(
@@ -541,7 +541,7 @@ class Step:
         found_inf, *norm = part.clip_and_check_on_device(self._max_norm)
         numbers = torch.cat([totals.numbers, *norm]) if norm else totals.numbers
         flag_nonfinite(numbers.float(), found_inf)
-        wait = self._to_host.start(torch.cat([numbers, found_inf]))
+        wait = self._to_host.start_to_host(torch.cat([numbers, found_inf]))
         self._result.unread = unread = UnreadStep(self._result, found_inf.view(()), wait)
         return unread
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from paceline.collectives.communicator import Communicator, get_communicator
 from paceline.collectives.control import (
     Deferred,
-    NumbersToDevice,
+    NumberBuffers,
     is_async_device,
     report_on_one_rank,
     resolve_deferred,
@@ -143,7 +143,7 @@ class StepTotals:
         self._order = order if world.size > 1 else None
         self._exchange: Communicator | None = None  # until the first exchange
         self._on_device, self.result = is_async_device(world.device), StepResult()
-        self._to_device = NumbersToDevice(world.device)
+        self._to_device = NumberBuffers(world.device)
         self._guess = 0.0  # the weight of the previous step; 0 if there is none
 
     def begin(self, where: object, *, one_each: bool = False, alone: bool = False) -> StepResult:
@@ -296,7 +296,7 @@ class StepTotals:
 
     def _start_on_device(self, exchange: Communicator, numbers: Sequence[float | Tensor | WeightedLoss]) -> AwaitTotals:
         on_host = [0.0 if isinstance(number, (Tensor, WeightedLoss)) else number for number in numbers]
-        slots = self._to_device.send(on_host)
+        slots = self._to_device.to_device(on_host)
         for index, number in enumerate(numbers):
             if isinstance(number, Tensor):
                 slots[index] = number

@@ -14,7 +14,7 @@ from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.buffers import virtual_rank_partition
 from paceline.strategies.inter_node import InterNodeOptions, describe_division, inter_node_strategy
-from paceline.strategies.validation import check_no_lazy_parameters, check_no_sparse_gradients
+from paceline.strategies.validation import check_model
 
 
 def bucketed(
@@ -32,8 +32,7 @@ def bucketed(
     they sum all gradients after backward, which is faster in memory. `options`: compression or local steps between
     nodes on a slow network. For the other arguments see MakeStrategy.
     """
-    check_no_lazy_parameters(model)
-    check_no_sparse_gradients(model, "bucketed")
+    check_model(model, "bucketed", world)
     broadcast_module(model, group=world.group)
     if (strategy := inter_node_strategy(model, make_optimizer, world, virtual_ranks, options)) is not None:
         return strategy

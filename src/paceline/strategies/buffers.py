@@ -12,6 +12,7 @@ buffers in `buffer_reductions`. The buffers of normalization layers are averaged
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -52,10 +53,12 @@ if TYPE_CHECKING:
     from paceline.data.plan import MicroBatchPlan
 
 _Buffers = dict[str, Tensor]
+_SavedNames = Mapping[str, Mapping[int | None, str]]
+"""By buffer, the names of its saved values, by virtual rank. None: the value of all virtual ranks."""
 ALWAYS_COPIED_BYTES = 1 << 20
 _IN_NORMALIZATION = {"running_mean": "mean", "running_var": "mean", "num_batches_tracked": "first"}
 _SAVED_REDUCTION = re.compile(r"reduction/([a-z]+)/(.+)")
-_SAVED_OF_RANK = re.compile(r"buffers/([0-9]{1,9})/(.+)")
+_SAVED_BUFFER = re.compile(r"buffers/(?:([0-9]{1,9})/)?(.+)")
 
 
 @dataclass
@@ -275,52 +278,54 @@ class VirtualRankBuffers:
         """Load the buffers of this rank's virtual ranks. A virtual rank without saved buffers has had no sample yet."""
         self._of, self._seen = {}, {}
         self._counted.clear()
-        for name, initial in self._initial_values(source).items():
-            self._initial[name] = initial
+        saved = _saved_names(source)
+        self._initial |= self._initial_values(source, saved)
         virtual_ranks = self._world.share(self._virtual_ranks)
         for virtual_rank in virtual_ranks[:1] if self._synchronised else virtual_ranks:
-            buffers = {name: self._saved(source, virtual_rank, name) for name in self._slots}
-            if any(buffer is not None for buffer in buffers.values()):
-                initial = self._initial
-                self._of[virtual_rank] = {n: initial[n].clone() if b is None else b for n, b in buffers.items()}
+            # synchronised: the virtual ranks of a rank have common buffers, which depend on the world size
+            keys = (virtual_rank, None, 0) if self._synchronised else (virtual_rank, None)
+            found = {name: [saved[name][key] for key in keys if key in saved[name]] for name in self._slots}
+            if any(found.values()):
+                self._of[virtual_rank] = {
+                    name: self._read(source, of_name[0], name) if of_name else self._initial[name].clone()
+                    for name, of_name in found.items()
+                }
                 self._seen[virtual_rank] = {n: load_buffer_history(source, virtual_rank, n) for n in self._integers}
-        if self._custom and self._has_other_ranks(source):
-            self._start_from(self._merged_in(source))
+        if self._custom and self._has_other_ranks(saved):
+            self._start_from(self._merged_in(source, saved))
         self._put(next(iter(self._of.values()), self._initial))
 
-    def _initial_values(self, source: Source) -> _Buffers:
+    def _read(self, source: Source, full: str, name: str, *, any_type: bool = True) -> Tensor:
+        return read_matching_tensor(source, full, self._initial[name], any_type=any_type).to(self._world.device)
+
+    def _initial_values(self, source: Source, saved: _SavedNames) -> _Buffers:
         values: _Buffers = {}
         for full in source.names("reduction/"):
             match = _SAVED_REDUCTION.fullmatch(full)
             if match and match[2] in self._custom and source.shape(full) == self._initial[match[2]].shape:
-                values[match[2]] = read_matching_tensor(source, full, self._initial[match[2]]).to(self._world.device)
+                values[match[2]] = self._read(source, full, match[2], any_type=False)
         for name in self._custom:  # loaded pretrained weights: equal for all virtual ranks
-            if f"buffers/{name}" in source.names(f"buffers/{name}"):
-                values[name] = read_matching_tensor(source, f"buffers/{name}", self._initial[name], any_type=True)
-                values[name] = values[name].to(self._world.device)
+            if None in saved[name]:
+                values[name] = self._read(source, saved[name][None], name)
         return values
 
-    def _has_other_ranks(self, source: Source) -> bool:
-        """Whether `source` has values of virtual ranks, or of ranks with common buffers, that do not exist now."""
-        saved = {int(match[1]) for full in source.names("buffers/") if (match := _SAVED_OF_RANK.fullmatch(full))}
-        if not self._synchronised or not saved:
-            return any(virtual_rank >= self._virtual_ranks for virtual_rank in saved)
-        return saved != {share.start for share in self._world.shares(self._virtual_ranks)}
+    def _has_other_ranks(self, saved: _SavedNames) -> bool:
+        """Whether there are values of virtual ranks, or of ranks with common buffers, that do not exist now."""
+        ranks = {rank for by_rank in saved.values() for rank in by_rank if rank is not None}
+        if not self._synchronised or not ranks:
+            return any(virtual_rank >= self._virtual_ranks for virtual_rank in ranks)
+        return ranks != {share.start for share in self._world.shares(self._virtual_ranks)}
 
-    def _merged_in(self, source: Source) -> _Buffers:
+    def _merged_in(self, source: Source, saved: _SavedNames) -> _Buffers:
         merged: _Buffers = {}
-        for name, (owner, leaf) in self._custom.items():
+        for name in self._custom:
             initial = self._initial[name]
-            values = {
-                int(match[1]): read_matching_tensor(source, full, initial, any_type=True).to(self._world.device)
-                for full in source.names("buffers/")
-                if (match := _SAVED_OF_RANK.fullmatch(full)) and match[2] == name
-            }
+            values = {v: self._read(source, full, name) for v, full in saved[name].items() if v is not None}
             reduction = self._reductions[name]
             if values and reduction == UNDECLARED:
                 reduction = infer_saved_reduction(source, name, values, initial)
             if not reduction:
-                raise self._undeclared(name, owner, leaf)
+                raise self._undeclared(name)
             merged[name] = reduce_buffer(values, reduction, initial, max(values) + 1) if values else initial
         return merged
 
@@ -330,15 +335,6 @@ class VirtualRankBuffers:
             self._initial[name] = value.clone()
             for buffers in self._of.values():
                 buffers[name] = value.clone()
-
-    def _saved(self, source: Source, virtual_rank: int, name: str) -> Tensor | None:
-        names = [f"buffers/{virtual_rank}/{name}", f"buffers/{name}"]
-        if self._synchronised:  # the virtual ranks of a rank have common buffers, which depend on the world size
-            names.append(f"buffers/0/{name}")
-        for full in names:
-            if any(saved == full for saved in source.names(full)):
-                return read_matching_tensor(source, full, self._initial[name], any_type=True).to(self._world.device)
-        return None
 
     def _merge(self) -> _Buffers:
         initial, first = self._initial, self._of[min(self._of)] if self._of else self._initial
@@ -356,9 +352,9 @@ class VirtualRankBuffers:
         for name, piece in zip(summed if count else (), pieces, strict=bool(count)):
             total = piece / count if decided[name] == "mean" else piece + as_float64(initial[name])
             merged[name] = from_float64(total, initial[name])
-        if count:
-            others = {n: r for n, r in decided.items() if r in ("sum", "max", "min") and n not in summed}
-            merged |= self._reduced_over_ranks(others)
+        for name, reduction in decided.items() if count else ():
+            if reduction in ("sum", "max", "min") and name not in summed:
+                merged[name] = self._reduced_over_ranks(name, reduction)
         of_first = {name: first[name].clone() for name, reduction in decided.items() if reduction == "first"}
         if self._world.size > 1:  # from rank 0: its virtual rank 0 has samples in every global batch
             broadcast([*of_first.values()], group=self._world.group)
@@ -383,33 +379,21 @@ class VirtualRankBuffers:
         exchange = TreeAllReduce(
             partition, [nothing.clone() if part is None else part for part in sums.finish()], self._world.group
         )
-        exchange.start_gather()
         return exchange.wait()[:size]
 
-    def _reduced_over_ranks(self, reductions: Mapping[str, str]) -> _Buffers:
-        """Integer sums, maxima and minima: over this rank's virtual ranks, then over ranks (a collective, if any)."""
-        if not reductions:
-            return {}
-        initial, virtual_ranks = self._initial, self._virtual_ranks
-        own = {
-            name: reduce_buffer({v: of[name] for v, of in self._of.items()}, how, initial[name], virtual_ranks)
-            if self._of
-            else initial[name]
-            for name, how in reductions.items()
-        }
-        has_samples = torch.tensor([bool(self._of)], dtype=torch.uint8, device=self._world.device)
-        flat = torch.cat([has_samples, *(value.flatten().view(torch.uint8) for value in own.values())])
-        rows = (
-            get_communicator(self._world.group).start_gather(flat, "reduced buffers")()
-            if self._world.size > 1
-            else [flat]
-        )
-        of_ranks = [row[1:].split([value.nbytes for value in own.values()]) for row in rows if row[0]]
-        reduced: _Buffers = {}
-        for i, (name, how) in enumerate(reductions.items()):  # cloned, because a view must be aligned
-            values = [pieces[i].clone().view(initial[name].dtype).view(initial[name].shape) for pieces in of_ranks]
-            reduced[name] = reduce_buffer(dict(enumerate(values)), how, initial[name], virtual_ranks)
-        return reduced
+    def _reduced_over_ranks(self, name: str, reduction: str) -> Tensor:
+        """An integer sum, a maximum or a minimum: over this rank's virtual ranks, then over ranks (a collective)."""
+        own, values = self._initial[name], {v: buffers[name] for v, buffers in self._of.items()}
+        if values:
+            own = reduce_buffer(values, reduction, own, self._virtual_ranks)
+        if self._world.size > 1:
+            has_samples = torch.tensor([bool(values)], dtype=torch.uint8, device=self._world.device)
+            sent = torch.cat([has_samples, own.flatten().view(torch.uint8)])
+            rows = get_communicator(self._world.group).start_gather(sent, "reduced buffers")()
+            # cloned, because a view must be aligned
+            values = {i: row[1:].clone().view(own.dtype).view(own.shape) for i, row in enumerate(rows) if row[0]}
+            own = reduce_buffer(values, reduction, self._initial[name], self._virtual_ranks)
+        return own
 
     def _infer(self, *, early: bool = False) -> bool:
         """Infer the reductions of open buffers (a collective, if there are any). False: no rank had a sample."""
@@ -421,9 +405,7 @@ class VirtualRankBuffers:
         reports = all_gather_object([assigned, observed_here], self._world)
         for name in sorted({name for digests, _ in reports for name in digests}):
             if len({digests.get(name) for digests, _ in reports}) > 1:
-                owner, leaf = self._slots[name][0]
-                error = UsageError(code="buffer-set-differently", leaf=leaf, module=_described(self._model, owner))
-                raise report_on_one_rank(error, self._world)
+                raise report_on_one_rank(self._error("buffer-set-differently", name), self._world)
         ranks: list[dict[str, Any]] = [values for _, by_virtual_rank in reports for values in by_virtual_rank.values()]
         for name in self._open:
             values = [msgspec.convert(by_name[name], BufferObservation) for by_name in ranks]
@@ -433,9 +415,7 @@ class VirtualRankBuffers:
             by_chance = early or name in self._differed
             self._decided[name] = infer_reduction(self._initial[name], values, by_chance=by_chance)
             if not self._decided[name]:
-                raise report_on_one_rank(
-                    self._undeclared(name, *self._custom[name], equal=len(digests) == 1), self._world
-                )
+                raise report_on_one_rank(self._undeclared(name, equal=len(digests) == 1), self._world)
             if any(value.by_samples is False for value in values):
                 self._independent.add(name)
         return bool(ranks)
@@ -496,11 +476,7 @@ class VirtualRankBuffers:
                 or (name in self._integers and any(history.writes or history.replaced for history in histories))
             )
             if accumulates and self._virtual_ranks > 1 and bool(new.any()) and not torch.equal(new, initial):
-                owner, leaf = self._slots[name][0]
-                raise UsageError(
-                    code="buffer-changed-between-steps", leaf=leaf, module=_described(self._model, owner),
-                    virtual_ranks=self._virtual_ranks,
-                )  # fmt: skip
+                raise self._error("buffer-changed-between-steps", name)
             self._assigned.add(name)
             self._initial[name] = new.detach().clone()
             for by_name in self._seen.values():
@@ -513,24 +489,22 @@ class VirtualRankBuffers:
         initial = self._initial[name]
         if now.shape == initial.shape and now.dtype == initial.dtype:
             return
-        owner, leaf = self._slots[name][0]
-        raise UsageError(
-            code="buffer-changes-shape", leaf=leaf, owner=_described(self._model, owner), shape=tuple(initial.shape),
-            dtype=initial.dtype, new_shape=tuple(now.shape), new_dtype=now.dtype,
+        raise self._error(
+            "buffer-changes-shape", name, shape=tuple(initial.shape), dtype=initial.dtype, new_shape=tuple(now.shape),
+            new_dtype=now.dtype,
         )  # fmt: skip
 
-    def _undeclared(self, name: str, owner: nn.Module, leaf: str, *, equal: bool = False) -> UsageError:
+    def _undeclared(self, name: str, *, equal: bool = False) -> UsageError:
         if name in self._by_loop:
-            return UsageError(
-                code="buffer-changed-in-body", leaf=leaf, module=_described(self._model, owner),
-                virtual_ranks=self._virtual_ranks,
-            )  # fmt: skip
+            return self._error("buffer-changed-in-body", name)
         fitting, *others = possible_reductions(self._initial[name])
         code = "buffer-count-unclear" if name in self._integers else "buffer-change-unclear" if equal else ""
-        return UsageError(
-            code=code or "buffer-not-merged", leaf=leaf, module=_described(self._model, owner),
-            virtual_ranks=self._virtual_ranks, owner=type(owner).__name__, fitting=fitting, others=others,
-        )  # fmt: skip
+        return self._error(code or "buffer-not-merged", name, fitting=fitting, others=others)
+
+    def _error(self, code: str, name: str, **fields: Any) -> UsageError:
+        owner, leaf = self._slots[name][0]
+        common = {"leaf": leaf, "module": _described(self._model, owner), "owner": type(owner).__name__}
+        return UsageError(code=code, virtual_ranks=self._virtual_ranks, **common, **fields)
 
     def _note_read(self, names: Iterable[str]) -> None:
         for name in names:
@@ -556,6 +530,14 @@ class VirtualRankBuffers:
 
 def virtual_rank_partition(world: World, virtual_ranks: int) -> LeafPartition:
     return LeafPartition([(share.start, share.stop) for share in world.shares(virtual_ranks)], world.rank)
+
+
+def _saved_names(source: Source) -> _SavedNames:
+    saved: dict[str, dict[int | None, str]] = defaultdict(dict)
+    for full in source.names("buffers/"):
+        if match := _SAVED_BUFFER.fullmatch(full):
+            saved[match[2]][int(match[1]) if match[1] else None] = full
+    return saved
 
 
 def _put_into(values: Tensor, before: Tensor, current: Tensor | None) -> Tensor:

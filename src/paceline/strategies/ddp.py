@@ -1,7 +1,6 @@
 """torch's DistributedDataParallel, with the same training step as all other strategies."""
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from inspect import signature
 from typing import Any
 
@@ -15,7 +14,7 @@ from paceline.data.loader import MicroBatch
 from paceline.errors import UsageError
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
-from paceline.strategies.validation import check_no_lazy_parameters
+from paceline.strategies.validation import check_model
 
 
 class DDP(Strategy):
@@ -39,7 +38,7 @@ class DDP(Strategy):
             gradient_as_bucket_view: DDP's option. It saves a copy of all gradients, but the next step overwrites
                 them. A custom loop may need to keep them, or add to them.
         """
-        check_no_lazy_parameters(model)
+        check_model(model, "ddp", world)
         broadcast_module(model)  # DDP also broadcasts, but its error does not name the rank that differs
         # No broadcast of buffers before each forward: buffers belong to virtual ranks, and are merged for evaluation
         # and checkpoints. (torch 2.13 renamed the option.)
@@ -59,8 +58,9 @@ class DDP(Strategy):
         self._accumulators = {p: get_gradient_edge(p).node for p in self.parameters}
         self._pointers = [p.data_ptr() for p in self.parameters]
 
-    def enter(self, batch: MicroBatch, is_last: bool, around: AbstractContextManager[Any] | None = None) -> None:
-        super().enter(batch, is_last, None if is_last else self.module.no_sync())
+    def enter(self, batch: MicroBatch, is_last: bool) -> None:
+        super().enter(batch, is_last)
+        self.module.require_backward_grad_sync = is_last  # as `no_sync`
 
     def end_backward(self, error: BaseException | None = None) -> None:
         if isinstance(error, NotImplementedError) and "SparseTensorImpl" in str(error):

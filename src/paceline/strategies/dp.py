@@ -4,7 +4,7 @@ from torch import nn
 
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
-from paceline.strategies.validation import check_no_lazy_parameters, check_single_process
+from paceline.strategies.validation import check_model
 
 
 class DataParallel(Strategy):
@@ -17,7 +17,6 @@ class DataParallel(Strategy):
     def __init__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
     ) -> None:
-        check_single_process("dp", world)
-        check_no_lazy_parameters(model)
+        check_model(model, "dp", world)
         optimizer = make_optimizer(model.parameters())
         super().__init__(model, optimizer, world, virtual_ranks=virtual_ranks, module=nn.DataParallel(model))

@@ -10,7 +10,7 @@ from paceline.collectives.replicate import broadcast_module
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.buffers import virtual_rank_partition
-from paceline.strategies.validation import check_no_lazy_parameters, check_no_sparse_gradients, check_no_sync_batchnorm
+from paceline.strategies.validation import check_model
 
 
 class Exact(Strategy):
@@ -25,9 +25,7 @@ class Exact(Strategy):
     def __init__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
     ) -> None:
-        check_no_sync_batchnorm(model, "exact")
-        check_no_lazy_parameters(model)
-        check_no_sparse_gradients(model, "exact")
+        check_model(model, "exact", world)
         broadcast_module(model)
         reducer = make_leaf_reducer(model, virtual_rank_partition(world, virtual_ranks or world.size))
         # every rank holds all gradients, so each one computes the norm of a part of them only

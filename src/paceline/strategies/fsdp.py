@@ -10,8 +10,8 @@ The optimizer trains this rank's contiguous elements as plain tensors. Names, ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -41,12 +41,7 @@ from paceline.strategies.model_parallel import full_weights, global_norm
 from paceline.strategies.optimizer_scope import find_update_scope
 from paceline.strategies.optimizer_state import load_piece_optimizer, piece_optimizer_shards
 from paceline.strategies.optimizers import each_optimizer
-from paceline.strategies.validation import (
-    check_no_gradient_hooks,
-    check_no_lazy_parameters,
-    check_no_sparse_gradients,
-    check_optimizer_parameters,
-)
+from paceline.strategies.validation import check_model, check_no_gradient_hooks, check_optimizer_parameters
 
 if TYPE_CHECKING:  # imported where it is used: it would cost every other strategy a second of start-up
     from torch.distributed.fsdp import FSDPModule
@@ -88,8 +83,7 @@ class FSDP(Strategy):
             wrap: the blocks, by name or class. Default: see `compute.blocks`. Parameters outside of blocks are gathered
                 for the whole forward and backward.
         """
-        check_no_lazy_parameters(model)
-        check_no_sparse_gradients(model, "fsdp")
+        check_model(model, "fsdp", world)
         check_no_gradient_hooks(model, "fsdp")
         broadcast_module(model, group=world.group)
         optimizer = make_optimizer(model.parameters())
@@ -111,8 +105,13 @@ class FSDP(Strategy):
         trained = [[parameters[name] for names in members for name in names] for members in groups]
         super().__init__(model, optimizer, world, virtual_ranks=virtual_ranks, trained=trained)
 
-    def enter(self, batch: MicroBatch, is_last: bool, around: AbstractContextManager[Any] | None = None) -> None:
-        super().enter(batch, is_last, self._used.watching(batch.work))
+    def enter(self, batch: MicroBatch, is_last: bool) -> None:
+        super().enter(batch, is_last)
+        self._used.begin(batch.work)
+
+    def leave(self, error: BaseException | None = None) -> None:
+        self._used.end()
+        super().leave(error)
 
     def begin_backward(self, work: MicroBatchPlan, is_last: bool) -> None:
         self._used.begin_backward()
@@ -173,7 +172,8 @@ class _ReduceScatter(_Collective):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        get_communicator(group).reduce_scatter(output_tensor, input_tensor, self._name, op)  # complete on return
+        assert op == dist.ReduceOp.SUM  # see `shard_blocks`
+        get_communicator(group).reduce_scatter(output_tensor, input_tensor, self._name)  # complete on return
 
 
 class _LocalShards:
@@ -189,7 +189,6 @@ class _LocalShards:
         self._is_copy = is_hybrid and world.along("data").rank > 0  # a different rank holds the same shards
         self.pieces: dict[str, LocalShard] = {}
         self.unsharded: dict[str, nn.Parameter] = {}
-        self._sharded: dict[str, Any] = {}
         for name, parameter in model.named_parameters():
             if not isinstance(parameter, DTensor):
                 self.unsharded[name] = parameter
@@ -198,7 +197,6 @@ class _LocalShards:
             start, stop = self._range(parameter.shape, shard_world.rank)
             if start < stop:
                 self.pieces[name] = LocalShard(start, stop, nn.Parameter(local.detach().view(-1)), parameter.shape)
-                self._sharded[name] = parameter
             _redirect_data_writes(name, parameter)
 
     def _range(self, shape: torch.Size, rank: int) -> tuple[int, int]:
@@ -241,7 +239,7 @@ class _LocalShards:
             self.pieces[name].parameter.grad = self._gradient(name)
 
     def _gradient(self, name: str) -> Tensor | None:
-        gradient = self._sharded[name].grad
+        gradient: Any = self._parameters[name].grad
         return None if gradient is None else gradient.to_local().view(-1)
 
     def release_gradients(self, names: Sequence[str], *_: object) -> None:
@@ -294,6 +292,8 @@ def _redirect_data_writes(name: str, parameter: Any) -> None:
 
 
 def _assign(tensor: Any, values: Any) -> None:
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
     name = getattr(tensor, "named_in_model", None)
     if name is None:
         plain: Any = Tensor.data
@@ -301,16 +301,10 @@ def _assign(tensor: Any, values: Any) -> None:
         return
     check_assigned(name, values, tensor)
     with torch.no_grad():
-        tensor.copy_(_distribute_like(values, tensor))
-
-
-def _distribute_like(values: Any, like: Any) -> Any:
-    """`values` with the placements of the DTensor `like` (a collective if they have different placements)."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    if isinstance(values, DTensor):
-        return values.redistribute(like.device_mesh, like.placements)
-    return distribute_tensor(values, like.device_mesh, like.placements, src_data_rank=None)
+        if isinstance(values, DTensor):
+            tensor.copy_(values.redistribute(tensor.device_mesh, tensor.placements))
+        else:
+            tensor.copy_(distribute_tensor(values, tensor.device_mesh, tensor.placements, src_data_rank=None))
 
 
 class _UsedParameters:
@@ -335,14 +329,12 @@ class _UsedParameters:
             hook = self._at_forward(f"{name}." if name else "")
             block.register_forward_pre_hook(hook)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
 
-    @contextmanager
-    def watching(self, work: MicroBatchPlan) -> Generator[None]:
+    def begin(self, work: MicroBatchPlan) -> None:
         self._counted = work.is_counted
-        try:
-            yield
-        finally:
-            self._counted = None
-            self._called.clear()
+
+    def end(self) -> None:
+        self._counted = None
+        self._called.clear()
 
     def begin_backward(self) -> None:
         self._recomputed.clear()

@@ -6,25 +6,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.collectives.buckets import check_dense
+from paceline.collectives.buckets import grad_of
+from paceline.collectives.reducer import check_gradients
 from paceline.collectives.replicate import broadcast_module
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
-from paceline.strategies.validation import check_no_lazy_parameters, check_no_sparse_gradients
+from paceline.strategies.validation import check_model
 
 
 class Manual(Strategy):
     def __init__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
     ) -> None:
-        check_no_lazy_parameters(model)
-        check_no_sparse_gradients(model, "manual")
+        check_model(model, "manual", world)
         broadcast_module(model)
         super().__init__(model, make_optimizer(model.parameters()), world, virtual_ranks=virtual_ranks)
         self._names = {p: name for name, p in model.named_parameters()}
+        self._numels = [p.numel() for p in self.parameters]
 
     def _reduce(self, divisor: float | Tensor) -> None:
-        check_dense(((p, p.grad) for p in self.parameters), self._names)
+        check_gradients(self.parameters, [*map(grad_of, self.parameters)], self._numels, self._names)
         all_reduce_gradients(self.parameters, divisor)
 
     def reset(self) -> None:

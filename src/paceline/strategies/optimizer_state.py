@@ -113,22 +113,21 @@ def saved_state(source: Source, name: str, piece: LocalShard | None = None) -> d
 
 
 def _on_device(optimizer: Optimizer, parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
-    """`state` on the device of `parameter`. Counters move only for a fused or capturable optimizer, as in torch."""
+    """`state` on the device of `parameter`, with its strides, because fused optimizers ignore strides.
+
+    Counters move only for a fused or capturable optimizer, as in torch.
+    """
     group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
     moves_counters = group.get("fused") or group.get("capturable")
 
-    def moves(key: str, value: Any) -> bool:
-        return isinstance(value, Tensor) and (moves_counters or (value.shape == parameter.shape and key != "step"))
+    def placed(key: str, value: Tensor) -> Tensor:
+        if moves_counters or (value.shape == parameter.shape and key != "step"):
+            value = value.to(parameter.device)
+        if value.shape != parameter.shape or parameter.is_contiguous():
+            return value
+        return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
-    moved = {key: value.to(parameter.device) if moves(key, value) else value for key, value in state.items()}
-    return {key: _with_strides_of(parameter, value) for key, value in moved.items()}
-
-
-def _with_strides_of(parameter: nn.Parameter, value: Any) -> Any:
-    """`value` with the parameter's strides, if the shapes are equal: fused optimizers ignore strides."""
-    if not isinstance(value, Tensor) or value.shape != parameter.shape or parameter.is_contiguous():
-        return value
-    return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+    return {key: placed(key, value) if isinstance(value, Tensor) else value for key, value in state.items()}
 
 
 def load_node_mean(source: Source, parameters: Sequence[TensorShard]) -> int:

@@ -4,7 +4,7 @@ from torch import nn
 
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
-from paceline.strategies.validation import check_no_lazy_parameters, check_single_process
+from paceline.strategies.validation import check_model
 
 
 class Single(Strategy):
@@ -13,6 +13,5 @@ class Single(Strategy):
     def __init__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
     ) -> None:
-        check_single_process("single", world)
-        check_no_lazy_parameters(model)
+        check_model(model, "single", world)
         super().__init__(model, make_optimizer(model.parameters()), world, virtual_ranks=virtual_ranks)

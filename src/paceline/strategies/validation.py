@@ -6,33 +6,30 @@ from torch.optim import Optimizer
 
 from paceline.collectives.batchnorm import SyncBatchNorm
 from paceline.collectives.buckets import sparse_gradient_error
-from paceline.config.strategies import MULTI_PROCESS_STRATEGIES
+from paceline.config.strategies import MULTI_PROCESS_STRATEGIES, STRATEGY_INFO
 from paceline.errors import UsageError
 from paceline.rank.world import World
 
+SUPPORT_SPARSE_GRADIENTS = ("single", "dp", "ddp")
 
-def check_single_process(name: str, world: World) -> None:
-    if world.size > 1:
+
+def check_model(model: nn.Module, strategy: str, world: World) -> None:
+    """Check that `strategy` supports the number of processes, and each module of the model."""
+    info = STRATEGY_INFO[strategy]
+    if info.single_process and world.size > 1:
         raise UsageError(
-            code="strategy-of-one-process", value=name, processes=world.size, allowed=[*MULTI_PROCESS_STRATEGIES]
+            code="strategy-of-one-process", value=strategy, processes=world.size, allowed=[*MULTI_PROCESS_STRATEGIES]
         )
-
-
-def check_no_lazy_parameters(model: nn.Module) -> None:
-    """Check for lazy modules (nn.LazyLinear), whose tensors have no shape before the first forward."""
+    if info.exact and any(isinstance(module, SyncBatchNorm) for module in model.modules()):
+        raise UsageError(code="exact-with-sync-batchnorm", strategy=strategy)  # it depends on the world size
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if is_lazy(tensor):
+        if is_lazy(tensor):  # its shape is known after the first forward
             class_name = type(model.get_submodule(name.rpartition(".")[0])).__name__
             raise UsageError(code="lazy-parameter", name=name, kind=class_name)
-
-
-def check_no_sparse_gradients(model: nn.Module, strategy: str) -> None:
-    """Check for embeddings with sparse gradients, for a strategy that sums dense gradients only."""
-    for name, module in model.named_modules():
+    for name, module in model.named_modules() if strategy not in SUPPORT_SPARSE_GRADIENTS else ():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
-            raise sparse_gradient_error(
-                f"{name or 'the model'} ({type(module).__name__}) has sparse=True", f"{strategy!r}"
-            )
+            what = f"{name or 'the model'} ({type(module).__name__}) has sparse=True"
+            raise sparse_gradient_error(what, f"{strategy!r}")
 
 
 def check_no_max_norm(model: nn.Module) -> None:
@@ -54,9 +51,3 @@ def check_optimizer_parameters(model: nn.Module, optimizer: Optimizer) -> None:
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if parameter not in parameters:
             raise UsageError(code="foreign-parameter", shape=tuple(parameter.shape))
-
-
-def check_no_sync_batchnorm(model: nn.Module, name: str) -> None:
-    """Check for synchronised batch norm, for a strategy whose result must not depend on the world size."""
-    if any(isinstance(module, SyncBatchNorm) for module in model.modules()):
-        raise UsageError(code="exact-with-sync-batchnorm", strategy=name)

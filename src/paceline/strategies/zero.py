@@ -18,12 +18,7 @@ from paceline.strategies.buffers import virtual_rank_partition
 from paceline.strategies.optimizer_scope import find_update_scope
 from paceline.strategies.optimizer_state import load_piece_optimizer, piece_optimizer_shards
 from paceline.strategies.optimizers import each_optimizer, parameters_by_optimizer
-from paceline.strategies.validation import (
-    check_no_lazy_parameters,
-    check_no_sparse_gradients,
-    check_no_sync_batchnorm,
-    check_optimizer_parameters,
-)
+from paceline.strategies.validation import check_model, check_optimizer_parameters
 
 
 class Zero(Strategy):
@@ -38,9 +33,7 @@ class Zero(Strategy):
     def __init__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
     ) -> None:
-        check_no_sync_batchnorm(model, "zero")
-        check_no_lazy_parameters(model)
-        check_no_sparse_gradients(model, "zero")
+        check_model(model, "zero", world)
         broadcast_module(model)
         optimizer = make_optimizer(model.parameters())
         scopes = [find_update_scope(opt, "strategy 'zero'") for opt in each_optimizer(optimizer)]
@@ -52,13 +45,13 @@ class Zero(Strategy):
         for opt, scope in zip(each_optimizer(optimizer), scopes, strict=True):
             self._updated |= shards.shard_optimizer(opt, whole=scope == "parameter")
         reducer = make_shard_reducer(shards, virtual_rank_partition(world, virtual_ranks or world.size))
-        sizes, shares = [p.numel() for p in parameters], shards.ranges_by_rank(parameters)
+        held_by_rank = shards.ranges_by_rank()
+        shares = [[(i, *held[p]) for i, p in enumerate(parameters) if p in held] for held in held_by_rank]
+        sizes = [p.numel() for p in parameters]
         self._norm = ShardedNorm(sizes, shares, world.rank, world.device)
         self._pieces = {name: shards.pieces[p] for name, p in model.named_parameters() if p in shards.pieces}
         self._by_number = {i: shards.pieces[p].parameter for i, p in enumerate(parameters) if p in shards.pieces}
-        super().__init__(
-            model, optimizer, world, virtual_ranks=virtual_ranks, reducer=reducer, trained=trained
-        )  # fmt: skip
+        super().__init__(model, optimizer, world, virtual_ranks=virtual_ranks, reducer=reducer, trained=trained)
 
     def _gradients(self) -> list[TensorShard]:
         shards = [(name, piece, piece.parameter.grad) for name, piece in self._pieces.items()]

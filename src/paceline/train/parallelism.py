@@ -183,9 +183,7 @@ def _check_loss(expected: float, trial: Trial, replica: Strategy) -> None:
 def format_stages(division: StagePlan, schedule: Schedule, plan: BatchPlan, world: World) -> list[str]:
     stages = division.stage_costs
     micro_batches = len(world.data.shares(plan.virtual_ranks)[0]) * plan.accumulation
-    waits = idle_fractions(
-        schedule, [(stage.forward_seconds, stage.backward_seconds) for stage in stages], micro_batches
-    )
+    waits = idle_fractions([stage.seconds for stage in stages], micro_batches)
     total = sum(stage.seconds for stage in stages)
     count = plural(micro_batches, "micro-batch", "micro-batches")
     lines = [f"pipeline of {plural(len(stages), 'stage')}, {schedule}, {count}"]
