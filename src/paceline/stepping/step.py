@@ -81,6 +81,13 @@ class StepNotAppliedError(Exception):
 class Step:
     """The state of the current step.
 
+    A loop body that computes after an optimizer step (a GAN's) needs the updated model, which only the last
+    micro-batch can have. So each such part of the body, a phase, needs a pass over all micro-batches. In a step of a
+    single micro-batch all phases count at once. A task's body has one phase.
+
+        optimizer_d.zero_grad(); s.backward(loss_d); optimizer_d.step()      # pass 1: this counts, in all micro-batches
+        optimizer_g.zero_grad(); s.backward(loss_g); optimizer_g.step()      # pass 2: this counts
+
     If `may_defer_read`, the host reads the loss and the finiteness of a step on a GPU during the next step: after the
     launch of its backward, before the launch of its update (see `UnreadStep`). The GPU then always has work. A step
     that is not finite changes nothing on the device.
@@ -117,7 +124,10 @@ class Step:
         world size. `max_norm`: for clipping. `forward`: of the plain model, if there is only one.
         """
         self.parts: list[ModelInTraining] = []
-        self.phases = UpdatePasses(self.parts)
+        self.has_one_body = True
+        """whether this rank computes the step in one micro-batch"""
+        self._pass, self._num_passes = 0, 1  # the latter as far as known: the number of phases in a body
+        self._phase_buffers: dict[tuple[int, int, int], list[Tensor]] = {}  # of a session
         self._is_entered = False  # whether a micro-batch has begun
         self._counting: AbstractContextManager[None] | None = None  # the operations of that micro-batch
         self._usual: tuple[int, tuple[int, ...]] | None = None  # `completed_calls` of micro-batches in the last step
@@ -155,8 +165,7 @@ class Step:
         Yields this rank's micro-batches, with dummy batches if a forward is a collective, each after its `enter`.
         """
         micro_batches = self._begin(place, micro_batches, one_each=one_each)
-        again = True
-        while again:
+        while True:
             for batch in micro_batches:
                 is_last = batch is micro_batches[-1]
                 self._enter_batch(batch, is_last)
@@ -168,7 +177,9 @@ class Step:
                     self._counting.__enter__()
                 yield batch
                 self.end_body()
-            again = not self.phases.alone and self.phases.needs_another_pass()
+            self._pass += 1
+            if self.has_one_body or self._pass >= self._num_passes:
+                break
         if self.audits is not None and self.audits.is_disputed:
             yield from self._judge(self.audits)
 
@@ -176,7 +187,7 @@ class Step:
         """Compute a disputed micro-batch on all ranks, save the state before the step, and raise an error."""
         for part in self.parts:
             part.abort_step()
-        self.phases.begin()
+        self._begin_passes()
         if (batch := audits.repeated()) is not None:  # in the proof each rank repeats its own, and one may have none
             self._enter_batch(batch, False)
             self.micro_step = MicroStep(batch, batch.work, False, self._rates())
@@ -192,8 +203,8 @@ class Step:
         """Yield a dummy batch for a trial forward and backward. Nothing is summed over ranks, and no state changes."""
         for part in self.parts:
             part.begin_step()
-        self.phases.alone, self._own_code, self._host = False, "", None
-        self.phases.begin()
+        self.has_one_body, self._own_code, self._host = False, "", None
+        self._begin_passes()
         self._sums.begin("a trial")
         try:
             self._enter_batch(batch, is_last=False)
@@ -214,12 +225,12 @@ class Step:
             micro_batches = self.audits.begin(first.replica, micro_batches)
         if in_lockstep:
             micro_batches = pad_micro_batches(micro_batches, self._world)
-        self.phases.alone = len(micro_batches) == 1
-        if not self.phases.alone:
-            self.phases.begin()
+        self.has_one_body = len(micro_batches) == 1
+        if not self.has_one_body:
+            self._begin_passes()
         for part in self.parts:
             part.begin_step()
-        alone = self._is_single and self.phases.alone
+        alone = self._is_single and self.has_one_body
         self._where, self._result = place, self._sums.begin(place, one_each=one_each, alone=alone)
         # this host, if hosts step separately and a non-finite value ends the run: no other host is asked
         self._host = None if self._may_skip or first.scale else first.replica.local_step_node
@@ -227,6 +238,9 @@ class Step:
         self._summed_up: list[ModelInTraining] = []
         self.means, self._own_code, self.in_step = [], "", True
         return micro_batches
+
+    def _begin_passes(self) -> None:
+        self._pass, self._phase_buffers = 0, {}
 
     def _enter_batch(self, batch: MicroBatch, is_last: bool) -> None:
         self._enter(Phase.FORWARD)
@@ -270,7 +284,7 @@ class Step:
         if not micro_step.is_last and micro_step.learning_rates != self._rates():
             raise UsageError(code="learning-rate-in-step")
         self._first = self._first or micro_step
-        self.phases.number = self._first.phase + 1
+        self._num_passes = self._first.phase + 1
 
     @property
     def is_skipped(self) -> bool:
@@ -323,7 +337,7 @@ class Step:
         weighed = make_weighted_loss(loss, weight, reduction, micro_step)
         if micro_step.has_stepped:
             micro_step.phase, micro_step.has_stepped = micro_step.phase + 1, False
-        if not (self.phases.alone or self.phases.is_current_phase(micro_step)):
+        if not self.has_one_body and micro_step.phase != self._pass:
             micro_step.weights.append(weighed.weight)
             micro_step.has_failed = False
             return
@@ -443,7 +457,7 @@ class Step:
         for part in wanted:
             if (
                 (reached := part.has_received_gradients)
-                and not self.phases.alone
+                and not self.has_one_body
                 and part.has_stepped(micro_step.stepped_optimizers)
             ):
                 raise UsageError(code="backward-after-step", number=part.number + 1)
@@ -464,7 +478,7 @@ class Step:
             else:
                 rest = self._sums.remaining_divisor(totals)
         reached = models_reached_on_any_rank(wanted, self._world) if len(self.parts) > 1 else wanted  # one always is
-        if self._exact or not self.phases.alone:
+        if self._exact or not self.has_one_body:
             check_summed_once(self._summed_up, reached)
         self._summed_up += reached
         to_judge: list[ModelInTraining] = []
@@ -566,59 +580,6 @@ class Step:
         return cause
 
 
-class UpdatePasses:
-    """The phases of a loop body that updates several models one after the other.
-
-    A body that computes after an optimizer step (a GAN's) needs the updated model, which only the last micro-batch can
-    have. So each such part of the body, a phase, runs over all micro-batches:
-
-        optimizer_d.zero_grad(); s.backward(loss_d); optimizer_d.step()      # pass 1: this counts, in all micro-batches
-        optimizer_g.zero_grad(); s.backward(loss_g); optimizer_g.step()      # pass 2: this counts
-
-    A task's body has one phase. In a step of a single micro-batch all phases count at once.
-    """
-
-    def __init__(self, parts: Sequence[ModelInTraining]) -> None:
-        self._parts = parts
-        self.number = 1
-        """of phases in a body, as far as known"""
-        self.alone = True
-        """whether this rank computes the step in one body"""
-
-    def begin(self) -> None:
-        """A step of several micro-batches begins."""
-        self._pass = 0
-        self._buffers: dict[tuple[int, int, int], list[Tensor]] = {}
-
-    def needs_another_pass(self) -> bool:
-        """After a pass over several micro-batches: whether the next phase needs another pass."""
-        self._pass += 1
-        return self._pass < self.number
-
-    def is_current_phase(self, micro_step: MicroStep) -> bool:
-        """Whether this pass over several micro-batches is for the current phase of the body."""
-        return micro_step.phase == self._pass
-
-    def is_final(self, micro_step: MicroStep) -> bool:
-        """Whether it is the last body of the last pass."""
-        return micro_step.is_last and (self.alone or self._pass == self.number - 1)
-
-    def save_or_restore_buffers(self, micro_step: MicroStep) -> None:
-        """At the end of a phase, in a step of several bodies: save the buffers in its pass, restore them later."""
-        key = (micro_step.work.virtual_rank, micro_step.work.micro_batch, len(micro_step.stepped_optimizers))
-        buffers = [buffer for part in self._parts for buffer in part.replica.model.buffers()]
-        if micro_step.phase == self._pass:
-            self._buffers[key] = [buffer.clone() for buffer in buffers]
-        elif micro_step.phase < self._pass:
-            with torch.no_grad():
-                for buffer, saved in zip(buffers, self._buffers[key], strict=True):
-                    buffer.copy_(saved)
-
-
-EvaluationPart = tuple[int | None, Tensor]
-"""A virtual rank, None for a dummy batch, and the samples that it evaluates."""
-
-
 def pad_micro_batches(microbatches: Sequence[MicroBatch], world: World) -> Sequence[MicroBatch]:
     """This rank's micro-batches, then dummy batches: the same number on every rank (a collective)."""
     max_count = to_device_async([len(microbatches)], world.device)
@@ -626,15 +587,3 @@ def pad_micro_batches(microbatches: Sequence[MicroBatch], world: World) -> Seque
     first, missing = microbatches[0], int(max_count) - len(microbatches)
     # separate objects: the step recognizes its last one by identity
     return [*microbatches, *(replace(first, work=replace(first.work, is_counted=False)) for _ in range(missing))]
-
-
-def pad_evaluation_batches(
-    parts: list[EvaluationPart], samples: int, virtual_ranks: int, world: World, size: int
-) -> list[EvaluationPart]:
-    """The same for an evaluation in batches of `size`, without communication."""
-
-    def number(share: range) -> int:
-        return sum(-(-len(range(v, samples, virtual_ranks)) // size) for v in share)
-
-    missing = max(map(number, world.shares(virtual_ranks))) - len(parts)
-    return [*parts, *[(None, torch.zeros(1, dtype=torch.int64))] * missing]
