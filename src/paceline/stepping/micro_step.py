@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 from msgspec import Struct, field
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.collectives.control import device_constant
 from paceline.data.loader import MicroBatch
@@ -74,14 +74,7 @@ class MicroStep(Struct):
 
     @property
     def completed_calls_text(self) -> str:
-        """The same in words."""
         return f"{len(self.weights)} backward and {len(self.stepped_optimizers)} optimizer.step()"
-
-
-def check_same_calls(micro_step: MicroStep, first: MicroStep) -> None:
-    """Raise UsageError if a micro-batch has other backwards and optimizer steps than the first one of its step."""
-    if micro_step.completed_calls != first.completed_calls:
-        raise UsageError(code="bodies-differ", first=first.completed_calls_text, other=micro_step.completed_calls_text)
 
 
 class AveragedCount(Struct, frozen=True):
@@ -256,16 +249,6 @@ def make_weighted_loss(
     return WeightedLoss(loss.sum(), 1.0, counts, is_weight_num_samples=in_row, has_unit_sample_weights=one_for_each)
 
 
-def zero_gradient_loss(model: nn.Module) -> Tensor:
-    """A loss whose gradients are zeros for all parameters."""
-    return torch.stack([p.sum().double() * 0 for p in model.parameters() if p.requires_grad]).sum()
-
-
 def upcast(values: Tensor) -> Tensor:
     """`values` in float32 at least: in bfloat16 the sum of 257 ones is 256."""
     return values.float() if values.dtype in HALF_PRECISION else values
-
-
-def equal_weights(a: float | Tensor, b: float | Tensor) -> bool:
-    """Whether two weights are equal."""
-    return a is b or bool(torch.as_tensor(a) == torch.as_tensor(b))

@@ -7,7 +7,7 @@ micro-batches again, without collectives, and finds the bad samples by bisection
 returns to an older state.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -240,11 +240,6 @@ def _parameters(names: Sequence[str], of: int) -> str:
     return f"all {of} parameters" if len(names) == of > 1 else first_few(names[::-1], MAX_PARAMETERS)
 
 
-def has_too_many_skipped(skipped: Collection[int], step: int) -> bool:
-    """Whether more than MAX_SKIPPED_STEPS of the last SKIP_WINDOW_STEPS steps up to `step` were skipped."""
-    return sum(step - SKIP_WINDOW_STEPS < skipped_step <= step for skipped_step in skipped) > MAX_SKIPPED_STEPS
-
-
 class SkippedSteps:
     """The skipped steps, the same on all ranks."""
 
@@ -266,7 +261,7 @@ class SkippedSteps:
             return False
         again = step in self._steps
         self._steps.add(step)
-        if has_too_many_skipped(self._steps, step):
+        if sum(step - SKIP_WINDOW_STEPS < skipped <= step for skipped in self._steps) > MAX_SKIPPED_STEPS:
             error = TrainingError(
                 code="too-many-not-finite", exit_code=ExitCode.NOT_FINITE, what=cause.message,
                 most=MAX_SKIPPED_STEPS, steps=SKIP_WINDOW_STEPS,

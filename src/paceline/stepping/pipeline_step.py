@@ -41,9 +41,8 @@ class PipelineStep(Step):
         assert line is not None
         self._begin(where, micro_batches)
         line.enter = self._enter
-        self._sums.guess_loss_divisor(
-            micro_batches[0].work.global_samples
-        )  # the same on all stages: only the last one has losses
+        # the same on all stages: only the last one has losses
+        divisor = self._sums.guess_loss_divisor(micro_batches[0].work.global_samples)
         runs: dict[int, Any] = {}
         losses: dict[int, Tensor] = {}
         totals: AwaitTotals | None = None
@@ -53,7 +52,8 @@ class PipelineStep(Step):
                 self._enter_batch(batch, is_last)
                 runs[number] = line.stage.forward(partial(compute, batch))
                 if line.is_last:
-                    losses[number] = self._counted(batch, is_last, *loss_of(runs[number].result, batch.targets))
+                    loss = self._counted(batch, is_last, *loss_of(runs[number].result, batch.targets))
+                    losses[number] = loss / divisor
                 self._leave_batch()
             else:
                 if is_last:  # all forwards are over
@@ -81,4 +81,4 @@ class PipelineStep(Step):
         self._sums.in_round = 0
         weighed = make_weighted_loss(losses, weights, "mean", micro_step)
         self._sums.add_loss(losses, weighed, "mean", micro_step, plain=False)
-        return weighed.value / self._sums.guess_loss_divisor()
+        return weighed.value

@@ -29,6 +29,7 @@ from paceline.collectives.control import (
     read_all_deferred,
     report_on_one_rank,
     resolve_deferred,
+    sum_over_ranks,
     to_device_async,
 )
 from paceline.collectives.hosts import NodeTopology
@@ -55,9 +56,7 @@ from paceline.stepping.micro_step import (
     MicroStep,
     Reduction,
     check_mean,
-    check_same_calls,
     make_weighted_loss,
-    zero_gradient_loss,
 )
 from paceline.stepping.order import CollectiveOrderCheck
 from paceline.stepping.totals import (
@@ -69,7 +68,7 @@ from paceline.stepping.totals import (
     Totals,
     UnreadStep,
 )
-from paceline.stepping.trained_model import ModelInTraining, check_summed_once, models_reached_on_any_rank
+from paceline.stepping.trained_model import ModelInTraining
 
 LARGEST_SQUARED = 1e19  # above, the square of a float32 overflows: the host uses float64 then
 
@@ -279,8 +278,9 @@ class Step:
         self._leave_batch()
         if not micro_step.weights:
             raise UsageError(code="no-backward")
-        if self._first is not None:
-            check_same_calls(micro_step, self._first)
+        if (first := self._first) is not None and micro_step.completed_calls != first.completed_calls:
+            calls, other = first.completed_calls_text, micro_step.completed_calls_text
+            raise UsageError(code="bodies-differ", first=calls, other=other)
         if not micro_step.is_last and micro_step.learning_rates != self._rates():
             raise UsageError(code="learning-rate-in-step")
         self._first = self._first or micro_step
@@ -300,7 +300,7 @@ class Step:
     def end(self) -> StepResult:
         """End the step, after all micro-batches."""
         if self._host is not None:
-            self._sums.await_totals(self._enter, self._way_out)
+            self._sums.read_awaited(self._enter, self._way_out)
         if self._first is not None:
             self._usual = len(self._first.weights), tuple(self._first.stepped_optimizers)
         self._first, self._sums.seen, self._value = None, [], None  # releases the batches
@@ -333,7 +333,7 @@ class Step:
             raise UsageError(code="backward-outside-loop")
         micro_step.has_failed = True
         if self._host is not None:
-            self._sums.await_totals(self._enter, self._way_out)
+            self._sums.read_awaited(self._enter, self._way_out)
         weighed = make_weighted_loss(loss, weight, reduction, micro_step)
         if micro_step.has_stepped:
             micro_step.phase, micro_step.has_stepped = micro_step.phase + 1, False
@@ -356,7 +356,7 @@ class Step:
         if scale is None:
             assert finish is not None
             totals = finish()
-            scale = self._sums.set_exact_loss_divisor(totals.total_weight)
+            self._sums.scale = scale = torch.as_tensor(totals.total_weight, dtype=torch.float64)
         if not last and (
             self._sums.is_guess or micro_step.batch.samples is not None
         ):  # the last: see `_check_no_custom_gradient_code`
@@ -438,7 +438,8 @@ class Step:
         replicas = [part.replica for part in self.parts]
         if len(replicas) == 1 and not replicas[0].in_lockstep and replicas[0].module is not replicas[0].model:
             # the DDP module waits for a gradient of each parameter
-            self.parts[0].backward(zero_gradient_loss(replicas[0].model), retain_graph=retain_graph)
+            zeros = [p.sum().double() * 0 for p in replicas[0].model.parameters() if p.requires_grad]
+            self.parts[0].backward(torch.stack(zeros).sum(), retain_graph=retain_graph)
             return
         if any(replica.in_lockstep or replica.module is not replica.model for replica in replicas):
             raise UsageError(code="loss-without-gradient")
@@ -470,16 +471,16 @@ class Step:
         """
         totals, host, loss = None, self._host, 0.0
         if host is not None and self._sums.samples_if_weight:  # does not wait for other hosts
-            rest = self._sums.wait_after_update(finish)
+            self._sums.awaited, rest = finish, 1.0  # each sample weighs 1
         else:
             totals = finish()
             if isinstance(totals, Totals):
                 loss, rest = self._sums.read_totals(totals), self._sums.rest
             else:
                 rest = self._sums.remaining_divisor(totals)
-        reached = models_reached_on_any_rank(wanted, self._world) if len(self.parts) > 1 else wanted  # one always is
-        if self._exact or not self.has_one_body:
-            check_summed_once(self._summed_up, reached)
+        reached = self._models_reached_on_any_rank(wanted) if len(self.parts) > 1 else wanted  # one always is
+        if (self._exact or not self.has_one_body) and any(part in self._summed_up for part in reached):
+            raise UsageError(code="two-backwards")
         self._summed_up += reached
         to_judge: list[ModelInTraining] = []
         records_gradients = torch.is_grad_enabled()
@@ -512,6 +513,15 @@ class Step:
             self._result.skip_cause = self._find_nonfinite_cause(reached, None if in_loss else host, in_loss=in_loss)
             for part in reached:
                 part.record_grad_versions()
+
+    def _models_reached_on_any_rank(self, wanted: Sequence[ModelInTraining]) -> Sequence[ModelInTraining]:
+        """The models that the backward has reached on any rank; closes the others (a collective)."""
+        flags = to_device_async([float(part.has_received_gradients) for part in wanted], self._world.device)
+        ranks = sum_over_ranks(flags, "models reached by a backward").tolist()
+        for part, count in zip(wanted, ranks, strict=True):
+            if not count:
+                part.after_backward(reached=False)
+        return [part for part, count in zip(wanted, ranks, strict=True) if count]
 
     def _read_from_device(
         self, to_judge: Sequence[ModelInTraining], loss: float, totals: Totals | DeferredTotals | None
@@ -563,8 +573,9 @@ class Step:
         self, reached: Sequence[ModelInTraining], host: NodeTopology | None, *, in_loss: bool
     ) -> nonfinite.NonFiniteCause:
         """Find the cause (a collective, of this `host` unless all ranks know; none if it is the loss scale)."""
-        if not in_loss and (cause := self.parts[0].handle_overflow(str(self._where))):
-            return cause
+        scale = self.parts[0].scale
+        if not in_loss and scale is not None and (message := scale.halve_after_overflow(str(self._where))):
+            return nonfinite.NonFiniteCause(message, is_loss_scale_overflow=True)
         if self._forward is not None:  # nothing follows in this body
             self._leave_batch()
             for part in self.parts:

@@ -25,7 +25,7 @@ from paceline.collectives.tree import tree_sum
 from paceline.errors import ExitCode, ReportedByPeer, TrainingError, UsageError
 from paceline.protocol.evidence import Phase
 from paceline.rank.world import World
-from paceline.stepping.micro_step import MicroStep, Reduction, WeightedLoss, equal_weights
+from paceline.stepping.micro_step import MicroStep, Reduction, WeightedLoss
 from paceline.stepping.nonfinite import BatchLosses, NonFiniteCause, find_nonfinite_losses, nonfinite_error
 from paceline.stepping.order import CollectiveOrderCheck
 
@@ -173,7 +173,8 @@ class StepTotals:
         """whether a loss of this rank was constant or had weight 0"""
         self._samples, self._plain, self._by_samples, self._counts_all = 0, True, True, True
         self._reduction: Reduction | None = None
-        self._awaited: AwaitTotals | None = None
+        self.awaited: AwaitTotals | None = None
+        """totals to be read after the update, if hosts step separately"""
         self._said_scale = 0.0
         self.rest = 1.0
         """remaining divisor of the summed gradients, after `read_totals`"""
@@ -198,8 +199,8 @@ class StepTotals:
         self._samples, self._plain = micro_step.work.global_samples, self._plain and plain
         self._by_samples = weighed.is_weight_num_samples
         self._counts_all = self._counts_all and weighed.has_unit_sample_weights and micro_step.batch.samples is None
-        if is_shared and not equal_weights(weighed.weight, micro_step.weights[-1]):
-            raise UsageError(code="weights-differ", first=float(micro_step.weights[-1]), other=float(weighed.weight))
+        if is_shared and (first := micro_step.weights[-1]) is not (other := weighed.weight) and first != other:
+            raise UsageError(code="weights-differ", first=float(first), other=float(other))
         if self._is_counted:
             self._losses, self._weights = [0.0] * self._virtual_ranks, [0.0] * self._virtual_ranks
             self._is_counted = False
@@ -231,7 +232,7 @@ class StepTotals:
 
         It is the weight of the global batch if this is known: from the plan, or because this rank has all of it.
         Otherwise it is a power of two near the weight of the last step, which changes no bit of the sum, and the
-        gradients are divided by `remaining_divisor` later. None: call `set_exact_loss_divisor` with the totals.
+        gradients are divided by `remaining_divisor` later. None: it is the weight in the totals over ranks.
         """
         if self.scale is None:
             if self._reduction == "sum":
@@ -248,22 +249,19 @@ class StepTotals:
                 self.is_guess = True
         return self.scale
 
-    def guess_loss_divisor(self, samples: int = 0) -> float:
+    def guess_loss_divisor(self, samples: int) -> float:
         """Take a power of two near the weight of the global batch as the divisor before backward."""
-        if self.scale is None:
-            self.scale = nearest_power_of_two(self._guess or samples)
-        return float(self.scale)
-
-    def set_exact_loss_divisor(self, weight: float | Tensor) -> float | Tensor:
-        """The weight of the global batch, from that in the totals over ranks."""
-        self.scale = scale = self.loss_sum_divisor(torch.as_tensor(weight, dtype=torch.float64))
+        weight = self._guess or samples
+        self.scale = scale = 2.0 ** round(math.log2(weight)) if weight > 0 else 1.0
         return scale
 
     def remaining_divisor(self, totals: DeferredTotals) -> float | Tensor:
         """The remaining divisor of the summed gradients, before `read_totals`: the weight is still on the device."""
         if isinstance(totals.weights, Tensor) and self._is_weight_known:
             return 1.0  # `read_totals` compares
-        return self.loss_sum_divisor(totals.total_weight) / (1.0 if self.scale is None else self.scale)
+        known_weight = 1.0 if self._reduction == "sum" else self._counted_before
+        weight = totals.total_weight if known_weight is None else known_weight
+        return weight / (1.0 if self.scale is None else self.scale)
 
     @property
     def samples_if_weight(self) -> int:
@@ -317,21 +315,16 @@ class StepTotals:
         total: Callable[[list[float]], float] = _sum if ranks <= 2 else _tree_sum  # the same order
         return Totals([total(pairs[::2]), total(pairs[1::2])], votes)
 
-    def wait_after_update(self, finish: AwaitTotals) -> float:
-        """Leave the wait to `await_totals`. Returns the remaining divisor: 1, as each of the `samples` weighs 1."""
-        self._awaited = finish
-        return 1.0
-
-    def await_totals(self, enter: Callable[[Phase], object], way_out: str) -> None:
-        """After the update, wait for the totals that `wait_after_update` has left.
+    def read_awaited(self, enter: Callable[[Phase], object], way_out: str) -> None:
+        """After the update, read the totals that are `awaited`.
 
         Raises:
             TrainingError: the weight was not the number of samples; ReportedByPeer if another rank reports the error.
         """
-        if self._awaited is None:
+        if self.awaited is None:
             return
         enter(Phase.SYNC)
-        wait, self._awaited, samples = self._awaited, None, self.samples_if_weight
+        wait, self.awaited, samples = self.awaited, None, self.samples_if_weight
         try:
             if not math.isfinite(self.read_totals(resolve_deferred(wait()), late=True)):
                 if all(math.isfinite(float(_number(loss))) for loss in self._losses):
@@ -379,16 +372,6 @@ class StepTotals:
         self.result.total_weight = weight_total
         self.result.loss += (loss := loss_total / weight_total)
         return loss
-
-    def loss_sum_divisor(self, weight: float | Tensor) -> float | Tensor:
-        """The divisor of the sums of losses, from the weight in the totals over ranks."""
-        known_weight = 1.0 if self._reduction == "sum" else self._counted_before
-        return weight if known_weight is None else known_weight
-
-
-def nearest_power_of_two(number: float) -> float:
-    """In logarithmic distance to a positive number; 1 for 0."""
-    return 2.0 ** round(math.log2(number)) if number > 0 else 1.0
 
 
 def _deferred_totals(loss: float | Tensor, weight: float | Tensor, votes: list[float]) -> DeferredTotals:

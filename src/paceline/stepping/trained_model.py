@@ -10,9 +10,8 @@ from torch import Tensor
 
 from paceline.checkpoint.state import TensorShard
 from paceline.collectives.buckets import trainable_parameters
-from paceline.collectives.control import Deferred, resolve_deferred, sum_over_ranks, to_device_async
+from paceline.collectives.control import Deferred, resolve_deferred
 from paceline.errors import UsageError
-from paceline.rank.world import World
 from paceline.stepping.hooks import (
     HiddenHooks,
     LastGradParameter,
@@ -21,7 +20,7 @@ from paceline.stepping.hooks import (
     hide_hooks,
     restore_hooks,
 )
-from paceline.stepping.nonfinite import NonFiniteCause, gradients_are_finite
+from paceline.stepping.nonfinite import gradients_are_finite
 from paceline.strategies.base import Strategy
 
 INITIAL_LOSS_SCALE = 2.0**16
@@ -168,11 +167,6 @@ class ModelInTraining:
             for hook in after.values() if after_accumulation else ():
                 hook(parameter)
 
-    def handle_overflow(self, where: str) -> NonFiniteCause | None:
-        """Whether the loss scale made gradients of the step `where` non-finite; halves it."""
-        message = "" if self.scale is None else self.scale.halve_after_overflow(where)
-        return NonFiniteCause(message, is_loss_scale_overflow=True) if message else None
-
     def begin_micro_batch(self) -> None:
         """Before a micro-batch that is not the last of its step."""
 
@@ -240,19 +234,3 @@ class ModelInTraining:
     def learning_rates(self) -> list[float]:
         """The current learning rates."""
         return [group["lr"] for group in self.replica.optimizer.param_groups]
-
-
-def models_reached_on_any_rank(wanted: Sequence[ModelInTraining], world: World) -> list[ModelInTraining]:
-    """The models with parameters that a watched backward has reached on any rank; closes the others (a collective)."""
-    flags = to_device_async([float(part.has_received_gradients) for part in wanted], world.device)
-    rank_counts = sum_over_ranks(flags, "models reached by a backward").tolist()
-    for part, ranks in zip(wanted, rank_counts, strict=True):
-        if not ranks:
-            part.after_backward(reached=False)
-    return [part for part, ranks in zip(wanted, rank_counts, strict=True) if ranks]
-
-
-def check_summed_once(before: Sequence[ModelInTraining], now: Sequence[ModelInTraining]) -> None:
-    """Raise UsageError if the gradients of one model are summed over ranks a second time in a step."""
-    if any(part in before for part in now):
-        raise UsageError(code="two-backwards")
