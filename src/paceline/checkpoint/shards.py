@@ -270,11 +270,7 @@ class ShardedParameter:
         return torch.cat([whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges], self.dim)
 
     def split_into_full_ranges(self, shard: TensorShard) -> list[TensorShard]:
-        """`shard`, this shard or some of its rows, as parts of the full tensor, one for each range.
-
-        Raises:
-            ValueError: if `shard` begins or ends within a row.
-        """
+        """`shard`, this shard or some of its rows, as parts of the full tensor, one for each range."""
         shape = self.shape
         row = shape.numel() // shape[0]
         first, offset = divmod(shard.start, row)

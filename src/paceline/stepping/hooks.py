@@ -42,7 +42,6 @@ def count_hooks(parameters: Sequence[nn.Parameter]) -> int:
 
 
 def hide_hooks(parameters: Iterable[nn.Parameter]) -> HiddenHooks:
-    """Remove the user's hooks from `parameters`."""
     hidden: HiddenHooks = []
     for parameter in parameters:
         before: Any = parameter._backward_hooks  # pyright: ignore[reportPrivateUsage]
@@ -56,7 +55,6 @@ def hide_hooks(parameters: Iterable[nn.Parameter]) -> HiddenHooks:
 
 
 def restore_hooks(hidden: HiddenHooks) -> None:
-    """Restore them."""
     for parameter, before, after in hidden:
         if before:
             parameter._backward_hooks.update(before)  # pyright: ignore
@@ -181,7 +179,6 @@ def leaves_of(loss: Tensor) -> Iterator[Tensor]:
 
 
 def graph_nodes(loss: Tensor) -> Iterator[Any]:
-    """The nodes of its graph."""
     visited: set[Any] = set()
     waiting: list[Any] = [loss.grad_fn]
     while waiting:

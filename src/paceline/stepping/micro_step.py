@@ -54,11 +54,7 @@ class MicroStep(Struct):
 
     @property
     def samples(self) -> int:
-        """Number of samples of the batch; a collate function may have dropped some.
-
-        Raises:
-            UsageError: the number is not known.
-        """
+        """Number of samples of the batch; a collate function may have dropped some."""
         samples = self.batch.samples
         if samples is not None and samples < 0 and self.is_alone:
             samples = None
@@ -89,9 +85,6 @@ def check_mean(loss: Tensor, micro_step: MicroStep, *, has_weight: bool) -> Aver
     """What the last functions of torch divided `loss` by; None if it is not known.
 
     Targets that are ignored do not count. With class weights it is the sum of the weights of the targets.
-
-    Raises:
-        UsageError: `loss` is not a mean over samples.
     """
     node, divisor, factor = _without_constants(loss.grad_fn)
     if _is_of_one_tensor(node):

@@ -252,9 +252,6 @@ class SkippedSteps:
 
         A run returns once per step, because parameters or memory may have been damaged before it. If the step is not
         finite the second time either, it is skipped.
-
-        Raises:
-            TrainingError: with NOT_FINITE, on one rank, if too many steps were skipped; ReportedByPeer on the others.
         """
         if cause.is_loss_scale_overflow:
             self._say(f"step {step} is skipped: {cause.message}")

@@ -288,7 +288,6 @@ class Step:
 
     @property
     def is_skipped(self) -> bool:
-        """Whether the step changes no parameters."""
         return self._result.skip_cause is not None
 
     def enter_optimizer_phase(self) -> None:
@@ -298,7 +297,6 @@ class Step:
         self.updating = True
 
     def end(self) -> StepResult:
-        """End the step, after all micro-batches."""
         if self._host is not None:
             self._sums.read_awaited(self._enter, self._way_out)
         if self._first is not None:
@@ -313,7 +311,6 @@ class Step:
         return self._result
 
     def abort_step(self) -> None:
-        """End the step early, for example after an error: restore gradients and buffers."""
         self.micro_step, self.in_step, self.unread = None, False, None
         self._leave_batch(sys.exc_info()[1])
         for part in self.parts:
@@ -430,11 +427,7 @@ class Step:
             raise UsageError(code="hook-before-weight", what=custom_code)
 
     def _backward_nothing(self, retain_graph: bool) -> None:
-        """The backward of a loss without gradients: it is constant or has weight 0.
-
-        Raises:
-            UsageError: the strategy needs a backward on every rank.
-        """
+        """The backward of a loss without gradients: it is constant or has weight 0."""
         replicas = [part.replica for part in self.parts]
         if len(replicas) == 1 and not replicas[0].in_lockstep and replicas[0].module is not replicas[0].model:
             # the DDP module waits for a gradient of each parameter

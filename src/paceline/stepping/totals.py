@@ -62,7 +62,6 @@ class Totals(Struct, frozen=True):
 
     @property
     def total_weight(self) -> float:
-        """The sum of weights."""
         return self.sums[1]
 
 
@@ -75,7 +74,6 @@ class DeferredTotals(Deferred[Totals]):
 
     @property
     def total_weight(self) -> float | Tensor:
-        """The sum of weights."""
         return _tree_sum(self.weights.unbind()) if isinstance(self.weights, Tensor) else self.weights
 
 
@@ -316,11 +314,7 @@ class StepTotals:
         return Totals([total(pairs[::2]), total(pairs[1::2])], votes)
 
     def read_awaited(self, enter: Callable[[Phase], object], way_out: str) -> None:
-        """After the update, read the totals that are `awaited`.
-
-        Raises:
-            TrainingError: the weight was not the number of samples; ReportedByPeer if another rank reports the error.
-        """
+        """After the update, read the totals that are `awaited`."""
         if self.awaited is None:
             return
         enter(Phase.SYNC)
@@ -341,11 +335,7 @@ class StepTotals:
             raise
 
     def read_totals(self, totals: Totals, *, late: bool = False) -> float:
-        """Read the totals over ranks. Returns the mean loss, and sets `rest`. `late`: parameters have already changed.
-
-        Raises:
-            UsageError: ranks disagree, or all weights are zero; on one rank, ReportedByPeer on the others.
-        """
+        """Read the totals over ranks. Returns the mean loss, and sets `rest`. `late`: parameters have already changed."""
         *votes, scales = totals.votes if self._world.size > 1 else (*totals.votes, 0.0)
         if self.divisor is None:
             self.result.votes = ControlFlags(*votes[:NUM_VOTES])

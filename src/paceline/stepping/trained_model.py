@@ -55,13 +55,11 @@ class LossScale:
         return f"a gradient is beyond fp16's range at {where}: the loss scale is now {self.value:g}"
 
     def count_good_step(self) -> None:
-        """A step had no overflow."""
         self._good += 1
         if self._good == STEPS_UNTIL_DOUBLED and self.value < LARGEST:
             self.value, self._good = self.value * 2, 0
 
     def json_state(self) -> dict[str, Any]:
-        """The state, for `load_json_state`."""
         return {"loss_scale": [self.value, self._good, self.skipped]}
 
     def load_json_state(self, saved: Mapping[str, Any]) -> None:
@@ -96,7 +94,6 @@ class ModelInTraining:
         """hooks on its parameters: the user's, in the last backward; and of all, if none is the user's (else -1)"""
 
     def has_stepped(self, numbers: Sequence[int]) -> bool:
-        """Whether an optimizer of this model is among the optimizers with these numbers."""
         return self.number in numbers
 
     def begin_step(self) -> None:
@@ -123,9 +120,6 @@ class ModelInTraining:
 
         `alone`: this backward computes all of it, so hooks of several parameters at once stay. `counted`: False for a
         dummy batch, during which parameters have hooks of paceline.
-
-        Raises:
-            UsageError: there are hooks, and gradients are sharded; or hooks of several parameters at once.
         """
         count = count_hooks(self._parameters)
         if count == self._own_hooks:
@@ -224,7 +218,6 @@ class ModelInTraining:
         return [torch.full((1,), float(not finite), device=self.replica.world.device)]
 
     def abort_step(self) -> None:
-        """End the step early: restore the buffers."""
         self.replica.restore_buffers()
 
     def state(self) -> list[TensorShard]:
@@ -232,5 +225,4 @@ class ModelInTraining:
         return [replace(shard, name=self.prefix + shard.name) for shard in self.replica.state()]
 
     def learning_rates(self) -> list[float]:
-        """The current learning rates."""
         return [group["lr"] for group in self.replica.optimizer.param_groups]

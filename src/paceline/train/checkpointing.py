@@ -202,7 +202,6 @@ class CheckpointWriter:
         return done
 
     def join_threads(self) -> None:
-        """Wait for the threads after an error. The next start of the run removes an unpublished checkpoint."""
         for thread in (self._writing.thread if self._writing else None, self._publishing):
             if thread is not None:
                 thread.join()
@@ -468,7 +467,6 @@ class CheckpointManager:
         return sorted(unwritten_ranks)
 
     def join_threads(self) -> None:
-        """Wait for the threads after an error. An unpublished checkpoint stays unpublished."""
         self._checkpoint_writer.join_threads()
 
     def _snapshot(self, shards: Sequence[TensorShard], step: int, content: TrainerState) -> None:

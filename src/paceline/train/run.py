@@ -44,12 +44,7 @@ class Outcome:
 
 
 def train(config: TrainConfig) -> Outcome:
-    """Train with `config`, as the rank that the environment variables specify.
-
-    Raises:
-        TrainingError: during training, on each rank that detects an error.
-        StallError: on the ranks whose collective the guard has aborted.
-    """
+    """Train with `config`, as the rank that the environment variables specify."""
     guard = HangGuard.of_process()
     guard.detach_probes()
     guard.page.enter(Phase.INIT)
