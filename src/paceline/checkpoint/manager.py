@@ -212,18 +212,15 @@ class Checkpoints:
         held = [file.stat().st_size for _, path in self.entries()[:keep] for file in path.iterdir()]
         return shutil.disk_usage(folder).free + sum(held)
 
-    def begin(self, step: int) -> Path:
-        """A new empty folder for the files of all ranks."""
+    def begin(self, step: int, *, alone: tuple[Claim, int] | None = None) -> Path:
+        """A new empty folder for the files of all ranks.
+
+        `alone`: of a rank that saves the whole state alone; its number, and the claim of rank 0.
+        """
+        if alone is not None:
+            self._claim = alone[0]
         attempt, generation = self._checked_claim()
-        return self._create(f".tmp-{step}-{attempt}-{generation}")
-
-    def begin_single_rank_checkpoint(self, step: int, claim: Claim, rank: int) -> Path:
-        """As `begin`, for a rank that saves the whole state alone, with the `claim` of its rank 0."""
-        self._claim = claim
-        return self._create(f".tmp-{step}-{claim.attempt}-{claim.generation}-{rank}")
-
-    def _create(self, name: str) -> Path:
-        tmp = self.root / name
+        tmp = self.root / f".tmp-{step}-{attempt}-{generation}{'' if alone is None else f'-{alone[1]}'}"
         if tmp.exists():  # left by an earlier failure of this process: no other process uses this name
             writing.remove(tmp)
         writing.make_folder(tmp)

@@ -111,7 +111,7 @@ class SnapshotWriter:
         buffer = self._buffers.get(descriptor)
         if buffer is None or len(buffer) != size_bytes:
             if (old := self._buffers.pop(descriptor, None)) is not None and old.data_ptr() in self._locked:
-                _cudart().cudaHostUnregister(old.data_ptr())  # before its memory is freed
+                torch.cuda.cudart().cudaHostUnregister(old.data_ptr())  # before its memory is freed
                 self._locked.remove(old.data_ptr())
             del buffer, old
             os.ftruncate(descriptor, 0)  # its content is no longer a state
@@ -127,15 +127,11 @@ def _lock_pages(buffer: Tensor) -> bool:
     """Page-lock the memory of `buffer`. If this fails, the host waits for each copy."""
     if not torch.cuda.is_available():
         return False
-    error_code = int(_cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
+    error_code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
     if error_code:
         with suppress(RuntimeError):  # clears the error, which the next kernel would report
             torch.zeros(1, device="cuda")
     return not error_code
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()
 
 
 class InterNodeExchange:

@@ -99,11 +99,6 @@ class StepResult(Struct):
     unread: "UnreadStep | None" = None
     """if the host has not read the loss, the norm and `skip_cause` from the device"""
 
-    @property
-    def loss_sum(self) -> float:
-        """The weighted sum of the global batch's losses."""
-        return self.loss * self.total_weight
-
 
 class UnreadStep:
     """A step whose loss and finiteness the host has not read from the device."""
@@ -335,7 +330,7 @@ class StepTotals:
             raise
 
     def read_totals(self, totals: Totals, *, late: bool = False) -> float:
-        """Read the totals over ranks. Returns the mean loss, and sets `rest`. `late`: parameters have already changed."""
+        """Read the totals over ranks. Returns the mean loss, and sets `rest`. `late`: parameters have changed."""
         *votes, scales = totals.votes if self._world.size > 1 else (*totals.votes, 0.0)
         if self.divisor is None:
             self.result.votes = ControlFlags(*votes[:NUM_VOTES])

@@ -111,7 +111,7 @@ def save_on_one_rank(
     shard = make_shard_layout(shards)
     buffer = torch.empty(shard.total_bytes, dtype=torch.uint8)
     _fill(buffer, shard, step, content, 0, 1)
-    folder = checkpoints.begin_single_rank_checkpoint(step, claim, world.rank)
+    folder = checkpoints.begin(step, alone=(claim, world.rank))
     file = _write_shard(folder, buffer, shard, 0, 1)
     return checkpoints.commit(folder, _manifest(step, content, claim, holder.virtual_ranks, file), keep, say)
 

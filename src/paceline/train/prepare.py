@@ -281,14 +281,8 @@ def make_model(task: Task, seed: int, world: World) -> nn.Module:
 
 
 def make_plan(config: TrainConfig, shape: BatchSizes, num_samples: int) -> BatchPlan:
-    return BatchPlan(
-        num_samples=num_samples,
-        global_batch=shape.global_batch,
-        virtual_ranks=shape.virtual_ranks,
-        accumulation=shape.accumulation,
-        seed=config.run.seed,
-        last_batch=config.data.last_batch,
-    )
+    batch, virtual_ranks, last_batch = shape.global_batch, shape.virtual_ranks, config.data.last_batch
+    return BatchPlan(num_samples, batch, virtual_ranks, shape.accumulation, config.run.seed, last_batch=last_batch)
 
 
 def make_replica(
@@ -363,7 +357,6 @@ def resolve_compute(
     `--precision auto` measures steps of the task on a micro-batch of `samples` samples, the largest of the run.
     """
     seconds: dict[str, float] = {}
-    why_no_bf16 = ""
     set_precision(config.precision, world)
     with raise_on_all_ranks(world):
         why_no_bf16 = bf16_unsupported_reason(world.device) if config.precision == "auto" else ""
@@ -371,12 +364,10 @@ def resolve_compute(
             checkpoint_activations(model, config.checkpoint_activations)
         if config.precision == "auto" and not why_no_bf16:
             seconds = _measure_precisions(model, task, dataset, loading, samples)
-    notices = list[str]()
-    if config.precision == "auto":
+    precision, notices = config.precision, list[str]()
+    if precision == "auto":
         precision, notice = _choose_precision(all_gather_object([why_no_bf16, seconds], world))
         notices.append(notice)
-    else:
-        precision = config.precision
     with raise_on_all_ranks(world):
         apply_precision(precision, model, world.device)
         if config.cuda_graphs:
