@@ -80,17 +80,8 @@ from paceline.train.weights import load_initial_weights
 STATE_COPIES = 4  # weights, gradients and two optimizer states for each weight
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+Allocator = Literal["tuned", "system"]
 SPLIT_LABELS = {"train": "training data", "validation": "validation data", "test": "test data"}
-
-
-@dataclass(frozen=True)
-class ResolvedCompute:
-    """The resolved compute settings, equal on all ranks except for the allocator."""
-
-    precision: Precision = "fp32"
-    allocator: Literal["tuned", "system"] = "system"
-    notices: list[str] = field(default_factory=list[str])
-    """Lines for the user."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +100,9 @@ class TrainingComponents:
     """0 if unknown: epochs over a stream."""
     data_fingerprints: dict[str, Any]
     """A fingerprint of the data of each split."""
-    compute: ResolvedCompute = field(default_factory=ResolvedCompute)
+    allocator: Allocator = "system"
+    notices: list[str] = field(default_factory=list[str])
+    """Lines for the user."""
     task_settings: dict[str, Any] = field(default_factory=dict[str, Any])
     """The task's arguments, optimizer and schedule, for the definition of the run."""
     weight_average: WeightAverage | None = None
@@ -173,8 +166,8 @@ def prepare(config: TrainConfig, world: World) -> TrainingComponents:
         count = None if config.compute.peak_tflops == 0 else FlopCount()
         if count is not None and config.compute.compile:  # the counter cannot see the operations of compiled code
             check_loss(task, model, train_set, in_process, count=count)
-    compute = resolve_compute(config.compute, model, task, train_set, loading, largest, world)
-    config = replace(config, compute=replace(config.compute, precision=compute.precision))
+    precision, allocator, notices = resolve_compute(config.compute, model, task, train_set, loading, largest, world)
+    config = replace(config, compute=replace(config.compute, precision=precision))
     with raise_on_all_ranks(world):
         load = SharedMemoryDemand(largest, config.data.num_workers, world.local_size)
         check = partial(check_loss, task, model, train_set, in_process, load, None if config.compute.compile else count)
@@ -189,7 +182,7 @@ def prepare(config: TrainConfig, world: World) -> TrainingComponents:
     for name, content in data.items():
         check_equal(name, content, world)
     parallelism = parallelize_model(task, model, train_set, in_process, plan, world, parallel_config(config))
-    compute = replace(compute, notices=[*compute.notices, *parallelism.notices])
+    notices += parallelism.notices
     replica = make_replica(config, maker, model, world, shape.virtual_ranks, parallelism)
     total_steps = config.run.steps or config.run.epochs * plan.known_steps_per_epoch
     with raise_on_all_ranks(world):
@@ -201,11 +194,11 @@ def prepare(config: TrainConfig, world: World) -> TrainingComponents:
     average = replica.average = None if o.ema is None else WeightAverage(replica.state(), o.ema)
     if config.data.micro_batch is not None:
         plan, notice = split_into_micro_batches(config, task, replica, train_set, plan, share, loading)
-        compute = replace(compute, notices=[*compute.notices, notice])
+        notices.append(notice)
         config = replace(config, data=replace(config.data, accumulation=plan.accumulation, micro_batch=None))
     return TrainingComponents(
-        config, task, train_set, sets, replica, plan, share, schedule, loading, total_steps, data, compute,
-        task_settings, average, stream, count,
+        config, task, train_set, sets, replica, plan, share, schedule, loading, total_steps, data, allocator,
+        notices, task_settings, average, stream, count,
     )  # fmt: skip
 
 
@@ -351,8 +344,10 @@ def check_loss(
 def resolve_compute(
     config: ComputeConfig, model: nn.Module, task: Task, dataset: Dataset[Any], loading: LoadingOptions, samples: int,
     world: World,
-) -> ResolvedCompute:  # fmt: skip
+) -> tuple[Precision, Allocator, list[str]]:  # fmt: skip
     """Resolve the `auto` settings, and set up `model` in place (collective). No strategy is applied yet.
+
+    Returns the precision, the allocator of this rank, and lines for the user.
 
     `--precision auto` measures steps of the task on a micro-batch of `samples` samples, the largest of the run.
     """
@@ -375,7 +370,7 @@ def resolve_compute(
         if config.compile:
             compile_model(model, world.device)
         allocator, notice = _set_allocator(config, model, world)
-    return ResolvedCompute(precision, allocator, notices + notice)
+    return precision, allocator, notices + notice
 
 
 def _choose_precision(measured: list[Any]) -> tuple[Precision, str]:
@@ -412,9 +407,7 @@ def _measure_precisions(
         return time_alternatives({"fp32": partial(step, False), "bf16": partial(step, True)}, loading.device)
 
 
-def _set_allocator(
-    config: ComputeConfig, model: nn.Module, world: World
-) -> tuple[Literal["tuned", "system"], list[str]]:
+def _set_allocator(config: ComputeConfig, model: nn.Module, world: World) -> tuple[Allocator, list[str]]:
     if config.allocator == "system" or world.device.type != "cpu":
         return "system", []
     free = free_memory()

@@ -68,14 +68,13 @@ class TaskSteps:
         `one_each`: each rank computes each step in one micro-batch, so the weights are known before backward.
         """
 
-        def weighted_sum(inputs: Any, targets: Any) -> Tensor:
-            losses, weights = weighted_losses(loss, call_model(replica.model, inputs), targets)
-            return losses.sum() if weights is None else (losses * weights).sum()
+        def forward(inputs: Any, targets: Any) -> Tensor:
+            return weighted_loss_sum(loss, call_model(replica.model, inputs), targets)
 
         self._replica, self._loss, self._one_each, way_out = replica, loss, one_each, "--not-finite skip"
         self._enter = options.setdefault("enter", ignore_phase)
         if replica.pipeline is None:
-            self._steps = Step(replica.world, replica.virtual_ranks, forward=weighted_sum, way_out=way_out, **options)
+            self._steps = Step(replica.world, replica.virtual_ranks, forward=forward, way_out=way_out, **options)
         else:  # no single stage can recompute one sample to find the cause of a NaN
             self._steps = PipelineStep(replica.world, replica.virtual_ranks, way_out=way_out, **options)
         self._steps.parts.append(ModelInTraining(replica, scale=scale))
@@ -265,3 +264,8 @@ def weighted_losses(loss: Loss, outputs: Any, targets: Any) -> tuple[Tensor, Ten
     if weights is not None and weights.shape != losses.shape:
         raise UsageError(code="loss-weights-shape", shape=tuple(losses.shape), weights=tuple(weights.shape))
     return upcast(losses), None if weights is None else upcast(weights)
+
+
+def weighted_loss_sum(loss: Loss, outputs: Any, targets: Any) -> Tensor:
+    losses, weights = weighted_losses(loss, outputs, targets)
+    return losses.sum() if weights is None else (losses * weights).sum()

@@ -33,7 +33,7 @@ def opening_lines(parts: "TrainingComponents") -> list[str]:
     ]
     if line := _compute_line(parts):
         lines.append(line)
-    lines += parts.compute.notices
+    lines += parts.notices
     if (every := config.guard.audit_every) is not None:
         lines.append(audit_line(every, world))
     o = config.optimizer
@@ -92,7 +92,7 @@ def summary_facts(parts: "TrainingComponents", place: RunLocation) -> dict[str, 
     bits = {name: facts[name] for name in names} | facts["hardware"]  # the same for 1 to virtual_ranks processes
     return {
         "task": str(parts.config.task), "strategy": parts.config.strategy, "precision": compute.precision,
-        "allocator": parts.compute.allocator, "bits_hold_for": bits if facts["unbroken"] else None,
+        "allocator": parts.allocator, "bits_hold_for": bits if facts["unbroken"] else None,
     }  # fmt: skip
 
 
