@@ -5,6 +5,21 @@ weighted sum, divided by the weight of the global batch. Gradients are summed ov
 on 3 ranks are portions of 33, 32 and 32; each gradient has the factor 1/97, not 1/(3*33) or 1/(3*32) as in a mean of
 means. Hooks and autograd functions also see the gradients of a plain loop. If the weight is known only after backward,
 the loss is divided by a power of two, and the sum of gradients by the rest.
+
+A step on two ranks, with two micro-batches each. <=> is an exchange:
+
+    rank 0                                                         rank 1
+    _begin: save buffers, clear gradients                          the same
+    _enter_batch: buffers and random stream of the virtual rank    the same
+    forward, backward: adds to .grad                               the same, with other samples
+    end_body, _enter_batch, forward
+    backward: sends loss, weight, votes and a hash of calls    <=> the totals are added up meanwhile
+      _propagate: sends each bucket of gradients once complete <=>
+      _synchronise: reads the totals and compares the ranks        all ranks raise an error, or none
+        sums the gradients over ranks, divides by the rest     <=>
+        clips; skips or stops if a number is not finite            all ranks or none
+    end_body
+    enter_optimizer_phase, optimizer.step, end                     the same parameters
 """
 
 import math
@@ -36,6 +51,7 @@ from paceline.collectives.hosts import NodeTopology
 from paceline.collectives.torch_collectives import name_collective
 from paceline.compute.flops import FlopCount
 from paceline.data.loader import MicroBatch, PrefetchTrigger
+from paceline.data.plan import MicroBatchPlan
 from paceline.errors import UsageError
 from paceline.protocol.evidence import Phase
 from paceline.rank.guard import HangGuard
@@ -55,6 +71,7 @@ from paceline.stepping.micro_step import (
     AveragedCount,
     MicroStep,
     Reduction,
+    WeightedLoss,
     check_mean,
     make_weighted_loss,
 )
@@ -182,38 +199,6 @@ class Step:
         if self.audits is not None and self.audits.is_disputed:
             yield from self._judge(self.audits)
 
-    def _judge(self, audits: Audits) -> Generator[MicroBatch]:
-        """Compute a disputed micro-batch on all ranks, save the state before the step, and raise an error."""
-        for part in self.parts:
-            part.abort_step()
-        self._begin_passes()
-        if (batch := audits.repeated()) is not None:  # in the proof each rank repeats its own, and one may have none
-            self._enter_batch(batch, False)
-            self.micro_step = MicroStep(batch, batch.work, False, self._rates())
-            yield batch
-            self.end_body()
-        error = audits.judge(str(self._where))
-        for part in self.parts:
-            part.abort_step()
-        audits.save()
-        raise error
-
-    def run_trial(self, batch: MicroBatch) -> Generator[MicroBatch]:
-        """Yield a dummy batch for a trial forward and backward. Nothing is summed over ranks, and no state changes."""
-        for part in self.parts:
-            part.begin_step()
-        self.has_one_body, self._own_code, self._host = False, "", None
-        self._begin_passes()
-        self._sums.begin("a trial")
-        try:
-            self._enter_batch(batch, is_last=False)
-            self.micro_step = MicroStep(batch, batch.work, is_last=False, learning_rates=[])
-            yield batch
-        finally:
-            self.abort_step()
-            self.stream.leave()
-            self._value = None
-
     def _begin(
         self, place: object, micro_batches: Sequence[MicroBatch], *, one_each: bool = False
     ) -> Sequence[MicroBatch]:
@@ -238,9 +223,6 @@ class Step:
         self.means, self._own_code, self.in_step = [], "", True
         return micro_batches
 
-    def _begin_passes(self) -> None:
-        self._pass, self._phase_buffers = 0, {}
-
     def _enter_batch(self, batch: MicroBatch, is_last: bool) -> None:
         self._enter(Phase.FORWARD)
         self._is_entered = True
@@ -249,72 +231,6 @@ class Step:
             if not is_last:
                 part.begin_micro_batch()
             part.replica.enter(batch, is_last)
-
-    def _leave_batch(self, error: BaseException | None = None) -> None:
-        if not self._is_entered:
-            return
-        self._is_entered, late = False, None
-        if self._counting is not None:
-            counting, self._counting = self._counting, None
-            counting.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
-        for part in reversed(self.parts):
-            try:
-                part.replica.leave(error)
-            except BaseException as caught:  # the other models must be left as well
-                error = late = caught
-        if error is not None or not self.keeps_stream:
-            self.stream.leave()
-        if late is not None:
-            raise late
-
-    def end_body(self) -> None:
-        """The loop body has ended. Raises UsageError if it differs from the other bodies of the step."""
-        micro_step = self.micro_step
-        assert micro_step is not None
-        if not micro_step.is_last:
-            for part in self.parts:
-                part.check_between_micro_batches()
-        self.micro_step = None
-        self._leave_batch()
-        if not micro_step.weights:
-            raise UsageError(code="no-backward")
-        if (first := self._first) is not None and micro_step.completed_calls != first.completed_calls:
-            calls, other = first.completed_calls_text, micro_step.completed_calls_text
-            raise UsageError(code="bodies-differ", first=calls, other=other)
-        if not micro_step.is_last and micro_step.learning_rates != self._rates():
-            raise UsageError(code="learning-rate-in-step")
-        self._first = self._first or micro_step
-        self._num_passes = self._first.phase + 1
-
-    @property
-    def is_skipped(self) -> bool:
-        return self._result.skip_cause is not None
-
-    def enter_optimizer_phase(self) -> None:
-        """Begin the update. Raises StallError if the guard has unblocked this rank: then the sums are not valid."""
-        self._guard.check_unblocked()
-        self._enter(Phase.OPTIMIZER)
-        self.updating = True
-
-    def end(self) -> StepResult:
-        if self._host is not None:
-            self._sums.read_awaited(self._enter, self._way_out)
-        if self._first is not None:
-            self._usual = len(self._first.weights), tuple(self._first.stepped_optimizers)
-        self._first, self._sums.seen, self._value = None, [], None  # releases the batches
-        if self._result.skip_cause is not None:
-            for part in self.parts:
-                part.replica.restore_buffers()
-        elif self.parts[0].scale is not None:
-            self.parts[0].scale.count_good_step()
-        self.updating = self.in_step = False
-        return self._result
-
-    def abort_step(self) -> None:
-        self.micro_step, self.in_step, self.unread = None, False, None
-        self._leave_batch(sys.exc_info()[1])
-        for part in self.parts:
-            part.abort_step()
 
     def backward(
         self,
@@ -345,44 +261,62 @@ class Step:
             self.means.append((mean, weighed.weight))
         # a mean; or the (B,) of a task, which was checked to have one value per sample
         plain = weight is None and reduction == "mean" and loss.ndim <= int(self._forward is not None)
-        is_weightless = self._sums.add_loss(loss, weighed, reduction, micro_step, plain=plain)
         # a host that steps separately does not wait for weights of other hosts
-        scale = self._sums.choose_loss_divisor(weighed, waits=last and self._host is None)
+        waits = last and self._host is None
+        scale, has_gradient = self._sums.add_loss(loss, weighed, reduction, micro_step, plain=plain, waits=waits)
         finish = self._sums.start() if last else None  # travels during backward
         totals = None
         if scale is None:
             assert finish is not None
             totals = finish()
             self._sums.scale = scale = torch.as_tensor(totals.total_weight, dtype=torch.float64)
-        if not last and (
-            self._sums.is_guess or micro_step.batch.samples is not None
-        ):  # the last: see `_check_no_custom_gradient_code`
+        if not last and (self._sums.is_guess or micro_step.batch.samples is not None):  # the last is checked below
             self._own_code = self._own_code or describe_user_autograd_function(weighed.value)
         wanted = [part for part in self.parts if part in only] if only else self.parts
         is_watched = len(self.parts) > 1 or bool(micro_step.stepped_optimizers)
         for part in self.parts:
             part.before_backward(part in wanted, is_watched)
+        factor = weighed.factor / scale if has_gradient and weighed.value.requires_grad else None
         self._enter(Phase.BACKWARD)
+        self._propagate(wanted, weighed, factor, micro_step.work, more=more, last=last, retain_graph=retain_graph)
+        if self.flop_counter is not None and self.flop_counter.is_active:
+            self.flop_counter.mark_backward_end()
+        for part in self.parts:
+            if part not in wanted:
+                part.discard_backward()
+        if finish is None:
+            self._put_aside(wanted, micro_step)
+        else:
+            self._enter(Phase.SYNC)
+            self._synchronise(wanted, finish if totals is None else lambda: totals)
+            if not self._sums.was_scaled:
+                self._check_no_custom_gradient_code(weighed.value)
+        micro_step.has_failed = False
+
+    def _propagate(
+        self, wanted: Sequence[ModelInTraining], weighed: WeightedLoss, factor: float | Tensor | None,
+        work: MicroBatchPlan, *, more: bool, last: bool, retain_graph: bool,
+    ) -> None:  # fmt: skip
+        """Back-propagate the loss times `factor`, without the user's hooks. None: it has no gradient."""
         self.in_backward = True
         hidden_hooks: HiddenHooks = []
         begun_parts: list[ModelInTraining] = []
         try:
             for part in self.parts:
                 if part.may_have_hooks:
-                    counted = micro_step.work.is_counted
-                    hidden_hooks += part.hide_hooks(alone=self._sums.is_alone, counted=counted)
+                    hidden_hooks += part.hide_hooks(alone=self._sums.is_alone, counted=work.is_counted)
             if more and hidden_hooks:
                 raise UsageError(code="more-with-hook")
             for part in wanted:
                 # with several models it is not known which of them this backward reaches: no early exchange
-                part.replica.begin_backward(micro_step.work, last and len(self.parts) == 1)
+                part.replica.begin_backward(work, last and len(self.parts) == 1)
                 begun_parts.append(part)
             if self.audits is not None:
-                self.audits.begin_backward(micro_step.work, weighed.value, weighed.factor)
-            if weighed.value.requires_grad and not is_weightless:
-                self.parts[0].backward(weighed.value, factor=weighed.factor / scale, retain_graph=retain_graph)
-            else:
+                self.audits.begin_backward(work, weighed.value, weighed.factor)
+            if factor is None:
                 self._backward_nothing(retain_graph)
+            else:
+                self.parts[0].backward(weighed.value, factor=factor, retain_graph=retain_graph)
         except BaseException as error:
             for part in reversed(begun_parts):
                 part.replica.end_backward(error)
@@ -398,54 +332,6 @@ class Step:
                 part.last_gradient.clear()
             if hidden_hooks:
                 restore_hooks(hidden_hooks)
-        if self.flop_counter is not None and self.flop_counter.is_active:
-            self.flop_counter.mark_backward_end()
-        for part in self.parts:
-            if part not in wanted:
-                part.discard_backward()
-        if finish is None:
-            self._put_aside(wanted, micro_step)
-        else:
-            self._enter(Phase.SYNC)
-            self._synchronise(wanted, finish if totals is None else lambda: totals)
-            if not self._sums.was_scaled:
-                self._linear_checks += 1
-                # a rank whose loss is constant has no such code in its graph, and would update
-                early = self._linear_checks <= 2 and self._host is None
-                with raise_on_all_ranks(self._world) if early else nullcontext():
-                    self._check_no_custom_gradient_code(weighed.value)
-        micro_step.has_failed = False
-
-    def _check_no_custom_gradient_code(self, loss: Tensor) -> None:
-        """Raise UsageError for custom code in the gradient path: the weight was not known in backward."""
-        models = [part.replica.model for part in self.parts]
-        changed = "" if self.tensor_hooks is None else self.tensor_hooks.changed
-        custom_code = (
-            describe_user_module_hook(models) or self._own_code or describe_user_autograd_function(loss) or changed
-        )
-        if custom_code:
-            raise UsageError(code="hook-before-weight", what=custom_code)
-
-    def _backward_nothing(self, retain_graph: bool) -> None:
-        """The backward of a loss without gradients: it is constant or has weight 0."""
-        replicas = [part.replica for part in self.parts]
-        if len(replicas) == 1 and not replicas[0].in_lockstep and replicas[0].module is not replicas[0].model:
-            # the DDP module waits for a gradient of each parameter
-            zeros = [p.sum().double() * 0 for p in replicas[0].model.parameters() if p.requires_grad]
-            self.parts[0].backward(torch.stack(zeros).sum(), retain_graph=retain_graph)
-            return
-        if any(replica.in_lockstep or replica.module is not replica.model for replica in replicas):
-            raise UsageError(code="loss-without-gradient")
-        self._sums.without_gradient = True
-
-    def foreign_leaves(self) -> list[Tensor]:
-        """Leaf tensors of the last loss that are not parameters of the models, nor gathered ones of `fsdp`."""
-        ids = {id(p) for part in self.parts for p in part.replica.model.parameters()}
-        leaves = [] if self._value is None else leaves_of(self._value)
-        return [leaf for leaf in leaves if id(leaf) not in ids and not hasattr(leaf, "named_in_model")]
-
-    def _rates(self) -> list[float]:
-        return [rate for part in self.parts for rate in part.learning_rates()]
 
     def _put_aside(self, wanted: Sequence[ModelInTraining], micro_step: MicroStep) -> None:
         for part in wanted:
@@ -507,15 +393,6 @@ class Step:
             for part in reached:
                 part.record_grad_versions()
 
-    def _models_reached_on_any_rank(self, wanted: Sequence[ModelInTraining]) -> Sequence[ModelInTraining]:
-        """The models that the backward has reached on any rank; closes the others (a collective)."""
-        flags = to_device_async([float(part.has_received_gradients) for part in wanted], self._world.device)
-        ranks = sum_over_ranks(flags, "models reached by a backward").tolist()
-        for part, count in zip(wanted, ranks, strict=True):
-            if not count:
-                part.after_backward(reached=False)
-        return [part for part, count in zip(wanted, ranks, strict=True) if count]
-
     def _read_from_device(
         self, to_judge: Sequence[ModelInTraining], loss: float, totals: Totals | DeferredTotals | None
     ) -> tuple[float, bool]:
@@ -562,6 +439,106 @@ class Step:
         self._result.unread = unread = UnreadStep(self._result, found_inf.view(()), wait)
         return unread
 
+    def end_body(self) -> None:
+        """The loop body has ended. Raises UsageError if it differs from the other bodies of the step."""
+        micro_step = self.micro_step
+        assert micro_step is not None
+        if not micro_step.is_last:
+            for part in self.parts:
+                part.check_between_micro_batches()
+        self.micro_step = None
+        self._leave_batch()
+        if not micro_step.weights:
+            raise UsageError(code="no-backward")
+        if (first := self._first) is not None and micro_step.completed_calls != first.completed_calls:
+            calls, other = first.completed_calls_text, micro_step.completed_calls_text
+            raise UsageError(code="bodies-differ", first=calls, other=other)
+        if not micro_step.is_last and micro_step.learning_rates != self._rates():
+            raise UsageError(code="learning-rate-in-step")
+        self._first = self._first or micro_step
+        self._num_passes = self._first.phase + 1
+
+    def _leave_batch(self, error: BaseException | None = None) -> None:
+        if not self._is_entered:
+            return
+        self._is_entered, late = False, None
+        if self._counting is not None:
+            counting, self._counting = self._counting, None
+            counting.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+        for part in reversed(self.parts):
+            try:
+                part.replica.leave(error)
+            except BaseException as caught:  # the other models must be left as well
+                error = late = caught
+        if error is not None or not self.keeps_stream:
+            self.stream.leave()
+        if late is not None:
+            raise late
+
+    @property
+    def is_skipped(self) -> bool:
+        return self._result.skip_cause is not None
+
+    def enter_optimizer_phase(self) -> None:
+        """Begin the update. Raises StallError if the guard has unblocked this rank: then the sums are not valid."""
+        self._guard.check_unblocked()
+        self._enter(Phase.OPTIMIZER)
+        self.updating = True
+
+    def end(self) -> StepResult:
+        if self._host is not None:
+            self._sums.read_awaited(self._enter, self._way_out)
+        if self._first is not None:
+            self._usual = len(self._first.weights), tuple(self._first.stepped_optimizers)
+        self._first, self._sums.seen, self._value = None, [], None  # releases the batches
+        if self._result.skip_cause is not None:
+            for part in self.parts:
+                part.replica.restore_buffers()
+        elif self.parts[0].scale is not None:
+            self.parts[0].scale.count_good_step()
+        self.updating = self.in_step = False
+        return self._result
+
+    # not in the usual step
+
+    def abort_step(self) -> None:
+        self.micro_step, self.in_step, self.unread = None, False, None
+        self._leave_batch(sys.exc_info()[1])
+        for part in self.parts:
+            part.abort_step()
+
+    def run_trial(self, batch: MicroBatch) -> Generator[MicroBatch]:
+        """Yield a dummy batch for a trial forward and backward. Nothing is summed over ranks, and no state changes."""
+        for part in self.parts:
+            part.begin_step()
+        self.has_one_body, self._own_code, self._host = False, "", None
+        self._begin_passes()
+        self._sums.begin("a trial")
+        try:
+            self._enter_batch(batch, is_last=False)
+            self.micro_step = MicroStep(batch, batch.work, is_last=False, learning_rates=[])
+            yield batch
+        finally:
+            self.abort_step()
+            self.stream.leave()
+            self._value = None
+
+    def _judge(self, audits: Audits) -> Generator[MicroBatch]:
+        """Compute a disputed micro-batch on all ranks, save the state before the step, and raise an error."""
+        for part in self.parts:
+            part.abort_step()
+        self._begin_passes()
+        if (batch := audits.repeated()) is not None:  # in the proof each rank repeats its own, and one may have none
+            self._enter_batch(batch, False)
+            self.micro_step = MicroStep(batch, batch.work, False, self._rates())
+            yield batch
+            self.end_body()
+        error = audits.judge(str(self._where))
+        for part in self.parts:
+            part.abort_step()
+        audits.save()
+        raise error
+
     def _find_nonfinite_cause(
         self, reached: Sequence[ModelInTraining], host: NodeTopology | None, *, in_loss: bool
     ) -> nonfinite.NonFiniteCause:
@@ -582,6 +559,51 @@ class Step:
         if not self._may_skip:
             raise report_on_one_rank(nonfinite.nonfinite_error(cause, self._way_out), self._world, by=cause.first_rank)
         return cause
+
+    def _backward_nothing(self, retain_graph: bool) -> None:
+        """The backward of a loss without gradients: it is constant or has weight 0."""
+        replicas = [part.replica for part in self.parts]
+        if len(replicas) == 1 and not replicas[0].in_lockstep and replicas[0].module is not replicas[0].model:
+            # the DDP module waits for a gradient of each parameter
+            zeros = [p.sum().double() * 0 for p in replicas[0].model.parameters() if p.requires_grad]
+            self.parts[0].backward(torch.stack(zeros).sum(), retain_graph=retain_graph)
+            return
+        if any(replica.in_lockstep or replica.module is not replica.model for replica in replicas):
+            raise UsageError(code="loss-without-gradient")
+        self._sums.without_gradient = True
+
+    def _check_no_custom_gradient_code(self, loss: Tensor) -> None:
+        """Raise UsageError for custom code in the gradient path: the weight was not known in backward."""
+        models = [part.replica.model for part in self.parts]
+        changed = "" if self.tensor_hooks is None else self.tensor_hooks.changed
+        self._linear_checks += 1
+        # a rank whose loss is constant has no such code in its graph, and would update
+        early = self._linear_checks <= 2 and self._host is None
+        with raise_on_all_ranks(self._world) if early else nullcontext():
+            found = describe_user_module_hook(models) or self._own_code or describe_user_autograd_function(loss)
+            if found or changed:
+                raise UsageError(code="hook-before-weight", what=found or changed)
+
+    def _models_reached_on_any_rank(self, wanted: Sequence[ModelInTraining]) -> Sequence[ModelInTraining]:
+        """The models that the backward has reached on any rank; closes the others (a collective)."""
+        flags = to_device_async([float(part.has_received_gradients) for part in wanted], self._world.device)
+        ranks = sum_over_ranks(flags, "models reached by a backward").tolist()
+        for part, count in zip(wanted, ranks, strict=True):
+            if not count:
+                part.after_backward(reached=False)
+        return [part for part, count in zip(wanted, ranks, strict=True) if count]
+
+    def _begin_passes(self) -> None:
+        self._pass, self._phase_buffers = 0, {}
+
+    def _rates(self) -> list[float]:
+        return [rate for part in self.parts for rate in part.learning_rates()]
+
+    def foreign_leaves(self) -> list[Tensor]:
+        """Leaf tensors of the last loss that are not parameters of the models, nor gathered ones of `fsdp`."""
+        ids = {id(p) for part in self.parts for p in part.replica.model.parameters()}
+        leaves = [] if self._value is None else leaves_of(self._value)
+        return [leaf for leaf in leaves if id(leaf) not in ids and not hasattr(leaf, "named_in_model")]
 
 
 def pad_micro_batches(microbatches: Sequence[MicroBatch], world: World) -> Sequence[MicroBatch]:

@@ -164,7 +164,7 @@ class StepTotals:
         self.seen: BatchLosses = []
         self.without_gradient = False
         """whether a loss of this rank was constant or had weight 0"""
-        self._samples, self._plain, self._by_samples, self._counts_all = 0, True, True, True
+        self._samples, self._plain, self._counts_all = 0, True, True
         self._reduction: Reduction | None = None
         self.awaited: AwaitTotals | None = None
         """totals to be read after the update, if hosts step separately"""
@@ -174,14 +174,20 @@ class StepTotals:
         return self.result
 
     def add_loss(
-        self, loss: Tensor, weighed: WeightedLoss, reduction: Reduction, micro_step: MicroStep, *, plain: bool
-    ) -> bool:
+        self, loss: Tensor, weighed: WeightedLoss, reduction: Reduction, micro_step: MicroStep, *, plain: bool,
+        waits: bool = False,
+    ) -> tuple[float | Tensor | None, bool]:  # fmt: skip
         """Add a loss and its weight to the totals. Backwards with a common divisor must have the same weight.
 
-        `plain`: each sample weighs 1, according to the form of the loss, which is the same on all ranks.
+        `plain`: each sample weighs 1, according to the form of the loss, which is the same on all ranks. `waits`: the
+        backward may wait for the totals.
 
-        Returns whether the loss is known to have no gradient: its factor is 0. A GPU is not asked, because the host
-        would wait.
+        Returns the divisor of the loss before backward, which makes gradients inside backward those of the mean; and
+        whether the loss may have a gradient: it has none if its factor is 0. A GPU is not asked, because the host would
+        wait. The divisor is the weight of the global batch if this is known: from the plan, or because this rank has
+        all of it. None: it is the weight in the totals over ranks, if the backward `waits` for them. Otherwise it is a
+        power of two near the weight of the last step, which changes no bit of the sum, and the gradients are divided by
+        the rest later.
         """
         factor = weighed.factor
         is_weightless = (not isinstance(factor, Tensor) or factor.device.type == "cpu") and float(factor) == 0
@@ -190,7 +196,6 @@ class StepTotals:
             raise UsageError(code="reductions-differ")
         self._reduction = reduction
         self._samples, self._plain = micro_step.work.global_samples, self._plain and plain
-        self._by_samples = weighed.is_weight_num_samples
         self._counts_all = self._counts_all and weighed.has_unit_sample_weights and micro_step.batch.samples is None
         if is_shared and (first := micro_step.weights[-1]) is not (other := weighed.weight) and first != other:
             raise UsageError(code="weights-differ", first=float(first), other=float(other))
@@ -218,29 +223,18 @@ class StepTotals:
                 )
         self.in_round += 1
         micro_step.weights.append(weighed.weight)
-        return is_weightless
-
-    def choose_loss_divisor(self, weighed: WeightedLoss, *, waits: bool) -> float | Tensor | None:
-        """The divisor of the loss before backward, which makes gradients inside backward those of the mean.
-
-        It is the weight of the global batch if this is known: from the plan, or because this rank has all of it.
-        Otherwise it is a power of two near the weight of the last step, which changes no bit of the sum, and the
-        gradients are divided by `remaining_divisor` later. None: it is the weight in the totals over ranks.
-        """
         if self.scale is None:
-            if self._reduction == "sum":
+            if reduction == "sum":
                 self.scale = 1.0
             elif self.is_alone:
                 weight = weighed.weight
                 self.scale = weight if isinstance(weight, Tensor) else weight or 1.0  # 0: `read_totals` raises
-            elif self._by_samples and self._samples:
+            elif weighed.is_weight_num_samples and self._samples:
                 self.scale = float(self._samples)
-            elif self._one_each and waits and not self._same_bits:
-                return None
-            else:
+            elif not (self._one_each and waits) or self._same_bits:
                 self.guess_loss_divisor(self._samples)
                 self.is_guess = True
-        return self.scale
+        return self.scale, not is_weightless
 
     def guess_loss_divisor(self, samples: int) -> float:
         """Take a power of two near the weight of the global batch as the divisor before backward."""
