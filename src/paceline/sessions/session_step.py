@@ -5,12 +5,13 @@ from collections.abc import Callable
 from dataclasses import astuple, dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
 
 from paceline.errors import PacelineError, UsageError
 from paceline.sessions.observer import Observer
+from paceline.stepping.hooks import leaves_of
 from paceline.stepping.micro_step import MicroStep
 from paceline.stepping.step import Step
 from paceline.stepping.trained_model import LossScale, ModelInTraining
@@ -131,6 +132,12 @@ class SessionStep(Step):
     def check_enough_evaluation_samples(self, samples: int, ranks: int) -> None:
         if samples < ranks and any(part.replica.in_lockstep for part in self.parts):
             raise UsageError(code="too-few-samples-to-evaluate", samples=samples, ranks=ranks)
+
+    def foreign_leaves(self) -> list[Tensor]:
+        """Leaf tensors of the last loss that are not parameters of the models, nor gathered ones of `fsdp`."""
+        ids = {id(p) for part in self.parts for p in part.replica.model.parameters()}
+        leaves = [] if self._value is None else leaves_of(self._value)
+        return [leaf for leaf in leaves if id(leaf) not in ids and not hasattr(leaf, "named_in_model")]
 
     def explain_gradient_error(self, error: BaseException | None) -> UsageError | None:
         micro_step = self.micro_step

@@ -64,7 +64,6 @@ from paceline.stepping.hooks import (
     TensorHookTracker,
     describe_user_autograd_function,
     describe_user_module_hook,
-    leaves_of,
     restore_hooks,
 )
 from paceline.stepping.micro_step import (
@@ -358,8 +357,8 @@ class Step:
             else:
                 rest = self._sums.remaining_divisor(totals)
         reached = self._models_reached_on_any_rank(wanted) if len(self.parts) > 1 else wanted  # one always is
-        if (self._exact or not self.has_one_body) and any(part in self._summed_up for part in reached):
-            raise UsageError(code="two-backwards")
+        if self._exact or not self.has_one_body:
+            self._check_summed_once(reached)
         self._summed_up += reached
         to_judge: list[ModelInTraining] = []
         records_gradients = torch.is_grad_enabled()
@@ -584,6 +583,10 @@ class Step:
             if found or changed:
                 raise UsageError(code="hook-before-weight", what=found or changed)
 
+    def _check_summed_once(self, reached: Sequence[ModelInTraining]) -> None:
+        if any(part in self._summed_up for part in reached):
+            raise UsageError(code="two-backwards")
+
     def _models_reached_on_any_rank(self, wanted: Sequence[ModelInTraining]) -> Sequence[ModelInTraining]:
         """The models that the backward has reached on any rank; closes the others (a collective)."""
         flags = to_device_async([float(part.has_received_gradients) for part in wanted], self._world.device)
@@ -598,12 +601,6 @@ class Step:
 
     def _rates(self) -> list[float]:
         return [rate for part in self.parts for rate in part.learning_rates()]
-
-    def foreign_leaves(self) -> list[Tensor]:
-        """Leaf tensors of the last loss that are not parameters of the models, nor gathered ones of `fsdp`."""
-        ids = {id(p) for part in self.parts for p in part.replica.model.parameters()}
-        leaves = [] if self._value is None else leaves_of(self._value)
-        return [leaf for leaf in leaves if id(leaf) not in ids and not hasattr(leaf, "named_in_model")]
 
 
 def pad_micro_batches(microbatches: Sequence[MicroBatch], world: World) -> Sequence[MicroBatch]:
