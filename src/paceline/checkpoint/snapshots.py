@@ -111,7 +111,8 @@ class SnapshotWriter:
         buffer = self._buffers.get(descriptor)
         if buffer is None or len(buffer) != size_bytes:
             if (old := self._buffers.pop(descriptor, None)) is not None and old.data_ptr() in self._locked:
-                torch.cuda.cudart().cudaHostUnregister(old.data_ptr())  # before its memory is freed
+                cudart: Any = torch.cuda.cudart()
+                cudart.cudaHostUnregister(old.data_ptr())  # before its memory is freed
                 self._locked.remove(old.data_ptr())
             del buffer, old
             os.ftruncate(descriptor, 0)  # its content is no longer a state
@@ -127,7 +128,8 @@ def _lock_pages(buffer: Tensor) -> bool:
     """Page-lock the memory of `buffer`. If this fails, the host waits for each copy."""
     if not torch.cuda.is_available():
         return False
-    error_code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
+    cudart: Any = torch.cuda.cudart()
+    error_code = int(cudart.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
     if error_code:
         with suppress(RuntimeError):  # clears the error, which the next kernel would report
             torch.zeros(1, device="cuda")
@@ -209,9 +211,8 @@ def _received(piece: Piece, data: Tensor, at: int) -> TensorShard:
     values = data[at : at + piece.elements * dtype.itemsize].view(dtype)
     if piece.key == piece.name:
         return TensorShard(piece.name, values.view(shape), replicated=False)
-    return TensorShard(
-        piece.name, values, shape, piece.start, replicated=False, count=piece.count, range_stride=piece.apart
-    )
+    ranges: Any = {"start": piece.start, "count": piece.count, "range_stride": piece.apart}
+    return TensorShard(piece.name, values, shape, replicated=False, **ranges)
 
 
 # ---- read

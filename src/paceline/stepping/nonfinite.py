@@ -83,11 +83,9 @@ def gradients_are_finite(replica: Strategy) -> bool | Deferred[bool]:
 
 
 def nonfinite_samples(values: Tensor, indices: Tensor) -> tuple[list[int], bool]:
-    """The samples whose values are not finite, of a micro-batch with the samples `indices`.
+    """The samples `indices` whose values are not finite, and whether each of them is a cause.
 
-    Returns:
-        Their indices, and whether each of them is a cause. If `values` has no row per sample (for example, a mean over
-        all samples), any sample can be the cause.
+    If `values` has no row per sample (for example, a mean over all samples), any sample can be the cause.
     """
     if values.ndim and len(values) == len(indices):
         bad = ~values.detach().isfinite().reshape(len(values), -1).all(1)
@@ -121,13 +119,9 @@ def find_nonfinite_gradients(
 ) -> NonFiniteCause:
     """Find the samples that made the gradients non-finite (a collective of the ranks of `gather`).
 
-    Args:
-        replicas: with reduced gradients, by the prefix of the names of their parameters.
-        seen: the micro-batches of this rank.
-        forward: of the plain model, if there is only one. The buffers must be those before the step; they change.
-        where: names the step.
-        progress: called before each pass, because the search may be long.
-        gather: exchanges the results.
+    `replicas`: by the prefix of the names of their parameters. `seen`: the micro-batches of this rank. `forward`: of
+    the plain model, if there is only one; the buffers must be those before the step, and change. `progress` is called
+    before each pass, because the search may be long.
     """
     grads = [(prefix + h.name, h.tensor) for prefix, replica in replicas.items() for h in replica.gradients()]
     mine: dict[str, Any] = {"names": [n for n, t in grads if not bool(t.isfinite().all())], "samples": [], "why": ""}

@@ -57,12 +57,9 @@ TOTALS_NAME = "totals of the step"
 class Totals(Struct, frozen=True):
     """The sums of losses and of weights over virtual ranks, and of votes over ranks."""
 
-    sums: list[float]
+    loss_sum: float
+    total_weight: float
     votes: list[float]
-
-    @property
-    def total_weight(self) -> float:
-        return self.sums[1]
 
 
 @dataclass(frozen=True)
@@ -269,7 +266,7 @@ class StepTotals:
             loss, weight = (losses[0], weights[0]) if len(losses) == 1 else (_tree_sum(losses), _tree_sum(weights))
             if isinstance(loss, Tensor) or isinstance(weight, Tensor):
                 return lambda: _deferred_totals(loss, weight, votes)
-            return partial(Totals, [loss, weight], votes)
+            return partial(Totals, loss, weight, votes)
         self._said_scale = float(self.scale or 0)
         # One slot for each virtual rank: all others add zeros, so each rank gets the numbers unchanged. They are added
         # in the order of the tree: the bits do not depend on the world size.
@@ -300,7 +297,7 @@ class StepTotals:
         numbers, ranks = read(), self._virtual_ranks
         pairs, votes = numbers[: 2 * ranks], numbers[2 * ranks :]
         total: Callable[[list[float]], float] = _sum if ranks <= 2 else _tree_sum  # the same order
-        return Totals([total(pairs[::2]), total(pairs[1::2])], votes)
+        return Totals(total(pairs[::2]), total(pairs[1::2]), votes)
 
     def read_awaited(self, enter: Callable[[Phase], object], way_out: str) -> None:
         """After the update, read the totals that are `awaited`."""
@@ -332,9 +329,7 @@ class StepTotals:
                 self._order.check(votes[NUM_VOTES:], self._where, late=late)
         if self._world.size > 1 and scales != self._said_scale * self._world.size:
             raise report_on_one_rank(UsageError(code="loss-forms-differ", place=str(self._where)), self._world)
-        loss_total, weight_total = totals.sums
-        if self._counted_before is not None:
-            weight_total = self._counted_before
+        weight_total = totals.total_weight if self._counted_before is None else self._counted_before
         if weight_total == 0:
             raise report_on_one_rank(UsageError(code="loss-weights-zero", place=str(self._where)), self._world)
         if self._is_weight_known and weight_total != self._samples:
@@ -349,7 +344,7 @@ class StepTotals:
         if self._one_each:
             self.scale, self.is_guess = None, False
         self.result.total_weight = weight_total
-        self.result.loss += (loss := loss_total / weight_total)
+        self.result.loss += (loss := totals.loss_sum / weight_total)
         return loss
 
 
@@ -359,7 +354,7 @@ def _deferred_totals(loss: float | Tensor, weight: float | Tensor, votes: list[f
 
     def totals(numbers: list[float]) -> Totals:
         rest = iter(numbers)
-        return Totals([next(rest) if isinstance(number, Tensor) else number for number in (loss, weight)], votes)
+        return Totals(*(next(rest) if isinstance(number, Tensor) else number for number in (loss, weight)), votes)
 
     numbers = on_device[0].view(1) if len(on_device) == 1 else torch.stack(on_device)
     return DeferredTotals(numbers, totals, weight.view(1) if isinstance(weight, Tensor) else weight)

@@ -815,7 +815,7 @@ def own_loss_reported() -> AbstractContextManager[None]:
         def mine() -> Totals:
             right = wait()
             assert isinstance(right, Totals)
-            return Totals(own, right.votes) if own[1] > 0 else right  # a rank without samples has no loss of its own
+            return Totals(*own, right.votes) if own[1] > 0 else right  # a rank without samples has no loss of its own
 
         return mine
 
