@@ -5,14 +5,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from paceline.checkpoint.manager import MessageCallback
 from paceline.checkpoint.resume import ResumePoint
 from paceline.collectives.batchnorm import convert_sync_batchnorm
 from paceline.collectives.control import (
@@ -75,7 +73,6 @@ from paceline.train.optimizer import LRSchedule, configured_optimizer_maker, des
 from paceline.train.parallelism import NO_PARALLELISM, ParallelConfig, ParallelPlan, parallelize_model
 from paceline.train.step import TaskSteps, weighted_losses
 from paceline.train.streaming import Stream
-from paceline.train.weights import load_initial_weights
 
 STATE_COPIES = 4  # weights, gradients and two optimizer states for each weight
 
@@ -98,34 +95,20 @@ class TrainingComponents:
     loading: LoadingOptions
     total_steps: int
     """0 if unknown: epochs over a stream."""
-    data_fingerprints: dict[str, Any]
-    """A fingerprint of the data of each split."""
+    definition: dict[str, Any]
+    """Of the run: its settings, the task's optimizer and schedule, fingerprints of the data, and the hardware."""
     allocator: Allocator = "system"
     notices: list[str] = field(default_factory=list[str])
     """Lines for the user."""
-    task_settings: dict[str, Any] = field(default_factory=dict[str, Any])
-    """The task's arguments, optimizer and schedule, for the definition of the run."""
     weight_average: WeightAverage | None = None
     stream: Stream | None = None
     """The training data, if they are a stream. `train_set` then has its first samples."""
     flop_count: FlopCount | None = None
     """The FLOPs of two samples in the full model."""
 
-    @property
-    def definition(self) -> dict[str, Any]:
-        facts = {"data": self.data_fingerprints, "hardware": hardware_facts(self.replica.world.device)}
-        return {**definition_settings(self.config), **self.task_settings, **facts}
-
     def load(self, origin: ResumePoint) -> None:
         self.replica.load(origin.source)
         self.schedule.load(origin.trainer_state.loop)
-
-    def load_initial_weights(self, path: Path, *, trust: bool, report: MessageCallback) -> str:
-        """Load the weights of `--init-from` (collective); see `weights.load_initial_weights`. Return their SHA-256."""
-        sha256 = load_initial_weights(self.replica, path, trust=trust, report=report)
-        if self.weight_average is not None:
-            self.weight_average.reset()
-        return sha256
 
 
 def prepare(config: TrainConfig, world: World) -> TrainingComponents:
@@ -196,9 +179,10 @@ def prepare(config: TrainConfig, world: World) -> TrainingComponents:
         plan, notice = split_into_micro_batches(config, task, replica, train_set, plan, share, loading)
         notices.append(notice)
         config = replace(config, data=replace(config.data, accumulation=plan.accumulation, micro_batch=None))
+    facts = {"data": data, "hardware": hardware_facts(world.device)}
     return TrainingComponents(
-        config, task, train_set, sets, replica, plan, share, schedule, loading, total_steps, data, allocator,
-        notices, task_settings, average, stream, count,
+        config, task, train_set, sets, replica, plan, share, schedule, loading, total_steps,
+        {**definition_settings(config), **task_settings, **facts}, allocator, notices, average, stream, count,
     )  # fmt: skip
 
 
