@@ -77,9 +77,6 @@ class ParallelPlan:
         return replica
 
 
-NO_PARALLELISM = ParallelPlan()
-
-
 def _make_for_shards(
     maker: MakeOptimizer, model: nn.Module, shards: Mapping[str, ShardedParameter], parameters: Iterable[nn.Parameter]
 ) -> Optimizer:
@@ -118,7 +115,7 @@ def parallelize_model(
         check = partial(_check_loss, _trial_loss(model, trial), trial)
         lines = format_stages(division, schedule, plan, world)
         return ParallelPlan(stage_plan=division, schedule=schedule, notices=lines, check_trial_loss=check)
-    return NO_PARALLELISM
+    return ParallelPlan()
 
 
 def _shard_layers(

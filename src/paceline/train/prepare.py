@@ -70,7 +70,7 @@ from paceline.train.determinism import explain_missing_kernel, hardware_facts
 from paceline.train.evaluate import eval_mode, try_evaluation
 from paceline.train.memory import MicroBatchSearch, compute_first_samples
 from paceline.train.optimizer import LRSchedule, configured_optimizer_maker, describe_optimizer, scaled_lr, schedule_for
-from paceline.train.parallelism import NO_PARALLELISM, ParallelConfig, ParallelPlan, parallelize_model
+from paceline.train.parallelism import ParallelConfig, ParallelPlan, parallelize_model
 from paceline.train.step import TaskSteps, weighted_losses
 from paceline.train.streaming import Stream
 
@@ -264,7 +264,7 @@ def make_plan(config: TrainConfig, shape: BatchSizes, num_samples: int) -> Batch
 
 def make_replica(
     config: TrainConfig, maker: MakeOptimizer, model: nn.Module, world: World, virtual_ranks: int,
-    parallelism: ParallelPlan = NO_PARALLELISM,
+    parallelism: ParallelPlan,
 ) -> Strategy:  # fmt: skip
     try:
         if config.model.batchnorm == "sync":
