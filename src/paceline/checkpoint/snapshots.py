@@ -160,9 +160,8 @@ class InterNodeExchange:
                 group = groups[world.local_rank]
                 assert isinstance(group, dist.ProcessGroup)  # this rank is a member
                 self._group = group
-                all_gather_json(
-                    None, len(by_rank) // local, world.device, group
-                )  # connects now, not in a timed exchange
+                # connects now, not in a timed exchange
+                all_gather_json(None, len(by_rank) // local, world.device, group)
 
     def exchange_missing_shards(self, shards: Sequence[TensorShard]) -> list[TensorShard] | None:
         """The parts that this host does not have (a collective). None: skip this snapshot, it takes too long."""

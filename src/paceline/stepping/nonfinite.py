@@ -110,13 +110,9 @@ def find_nonfinite_losses(seen: BatchLosses, where: str, gather: GatherFunction)
 
 
 def find_nonfinite_gradients(
-    replicas: Mapping[str, Strategy],
-    seen: BatchLosses,
-    forward: LossSumFunction | None,
-    where: str,
-    progress: Callable[[], object],
-    gather: GatherFunction,
-) -> NonFiniteCause:
+    replicas: Mapping[str, Strategy], seen: BatchLosses, forward: LossSumFunction | None, where: str,
+    progress: Callable[[], object], gather: GatherFunction,
+) -> NonFiniteCause:  # fmt: skip
     """Find the samples that made the gradients non-finite (a collective of the ranks of `gather`).
 
     `replicas`: by the prefix of the names of their parameters. `seen`: the micro-batches of this rank. `forward`: of

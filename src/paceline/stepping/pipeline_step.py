@@ -26,12 +26,9 @@ class PipelineStep(Step):
     """
 
     def run_pipeline(
-        self,
-        where: str,
-        micro_batches: Sequence[MicroBatch],
-        compute: Callable[[MicroBatch], Any],
+        self, where: str, micro_batches: Sequence[MicroBatch], compute: Callable[[MicroBatch], Any],
         loss_of: LossFunction,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Compute a global batch, with the same micro-batches on all stages, except its `end`.
 
         `compute` calls the model.

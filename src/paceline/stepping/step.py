@@ -118,21 +118,11 @@ class Step:
     """counts the operations of the first micro-batch that counts"""
 
     def __init__(
-        self,
-        world: World,
-        virtual_ranks: int,
-        enter: Callable[[Phase], object],
-        *,
-        votes: Callable[[], ControlFlags] = ControlFlags,
-        order: CollectiveOrderCheck | None = None,
-        ahead: PrefetchTrigger | None = None,
-        may_skip: bool = False,
-        way_out: str = "",
-        exact: bool = False,
-        max_norm: float | None = None,
-        forward: nonfinite.LossSumFunction | None = None,
-        audits: Audits | None = None,
-    ) -> None:
+        self, world: World, virtual_ranks: int, enter: Callable[[Phase], object], *,
+        votes: Callable[[], ControlFlags] = ControlFlags, order: CollectiveOrderCheck | None = None,
+        ahead: PrefetchTrigger | None = None, may_skip: bool = False, way_out: str = "", exact: bool = False,
+        max_norm: float | None = None, forward: nonfinite.LossSumFunction | None = None, audits: Audits | None = None,
+    ) -> None:  # fmt: skip
         """The caller adds the models to `parts`. `votes` to `may_skip` are for tasks.
 
         `way_out`: the option that skips steps, for errors. `exact`: the order of additions does not depend on the
@@ -232,14 +222,9 @@ class Step:
             part.replica.enter(batch, is_last)
 
     def backward(
-        self,
-        loss: Tensor,
-        weight: float | Tensor | None = None,
-        reduction: Reduction = "mean",
-        more: bool = False,
-        only: Sequence[ModelInTraining] = (),
-        retain_graph: bool = False,
-    ) -> None:
+        self, loss: Tensor, weight: float | Tensor | None = None, reduction: Reduction = "mean", more: bool = False,
+        only: Sequence[ModelInTraining] = (), retain_graph: bool = False,
+    ) -> None:  # fmt: skip
         micro_step = self.micro_step
         if micro_step is None:
             raise UsageError(code="backward-outside-loop")

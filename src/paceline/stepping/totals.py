@@ -120,14 +120,9 @@ class StepTotals:
     """The totals of a step: counted on this rank, summed over all ranks, awaited before or after the update."""
 
     def __init__(
-        self,
-        world: World,
-        virtual_ranks: int,
-        votes: Callable[[], ControlFlags],
-        order: CollectiveOrderCheck | None,
-        *,
-        same_bits: bool = False,
-    ) -> None:
+        self, world: World, virtual_ranks: int, votes: Callable[[], ControlFlags], order: CollectiveOrderCheck | None,
+        *, same_bits: bool = False,
+    ) -> None:  # fmt: skip
         """`same_bits`: the bits, and so the scale, must not depend on which rank computes a virtual rank."""
         self._world, self._virtual_ranks, self._votes, self._same_bits = world, virtual_ranks, votes, same_bits
         self._order = order if world.size > 1 else None
