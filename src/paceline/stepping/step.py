@@ -165,7 +165,7 @@ class Step:
     def run_micro_batches(
         self, place: object, micro_batches: Sequence[MicroBatch], *, one_each: bool = False
     ) -> Generator[MicroBatch]:
-        """Compute the global batch that `str(at)` names, except `end`. `one_each`: every rank has one micro-batch.
+        """Compute the global batch that `str(place)` names, except `end`. `one_each`: every rank has one micro-batch.
 
         Yields this rank's micro-batches, with dummy batches if a forward is a collective, each after its `enter`.
         """
