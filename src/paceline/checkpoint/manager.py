@@ -196,7 +196,9 @@ class Checkpoints:
             raise TrainingError(code="checkpoints-not-written", folder=self.root, reason=reason) from None
         self._claim, self._inode = claim, self._root_inode()
         for path in sorted(self.root.iterdir()):
-            if path.name.startswith((".tmp-", ".trash-")) and not _is_newer(path.name, claim):
+            match = _LEFTOVER.fullmatch(path.name)
+            is_newer = match is not None and Claim(int(match[2]), int(match[3])) > claim
+            if path.name.startswith((".tmp-", ".trash-")) and not is_newer:
                 _remove(path, report)
 
     def find_space_shortage(self, size_bytes: int) -> str | None:
@@ -315,11 +317,6 @@ class Checkpoints:
         except OSError:
             return None
         return stat.st_dev, stat.st_ino
-
-
-def _is_newer(name: str, claim: Claim) -> bool:
-    match = _LEFTOVER.fullmatch(name)
-    return bool(match) and Claim(int(match[2]), int(match[3])) > claim
 
 
 def _remove(path: Path, report: MessageCallback) -> None:

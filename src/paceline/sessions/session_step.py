@@ -11,7 +11,7 @@ from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivate
 
 from paceline.errors import PacelineError, UsageError
 from paceline.sessions.observer import Observer
-from paceline.stepping.hooks import leaves_of
+from paceline.stepping.hooks import graph_nodes
 from paceline.stepping.micro_step import MicroStep
 from paceline.stepping.step import Step
 from paceline.stepping.trained_model import LossScale, ModelInTraining
@@ -136,7 +136,8 @@ class SessionStep(Step):
     def foreign_leaves(self) -> list[Tensor]:
         """Leaf tensors of the last loss that are not parameters of the models, nor gathered ones of `fsdp`."""
         ids = {id(p) for part in self.parts for p in part.replica.model.parameters()}
-        leaves = [] if self._value is None else leaves_of(self._value)
+        nodes = () if self._value is None else graph_nodes(self._value)
+        leaves: list[Tensor] = [node.variable for node in nodes if hasattr(node, "variable")]
         return [leaf for leaf in leaves if id(leaf) not in ids and not hasattr(leaf, "named_in_model")]
 
     def explain_gradient_error(self, error: BaseException | None) -> UsageError | None:

@@ -173,11 +173,6 @@ class TensorHookTracker:
                 setattr(Tensor, name, after)
 
 
-def leaves_of(loss: Tensor) -> Iterator[Tensor]:
-    """The tensors whose gradients a backward of `loss` accumulates."""
-    return (node.variable for node in graph_nodes(loss) if hasattr(node, "variable"))
-
-
 def graph_nodes(loss: Tensor) -> Iterator[Any]:
     visited: set[Any] = set()
     waiting: list[Any] = [loss.grad_fn]

@@ -101,7 +101,9 @@ def check_mean(loss: Tensor, micro_step: MicroStep, *, has_weight: bool) -> Aver
         is_of_whole = divisor == whole and whole not in _partial_products(shape)
         is_sum = shape[0] == local and not is_mean
         # a vector may be the losses of several tasks, not of samples; weights of elements may divide by their number
-        is_bare_sum = is_sum and divisor is None and not _is_scaled(node.next_functions[0][0])
+        before = node.next_functions[0][0]
+        is_scaled = type(before).__name__ in SCALING_FUNCTIONS and None in (f for f, _ in before.next_functions)
+        is_bare_sum = is_sum and divisor is None and not is_scaled
         is_bare_sum = is_bare_sum and (len(shape) > 1 or type(node).__name__ in REDUCING_FUNCTIONS)
         is_share_of_mean = is_mean and isinstance(factor, int) and factor == local > 1  # len(x); 1.0 is no count
         if is_bare_sum or (is_of_whole and (is_sum or is_share_of_mean)):
@@ -153,10 +155,6 @@ def _is_of_one_tensor(node: Any) -> bool:
     while node is not None and len(node.next_functions) == 1:
         node = node.next_functions[0][0]
     return type(node).__name__ == "AccumulateGrad"
-
-
-def _is_scaled(node: Any) -> bool:
-    return type(node).__name__ in SCALING_FUNCTIONS and None in (function for function, _ in node.next_functions)
 
 
 def _partial_products(shape: Sequence[int]) -> set[int]:
