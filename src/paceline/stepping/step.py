@@ -27,6 +27,7 @@ import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -58,7 +59,6 @@ from paceline.rank.guard import HangGuard
 from paceline.rank.world import World
 from paceline.seeding import SeededStream
 from paceline.stepping import nonfinite
-from paceline.stepping.audit import Audits
 from paceline.stepping.hooks import (
     HiddenHooks,
     TensorHookTracker,
@@ -85,6 +85,9 @@ from paceline.stepping.totals import (
     UnreadStep,
 )
 from paceline.stepping.trained_model import ModelInTraining
+
+if TYPE_CHECKING:
+    from paceline.stepping.audit import Audits
 
 LARGEST_SQUARED = 1e19  # above, the square of a float32 overflows: the host uses float64 then
 
@@ -121,7 +124,7 @@ class Step:
         self, world: World, virtual_ranks: int, enter: Callable[[Phase], object], *,
         votes: Callable[[], ControlFlags] = ControlFlags, order: CollectiveOrderCheck | None = None,
         ahead: PrefetchTrigger | None = None, may_skip: bool = False, way_out: str = "", exact: bool = False,
-        max_norm: float | None = None, forward: nonfinite.LossSumFunction | None = None, audits: Audits | None = None,
+        max_norm: float | None = None, forward: nonfinite.LossSumFunction | None = None, audits: "Audits | None" = None,
     ) -> None:  # fmt: skip
         """The caller adds the models to `parts`. `votes` to `may_skip` are for tasks.
 
@@ -507,7 +510,7 @@ class Step:
             self.stream.leave()
             self._value = None
 
-    def _judge(self, audits: Audits) -> Generator[MicroBatch]:
+    def _judge(self, audits: "Audits") -> Generator[MicroBatch]:
         """Compute a disputed micro-batch on all ranks, save the state before the step, and raise an error."""
         for part in self.parts:
             part.abort_step()
