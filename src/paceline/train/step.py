@@ -5,14 +5,16 @@ The loop yields after each step, so that its caller can log, evaluate, save or s
 
 import traceback
 from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
-from typing import Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from msgspec.structs import replace
 from torch import Tensor
 
 from paceline.collectives.batchnorm import SyncBatchNorm
+from paceline.collectives.buckets import trainable_parameters
 from paceline.compute.memory import is_out_of_memory
 from paceline.data.loader import MicroBatch, PrefetchTrigger
 from paceline.errors import PacelineError, UsageError
@@ -21,18 +23,21 @@ from paceline.protocol.evidence import Phase
 from paceline.protocol.status_page import StatusPage
 from paceline.rank.guard import HangGuard
 from paceline.stepping.audit import Audits
-from paceline.stepping.micro_step import upcast
+from paceline.stepping.micro_step import MicroStep, make_weighted_loss, upcast
 from paceline.stepping.nonfinite import select_samples
 from paceline.stepping.order import CollectiveOrderCheck
-from paceline.stepping.pipeline_step import PipelineStep
-from paceline.stepping.step import StepNotAppliedError
-from paceline.stepping.totals import ControlFlags, StepResult
+from paceline.stepping.step import Step, StepNotAppliedError
+from paceline.stepping.totals import AwaitTotals, ControlFlags, StepResult
 from paceline.stepping.trained_model import LossScale, ModelInTraining
 from paceline.strategies.base import Strategy
+from paceline.strategies.buffers import ignore_batch
 from paceline.tasks.task import Loss, call_model
 from paceline.train.memory import explain_out_of_memory
 from paceline.train.optimizer import LRSchedule
 from paceline.train.step_record import PhaseClock, PhaseEvents, StepRecord
+
+if TYPE_CHECKING:
+    from paceline.parallel.pipeline import Pipeline
 
 
 def ignore_phase(phase: Phase) -> None:
@@ -57,7 +62,7 @@ class StepOptions(TypedDict, total=False):
     """Let a second rank repeat some micro-batches."""
 
 
-class TaskSteps(PipelineStep):
+class TaskSteps(Step):
     """The steps of a task, through a pipeline if its replica is a stage."""
 
     unread_record: StepRecord | None = None
@@ -109,8 +114,7 @@ class TaskSteps(PipelineStep):
         where = f"epoch {work.epoch + 1}, step {work.step + 1} of that epoch"
         try:
             if replica.pipeline is not None:
-                losses = partial(weighted_losses, self._loss)
-                self.run_pipeline(where, microbatches, lambda batch: call_model(replica.model, batch.inputs), losses)
+                self._run_pipeline(where, microbatches, replica.pipeline)
             else:
                 for batch in self.run_micro_batches(where, microbatches, one_each=self._one_each):
                     self._compute(batch)
@@ -167,6 +171,52 @@ class TaskSteps(PipelineStep):
     def _compute(self, batch: MicroBatch) -> None:
         outputs = call_model(self._replica.model, batch.inputs, self._replica.module)
         self.backward(*weighted_losses(self._loss, outputs, batch.targets))
+
+    def _run_pipeline(self, where: str, micro_batches: Sequence[MicroBatch], line: "Pipeline") -> None:
+        """Compute a global batch, with the same micro-batches on all stages, except its `end`.
+
+        Only the last stage has losses and weights. The others add nothing to the totals, and receive them as all ranks.
+        """
+        part, model = self.parts[0], self._replica.model
+        self._begin(where, micro_batches)
+        line.enter = self._enter
+        divisor = self._sums.guess_loss_divisor(micro_batches[0].work.global_samples)  # the same on all stages
+        runs: dict[int, Any] = {}
+        losses: dict[int, Tensor] = {}
+        totals: AwaitTotals | None = None
+        for forward, number in line.actions(len(micro_batches)):
+            batch, is_last = micro_batches[number], number == len(micro_batches) - 1
+            if forward:
+                self._enter_batch(batch, is_last)
+                runs[number] = line.stage.forward(partial(call_model, model, batch.inputs))
+                if line.is_last:
+                    losses[number] = self._add_stage_loss(batch, is_last, runs[number].result) / divisor
+                self._leave_batch()
+                continue
+            if is_last:  # all forwards are over
+                totals = self._sums.start()
+            self._enter(Phase.BACKWARD)
+            propagate = partial(part.backward, losses.pop(number)) if line.is_last else None
+            part.replica.begin_backward(batch.work, is_last)
+            try:
+                with nullcontext() if batch.work.is_counted else ignore_batch(model, trainable_parameters(model)):
+                    line.backward(runs.pop(number), propagate)
+            except BaseException as error:
+                part.replica.end_backward(error)
+                raise
+            part.replica.end_backward()
+        self._enter(Phase.SYNC)
+        line.wait_for_sends()
+        line.enter = None
+        self._synchronise([part], totals or self._sums.start())
+
+    def _add_stage_loss(self, batch: MicroBatch, is_last: bool, outputs: Any) -> Tensor:
+        micro_step = MicroStep(batch, batch.work, is_last, [])
+        losses, weights = weighted_losses(self._loss, outputs, batch.targets)
+        self._sums.in_round = 0
+        weighed = make_weighted_loss(losses, weights, "mean", micro_step)
+        self._sums.add_loss(losses, weighed, "mean", micro_step, plain=False)
+        return weighed.value
 
     def try_batch(self, batch: MicroBatch) -> None:
         """Compute the forward and backward of a dummy batch. No state changes."""
