@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -27,17 +25,6 @@ def test_random_damage_is_told_by_file_and_a_writer_killed_at_any_byte_publishes
     saved(template, 1, 2)
     failures = [attempt(template, tmp_path / "trial", f"suite-{number}") for number in range(count)]
     assert [failure for failure in failures if failure] == []
-
-
-def test_the_soak_goes_on_where_it_was_stopped(tmp_path):
-    out = tmp_path / "fuzz.json"
-    script = Path(__file__).with_name("soak_fuzz.py")
-    command = [sys.executable, str(script), "--count", "5", "--seed", "7", "--out", str(out)]
-    out.write_text(json.dumps({"seed": 7, "done": 3, "failures": ["found before"]}))
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=env)
-    assert done.returncode == 1, done.stderr
-    assert json.loads(out.read_text()) == {"seed": 7, "done": 5, "failures": ["found before"]}
 
 
 @pytest.mark.parametrize("cut", [0, 1, 0.5, -1])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.run_ranks import run_ranks
+from tests.worlds import world_of
 
 from paceline.checkpoint.manager import Checkpoints
 from paceline.checkpoint.resume import ResumePoint, RunLocation, newest_on_disk, newest_state
@@ -61,10 +62,6 @@ def folder(root: Path, *steps: int, damaged: tuple[int, ...] = (), truncated: tu
         if step in truncated:
             os.truncate(path / "manifest.json", 100)
     return root
-
-
-def world_of(rank: int, size: int) -> World:
-    return World(rank, size, rank, size, torch.device("cpu"), "gloo")
 
 
 def told_by(origin: ResumePoint | None) -> tuple[int, float] | None:

@@ -122,7 +122,8 @@ def test_on_a_gpu_they_hold_for_its_model_driver_and_libraries(monkeypatch, tmp_
     assert json.loads(json.dumps(held)) == held
     torch.backends.cuda.matmul.allow_tf32 = before
     (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul 27\n")
-    assert determinism._driver((tmp_path / "none", tmp_path / "version")) == "580.65.06"
+    monkeypatch.setattr(determinism, "DRIVERS", (tmp_path / "none", tmp_path / "version"))
+    assert hardware_facts(torch.device("cuda", 0))["driver"] == "580.65.06"
 
 
 TASK = """

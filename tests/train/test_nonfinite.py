@@ -1,6 +1,8 @@
 """A number that is not finite changes nothing, and is traced to its rank, parameter and samples."""
 
 import math
+from collections.abc import Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +24,7 @@ from paceline.collectives.control import are_finite, resolve_deferred, scale_gra
 from paceline.data.arrays import ArrayDataset
 from paceline.data.plan import virtual_ranks_of
 from paceline.errors import PacelineError, TrainingError
-from paceline.stepping.nonfinite import NonFiniteCause, SkippedSteps, has_too_many_skipped
+from paceline.stepping.nonfinite import NonFiniteCause, SkippedSteps
 from paceline.strategies import STRATEGIES, Strategy
 
 CPU = torch.device("cpu")
@@ -222,11 +224,12 @@ def test_every_strategy_names_the_ranks_and_leaves_a_step_out_alike_at_every_wor
 # ---- what follows ------------------------------------------------------------------------------------------------
 
 
-def test_too_many_are_more_than_ten_of_the_last_two_hundred():
-    assert not has_too_many_skipped(range(1, 11), 10)
-    assert has_too_many_skipped(range(1, 12), 11)
-    assert not has_too_many_skipped(range(1, 12), 201)  # the first one is long ago
-    assert has_too_many_skipped(range(1, 201, 18), 199)
+@pytest.mark.parametrize(("steps", "are_too_many"), [([*range(1, 11), 201], False), (range(1, 201, 18), True)])
+def test_too_many_are_more_than_ten_of_the_last_two_hundred(steps: Sequence[int], are_too_many: bool):
+    skipped = SkippedSteps("skip", World(0, 1, 0, 1, CPU, "gloo"), [].append)
+    with raises("too-many-not-finite", raised=TrainingError) if are_too_many else nullcontext():
+        for step in steps:
+            skipped.record_skip(step, NonFiniteCause("the loss is not finite"))
 
 
 def test_a_step_goes_back_once_and_is_then_left_out():

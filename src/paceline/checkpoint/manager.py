@@ -196,7 +196,9 @@ class Checkpoints:
             raise TrainingError(code="checkpoints-not-written", folder=self.root, reason=reason) from None
         self._claim, self._inode = claim, self._root_inode()
         for path in sorted(self.root.iterdir()):
-            if path.name.startswith((".tmp-", ".trash-")) and not _is_newer(path.name, claim):
+            match = _LEFTOVER.fullmatch(path.name)
+            is_newer = match is not None and Claim(int(match[2]), int(match[3])) > claim
+            if path.name.startswith((".tmp-", ".trash-")) and not is_newer:
                 _remove(path, report)
 
     def find_space_shortage(self, size_bytes: int) -> str | None:
@@ -212,18 +214,15 @@ class Checkpoints:
         held = [file.stat().st_size for _, path in self.entries()[:keep] for file in path.iterdir()]
         return shutil.disk_usage(folder).free + sum(held)
 
-    def begin(self, step: int) -> Path:
-        """A new empty folder for the files of all ranks."""
+    def begin(self, step: int, *, alone: tuple[Claim, int] | None = None) -> Path:
+        """A new empty folder for the files of all ranks.
+
+        `alone`: of a rank that saves the whole state alone; its number, and the claim of rank 0.
+        """
+        if alone is not None:
+            self._claim = alone[0]
         attempt, generation = self._checked_claim()
-        return self._create(f".tmp-{step}-{attempt}-{generation}")
-
-    def begin_single_rank_checkpoint(self, step: int, claim: Claim, rank: int) -> Path:
-        """As `begin`, for a rank that saves the whole state alone, with the `claim` of its rank 0."""
-        self._claim = claim
-        return self._create(f".tmp-{step}-{claim.attempt}-{claim.generation}-{rank}")
-
-    def _create(self, name: str) -> Path:
-        tmp = self.root / name
+        tmp = self.root / f".tmp-{step}-{attempt}-{generation}{'' if alone is None else f'-{alone[1]}'}"
         if tmp.exists():  # left by an earlier failure of this process: no other process uses this name
             writing.remove(tmp)
         writing.make_folder(tmp)
@@ -318,11 +317,6 @@ class Checkpoints:
         except OSError:
             return None
         return stat.st_dev, stat.st_ino
-
-
-def _is_newer(name: str, claim: Claim) -> bool:
-    match = _LEFTOVER.fullmatch(name)
-    return bool(match) and Claim(int(match[2]), int(match[3])) > claim
 
 
 def _remove(path: Path, report: MessageCallback) -> None:

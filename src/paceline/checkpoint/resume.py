@@ -122,15 +122,9 @@ def _check_portion(checkpoints: Checkpoints, path: Path, world: World) -> tuple[
 
 @contextmanager
 def lock_run_folder(
-    world: World,
-    asked: Path | None,
-    name: str,
-    *,
-    prepared: Path | None = None,
-    resume: bool,
-    restart: bool = False,
+    world: World, asked: Path | None, name: str, *, prepared: Path | None = None, resume: bool, restart: bool = False,
     trust: bool = False,
-) -> Generator[RunLocation]:
+) -> Generator[RunLocation]:  # fmt: skip
     """Lock the run folder. The folder, attempt and generation are the same on all ranks (a collective).
 
     `asked` is the folder; None: a new one under runs/, whose name begins with `name`. `prepared` is set if the agent

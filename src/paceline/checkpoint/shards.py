@@ -106,9 +106,8 @@ def write_shard_file(buffer: Tensor, shard: ShardLayout, meta: Mapping[str, Any]
     a killed writer is therefore never read as a state.
     """
     buffer[:HEADER_LENGTH_FIELD_BYTES] = 0
-    last = {
-        entry.tensor.device: entry for entry in shard.shards if entry.tensor.numel()
-    }  # its copy waits for the others
+    # the copy of the last one waits for the others
+    last = {entry.tensor.device: entry for entry in shard.shards if entry.tensor.numel()}
     for entry, offset in zip(shard.shards, shard.offsets, strict=True):
         start = shard.header_bytes + offset
         target = buffer[start : start + entry.tensor.nbytes]
@@ -270,11 +269,7 @@ class ShardedParameter:
         return torch.cat([whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges], self.dim)
 
     def split_into_full_ranges(self, shard: TensorShard) -> list[TensorShard]:
-        """`shard`, this shard or some of its rows, as parts of the full tensor, one for each range.
-
-        Raises:
-            ValueError: if `shard` begins or ends within a row.
-        """
+        """`shard`, this shard or some of its rows, as parts of the full tensor, one for each range."""
         shape = self.shape
         row = shape.numel() // shape[0]
         first, offset = divmod(shard.start, row)
@@ -299,14 +294,8 @@ class ShardedParameter:
             else:
                 part = rows.narrow(self.dim, at, length).flatten(self.dim).flatten(0, self.dim - 1)  # a view
                 begin = first * outer * apart + start * inner
-                yield replace(
-                    shard,
-                    tensor=part,
-                    unsharded_shape=self.full_shape,
-                    start=begin,
-                    count=len(part),
-                    range_stride=apart,
-                )
+                ranges: Any = {"start": begin, "count": len(part), "range_stride": apart}
+                yield replace(shard, tensor=part, unsharded_shape=self.full_shape, **ranges)
             at = last
 
 

@@ -111,7 +111,8 @@ class SnapshotWriter:
         buffer = self._buffers.get(descriptor)
         if buffer is None or len(buffer) != size_bytes:
             if (old := self._buffers.pop(descriptor, None)) is not None and old.data_ptr() in self._locked:
-                _cudart().cudaHostUnregister(old.data_ptr())  # before its memory is freed
+                cudart: Any = torch.cuda.cudart()
+                cudart.cudaHostUnregister(old.data_ptr())  # before its memory is freed
                 self._locked.remove(old.data_ptr())
             del buffer, old
             os.ftruncate(descriptor, 0)  # its content is no longer a state
@@ -127,15 +128,12 @@ def _lock_pages(buffer: Tensor) -> bool:
     """Page-lock the memory of `buffer`. If this fails, the host waits for each copy."""
     if not torch.cuda.is_available():
         return False
-    error_code = int(_cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
+    cudart: Any = torch.cuda.cudart()
+    error_code = int(cudart.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
     if error_code:
         with suppress(RuntimeError):  # clears the error, which the next kernel would report
             torch.zeros(1, device="cuda")
     return not error_code
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()
 
 
 class InterNodeExchange:
@@ -162,9 +160,8 @@ class InterNodeExchange:
                 group = groups[world.local_rank]
                 assert isinstance(group, dist.ProcessGroup)  # this rank is a member
                 self._group = group
-                all_gather_json(
-                    None, len(by_rank) // local, world.device, group
-                )  # connects now, not in a timed exchange
+                # connects now, not in a timed exchange
+                all_gather_json(None, len(by_rank) // local, world.device, group)
 
     def exchange_missing_shards(self, shards: Sequence[TensorShard]) -> list[TensorShard] | None:
         """The parts that this host does not have (a collective). None: skip this snapshot, it takes too long."""
@@ -213,9 +210,8 @@ def _received(piece: Piece, data: Tensor, at: int) -> TensorShard:
     values = data[at : at + piece.elements * dtype.itemsize].view(dtype)
     if piece.key == piece.name:
         return TensorShard(piece.name, values.view(shape), replicated=False)
-    return TensorShard(
-        piece.name, values, shape, piece.start, replicated=False, count=piece.count, range_stride=piece.apart
-    )
+    ranges: Any = {"start": piece.start, "count": piece.count, "range_stride": piece.apart}
+    return TensorShard(piece.name, values, shape, replicated=False, **ranges)
 
 
 # ---- read

@@ -108,8 +108,7 @@ def load_into(source: Source, shard: TensorShard) -> None:
     elif exists and (full := source.tensor(shard.name)) is not None:
         values = shard.view_in(full.reshape(-1))
     if values is None or values.dtype != shard.tensor.dtype:
-        read_matching_tensor(
-            source, shard.name, shard.tensor.new_empty(1).expand(shard.unsharded_shape)
-        )  # raises the error
+        like = shard.tensor.new_empty(1).expand(shard.unsharded_shape)
+        read_matching_tensor(source, shard.name, like)  # raises the error
     else:
         shard.tensor.copy_(values.view(shard.tensor.shape))

@@ -136,7 +136,7 @@ class LoopChecks:
         This holds if losses of s.backward depend on a tensor that it trains outside of prepared models.
         """
         micro_step = self._step.micro_step
-        is_plain = micro_step is None or not micro_step.weights or (self._world.size == 1 and self._step.phases.alone)
+        is_plain = micro_step is None or not micro_step.weights or (self._world.size == 1 and self._step.has_one_body)
         if is_plain or id(optimizer) in self._step.optimizer_ids:
             return
         trained = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
@@ -165,7 +165,7 @@ class LoopChecks:
 
     def check_losses(self, *, begins: bool, follows: bool) -> None:
         """In steps 1, 2, 4, 8, ... (`begins`) and the step after each: check foreign tensors and weights of losses."""
-        if self._world.size == 1 and self._step.phases.alone:
+        if self._world.size == 1 and self._step.has_one_body:
             return
         leaves = self._step.foreign_leaves()
         try:

@@ -272,7 +272,7 @@ class PreparedModel(ModelInTraining):
 
     def begin_step(self) -> None:
         """Begin a step."""
-        self._is_single_rank_step = self.replica.world.size == 1 and self.gate.phases.alone
+        self._is_single_rank_step = self.replica.world.size == 1 and self.gate.has_one_body
         self._at_begin, self._summed = self.current_gradients() if self._waiting else None, None
         self.replica.save_buffers()
 

@@ -4,12 +4,15 @@ import traceback
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
 
 from paceline.errors import PacelineError, UsageError
 from paceline.sessions.observer import Observer
+from paceline.stepping.hooks import graph_nodes
+from paceline.stepping.micro_step import MicroStep
 from paceline.stepping.step import Step
 from paceline.stepping.trained_model import LossScale, ModelInTraining
 
@@ -65,7 +68,9 @@ class SessionStep(Step):
     def is_final_micro_batch(self) -> bool:
         if self.audits is not None and self.audits.is_disputed:  # the step will be repeated
             return False
-        return self.micro_step is None or self.phases.is_final(self.micro_step)
+        if (micro_step := self.micro_step) is None:
+            return True
+        return micro_step.is_last and (self.has_one_body or self._pass == self._num_passes - 1)
 
     @property
     def is_after_backward(self) -> bool:
@@ -90,9 +95,9 @@ class SessionStep(Step):
             return True
         micro_step.stepped_optimizers.append(optimizer)
         micro_step.has_stepped = True
-        if not self.phases.alone:
-            self.phases.save_or_restore_buffers(micro_step)
-            if not (micro_step.is_last and self.phases.is_current_phase(micro_step)):
+        if not self.has_one_body:
+            self._save_or_restore_buffers(micro_step)
+            if not micro_step.is_last or micro_step.phase != self._pass:
                 return False
         if self._result.skip_cause is not None:
             return False
@@ -100,6 +105,17 @@ class SessionStep(Step):
             raise UsageError(code="step-before-last-backward")
         self.enter_optimizer_phase()
         return True
+
+    def _save_or_restore_buffers(self, micro_step: MicroStep) -> None:
+        """At the end of a phase, in a step of several bodies: save the buffers in its pass, restore them later."""
+        key = (micro_step.work.virtual_rank, micro_step.work.micro_batch, len(micro_step.stepped_optimizers))
+        buffers = [buffer for part in self.parts for buffer in part.replica.model.buffers()]
+        if micro_step.phase == self._pass:
+            self._phase_buffers[key] = [buffer.clone() for buffer in buffers]
+        elif micro_step.phase < self._pass:
+            with torch.no_grad():
+                for buffer, saved in zip(buffers, self._phase_buffers[key], strict=True):
+                    buffer.copy_(saved)
 
     def check_no_nested_loop(self) -> None:
         if self.micro_step is not None:
@@ -116,6 +132,13 @@ class SessionStep(Step):
     def check_enough_evaluation_samples(self, samples: int, ranks: int) -> None:
         if samples < ranks and any(part.replica.in_lockstep for part in self.parts):
             raise UsageError(code="too-few-samples-to-evaluate", samples=samples, ranks=ranks)
+
+    def foreign_leaves(self) -> list[Tensor]:
+        """Leaf tensors of the last loss that are not parameters of the models, nor gathered ones of `fsdp`."""
+        ids = {id(p) for part in self.parts for p in part.replica.model.parameters()}
+        nodes = () if self._value is None else graph_nodes(self._value)
+        leaves: list[Tensor] = [node.variable for node in nodes if hasattr(node, "variable")]
+        return [leaf for leaf in leaves if id(leaf) not in ids and not hasattr(leaf, "named_in_model")]
 
     def explain_gradient_error(self, error: BaseException | None) -> UsageError | None:
         micro_step = self.micro_step

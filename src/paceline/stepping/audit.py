@@ -91,7 +91,6 @@ class Audits:
         return micro_batches if batch is None else [batch, *micro_batches]
 
     def repeated(self) -> MicroBatch | None:
-        """The audited micro-batch."""
         assert self._load_again is not None
         return self._load_again(self._plan, *self._place, self._virtual_rank)
 

@@ -42,7 +42,6 @@ def count_hooks(parameters: Sequence[nn.Parameter]) -> int:
 
 
 def hide_hooks(parameters: Iterable[nn.Parameter]) -> HiddenHooks:
-    """Remove the user's hooks from `parameters`."""
     hidden: HiddenHooks = []
     for parameter in parameters:
         before: Any = parameter._backward_hooks  # pyright: ignore[reportPrivateUsage]
@@ -56,7 +55,6 @@ def hide_hooks(parameters: Iterable[nn.Parameter]) -> HiddenHooks:
 
 
 def restore_hooks(hidden: HiddenHooks) -> None:
-    """Restore them."""
     for parameter, before, after in hidden:
         if before:
             parameter._backward_hooks.update(before)  # pyright: ignore
@@ -175,13 +173,7 @@ class TensorHookTracker:
                 setattr(Tensor, name, after)
 
 
-def leaves_of(loss: Tensor) -> Iterator[Tensor]:
-    """The tensors whose gradients a backward of `loss` accumulates."""
-    return (node.variable for node in graph_nodes(loss) if hasattr(node, "variable"))
-
-
 def graph_nodes(loss: Tensor) -> Iterator[Any]:
-    """The nodes of its graph."""
     visited: set[Any] = set()
     waiting: list[Any] = [loss.grad_fn]
     while waiting:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 from msgspec import Struct, field
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.collectives.control import device_constant
 from paceline.data.loader import MicroBatch
@@ -54,11 +54,7 @@ class MicroStep(Struct):
 
     @property
     def samples(self) -> int:
-        """Number of samples of the batch; a collate function may have dropped some.
-
-        Raises:
-            UsageError: the number is not known.
-        """
+        """Number of samples of the batch; a collate function may have dropped some."""
         samples = self.batch.samples
         if samples is not None and samples < 0 and self.is_alone:
             samples = None
@@ -74,14 +70,7 @@ class MicroStep(Struct):
 
     @property
     def completed_calls_text(self) -> str:
-        """The same in words."""
         return f"{len(self.weights)} backward and {len(self.stepped_optimizers)} optimizer.step()"
-
-
-def check_same_calls(micro_step: MicroStep, first: MicroStep) -> None:
-    """Raise UsageError if a micro-batch has other backwards and optimizer steps than the first one of its step."""
-    if micro_step.completed_calls != first.completed_calls:
-        raise UsageError(code="bodies-differ", first=first.completed_calls_text, other=micro_step.completed_calls_text)
 
 
 class AveragedCount(Struct, frozen=True):
@@ -96,9 +85,6 @@ def check_mean(loss: Tensor, micro_step: MicroStep, *, has_weight: bool) -> Aver
     """What the last functions of torch divided `loss` by; None if it is not known.
 
     Targets that are ignored do not count. With class weights it is the sum of the weights of the targets.
-
-    Raises:
-        UsageError: `loss` is not a mean over samples.
     """
     node, divisor, factor = _without_constants(loss.grad_fn)
     if _is_of_one_tensor(node):
@@ -115,7 +101,9 @@ def check_mean(loss: Tensor, micro_step: MicroStep, *, has_weight: bool) -> Aver
         is_of_whole = divisor == whole and whole not in _partial_products(shape)
         is_sum = shape[0] == local and not is_mean
         # a vector may be the losses of several tasks, not of samples; weights of elements may divide by their number
-        is_bare_sum = is_sum and divisor is None and not _is_scaled(node.next_functions[0][0])
+        before = node.next_functions[0][0]
+        is_scaled = type(before).__name__ in SCALING_FUNCTIONS and None in (f for f, _ in before.next_functions)
+        is_bare_sum = is_sum and divisor is None and not is_scaled
         is_bare_sum = is_bare_sum and (len(shape) > 1 or type(node).__name__ in REDUCING_FUNCTIONS)
         is_share_of_mean = is_mean and isinstance(factor, int) and factor == local > 1  # len(x); 1.0 is no count
         if is_bare_sum or (is_of_whole and (is_sum or is_share_of_mean)):
@@ -167,10 +155,6 @@ def _is_of_one_tensor(node: Any) -> bool:
     while node is not None and len(node.next_functions) == 1:
         node = node.next_functions[0][0]
     return type(node).__name__ == "AccumulateGrad"
-
-
-def _is_scaled(node: Any) -> bool:
-    return type(node).__name__ in SCALING_FUNCTIONS and None in (function for function, _ in node.next_functions)
 
 
 def _partial_products(shape: Sequence[int]) -> set[int]:
@@ -256,16 +240,6 @@ def make_weighted_loss(
     return WeightedLoss(loss.sum(), 1.0, counts, is_weight_num_samples=in_row, has_unit_sample_weights=one_for_each)
 
 
-def zero_gradient_loss(model: nn.Module) -> Tensor:
-    """A loss whose gradients are zeros for all parameters."""
-    return torch.stack([p.sum().double() * 0 for p in model.parameters() if p.requires_grad]).sum()
-
-
 def upcast(values: Tensor) -> Tensor:
     """`values` in float32 at least: in bfloat16 the sum of 257 ones is 256."""
     return values.float() if values.dtype in HALF_PRECISION else values
-
-
-def equal_weights(a: float | Tensor, b: float | Tensor) -> bool:
-    """Whether two weights are equal."""
-    return a is b or bool(torch.as_tensor(a) == torch.as_tensor(b))

@@ -7,7 +7,7 @@ micro-batches again, without collectives, and finds the bad samples by bisection
 returns to an older state.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -83,11 +83,9 @@ def gradients_are_finite(replica: Strategy) -> bool | Deferred[bool]:
 
 
 def nonfinite_samples(values: Tensor, indices: Tensor) -> tuple[list[int], bool]:
-    """The samples whose values are not finite, of a micro-batch with the samples `indices`.
+    """The samples `indices` whose values are not finite, and whether each of them is a cause.
 
-    Returns:
-        Their indices, and whether each of them is a cause. If `values` has no row per sample (for example, a mean over
-        all samples), any sample can be the cause.
+    If `values` has no row per sample (for example, a mean over all samples), any sample can be the cause.
     """
     if values.ndim and len(values) == len(indices):
         bad = ~values.detach().isfinite().reshape(len(values), -1).all(1)
@@ -112,22 +110,14 @@ def find_nonfinite_losses(seen: BatchLosses, where: str, gather: GatherFunction)
 
 
 def find_nonfinite_gradients(
-    replicas: Mapping[str, Strategy],
-    seen: BatchLosses,
-    forward: LossSumFunction | None,
-    where: str,
-    progress: Callable[[], object],
-    gather: GatherFunction,
-) -> NonFiniteCause:
+    replicas: Mapping[str, Strategy], seen: BatchLosses, forward: LossSumFunction | None, where: str,
+    progress: Callable[[], object], gather: GatherFunction,
+) -> NonFiniteCause:  # fmt: skip
     """Find the samples that made the gradients non-finite (a collective of the ranks of `gather`).
 
-    Args:
-        replicas: with reduced gradients, by the prefix of the names of their parameters.
-        seen: the micro-batches of this rank.
-        forward: of the plain model, if there is only one. The buffers must be those before the step; they change.
-        where: names the step.
-        progress: called before each pass, because the search may be long.
-        gather: exchanges the results.
+    `replicas`: by the prefix of the names of their parameters. `seen`: the micro-batches of this rank. `forward`: of
+    the plain model, if there is only one; the buffers must be those before the step, and change. `progress` is called
+    before each pass, because the search may be long.
     """
     grads = [(prefix + h.name, h.tensor) for prefix, replica in replicas.items() for h in replica.gradients()]
     mine: dict[str, Any] = {"names": [n for n, t in grads if not bool(t.isfinite().all())], "samples": [], "why": ""}
@@ -240,11 +230,6 @@ def _parameters(names: Sequence[str], of: int) -> str:
     return f"all {of} parameters" if len(names) == of > 1 else first_few(names[::-1], MAX_PARAMETERS)
 
 
-def has_too_many_skipped(skipped: Collection[int], step: int) -> bool:
-    """Whether more than MAX_SKIPPED_STEPS of the last SKIP_WINDOW_STEPS steps up to `step` were skipped."""
-    return sum(step - SKIP_WINDOW_STEPS < skipped_step <= step for skipped_step in skipped) > MAX_SKIPPED_STEPS
-
-
 class SkippedSteps:
     """The skipped steps, the same on all ranks."""
 
@@ -257,16 +242,13 @@ class SkippedSteps:
 
         A run returns once per step, because parameters or memory may have been damaged before it. If the step is not
         finite the second time either, it is skipped.
-
-        Raises:
-            TrainingError: with NOT_FINITE, on one rank, if too many steps were skipped; ReportedByPeer on the others.
         """
         if cause.is_loss_scale_overflow:
             self._say(f"step {step} is skipped: {cause.message}")
             return False
         again = step in self._steps
         self._steps.add(step)
-        if has_too_many_skipped(self._steps, step):
+        if sum(step - SKIP_WINDOW_STEPS < skipped <= step for skipped in self._steps) > MAX_SKIPPED_STEPS:
             error = TrainingError(
                 code="too-many-not-finite", exit_code=ExitCode.NOT_FINITE, what=cause.message,
                 most=MAX_SKIPPED_STEPS, steps=SKIP_WINDOW_STEPS,

@@ -60,9 +60,6 @@ class CollectiveOrderCheck:
         """Compare the `hashes` of all ranks for the step `where`, summed over ranks (a collective if they differ).
 
         `late`: the parameters have already changed.
-
-        Raises:
-            TrainingError: with MISMATCH, on a rank in the minority; ReportedByPeer on the others.
         """
         if len(set(hashes)) == 1:
             self._agreed += 1

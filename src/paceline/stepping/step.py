@@ -5,6 +5,21 @@ weighted sum, divided by the weight of the global batch. Gradients are summed ov
 on 3 ranks are portions of 33, 32 and 32; each gradient has the factor 1/97, not 1/(3*33) or 1/(3*32) as in a mean of
 means. Hooks and autograd functions also see the gradients of a plain loop. If the weight is known only after backward,
 the loss is divided by a power of two, and the sum of gradients by the rest.
+
+A step on two ranks, with two micro-batches each. <=> is an exchange:
+
+    rank 0                                                         rank 1
+    _begin: save buffers, clear gradients                          the same
+    _enter_batch: buffers and random stream of the virtual rank    the same
+    forward, backward: adds to .grad                               the same, with other samples
+    end_body, _enter_batch, forward
+    backward: sends loss, weight, votes and a hash of calls    <=> the totals are added up meanwhile
+      _propagate: sends each bucket of gradients once complete <=>
+      _synchronise: reads the totals and compares the ranks        all ranks raise an error, or none
+        sums the gradients over ranks, divides by the rest     <=>
+        clips; skips or stops if a number is not finite            all ranks or none
+    end_body
+    enter_optimizer_phase, optimizer.step, end                     the same parameters
 """
 
 import math
@@ -12,6 +27,7 @@ import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -29,35 +45,34 @@ from paceline.collectives.control import (
     read_all_deferred,
     report_on_one_rank,
     resolve_deferred,
+    sum_over_ranks,
     to_device_async,
 )
 from paceline.collectives.hosts import NodeTopology
 from paceline.collectives.torch_collectives import name_collective
 from paceline.compute.flops import FlopCount
 from paceline.data.loader import MicroBatch, PrefetchTrigger
+from paceline.data.plan import MicroBatchPlan
 from paceline.errors import UsageError
 from paceline.protocol.evidence import Phase
 from paceline.rank.guard import HangGuard
 from paceline.rank.world import World
 from paceline.seeding import SeededStream
 from paceline.stepping import nonfinite
-from paceline.stepping.audit import Audits
 from paceline.stepping.hooks import (
     HiddenHooks,
     TensorHookTracker,
     describe_user_autograd_function,
     describe_user_module_hook,
-    leaves_of,
     restore_hooks,
 )
 from paceline.stepping.micro_step import (
     AveragedCount,
     MicroStep,
     Reduction,
+    WeightedLoss,
     check_mean,
-    check_same_calls,
     make_weighted_loss,
-    zero_gradient_loss,
 )
 from paceline.stepping.order import CollectiveOrderCheck
 from paceline.stepping.totals import (
@@ -69,7 +84,10 @@ from paceline.stepping.totals import (
     Totals,
     UnreadStep,
 )
-from paceline.stepping.trained_model import ModelInTraining, check_summed_once, models_reached_on_any_rank
+from paceline.stepping.trained_model import ModelInTraining
+
+if TYPE_CHECKING:
+    from paceline.stepping.audit import Audits
 
 LARGEST_SQUARED = 1e19  # above, the square of a float32 overflows: the host uses float64 then
 
@@ -80,6 +98,13 @@ class StepNotAppliedError(Exception):
 
 class Step:
     """The state of the current step.
+
+    A loop body that computes after an optimizer step (a GAN's) needs the updated model, which only the last
+    micro-batch can have. So each such part of the body, a phase, needs a pass over all micro-batches. In a step of a
+    single micro-batch all phases count at once. A task's body has one phase.
+
+        optimizer_d.zero_grad(); s.backward(loss_d); optimizer_d.step()      # pass 1: this counts, in all micro-batches
+        optimizer_g.zero_grad(); s.backward(loss_g); optimizer_g.step()      # pass 2: this counts
 
     If `may_defer_read`, the host reads the loss and the finiteness of a step on a GPU during the next step: after the
     launch of its backward, before the launch of its update (see `UnreadStep`). The GPU then always has work. A step
@@ -96,28 +121,21 @@ class Step:
     """counts the operations of the first micro-batch that counts"""
 
     def __init__(
-        self,
-        world: World,
-        virtual_ranks: int,
-        enter: Callable[[Phase], object],
-        *,
-        votes: Callable[[], ControlFlags] = ControlFlags,
-        order: CollectiveOrderCheck | None = None,
-        ahead: PrefetchTrigger | None = None,
-        may_skip: bool = False,
-        way_out: str = "",
-        exact: bool = False,
-        max_norm: float | None = None,
-        forward: nonfinite.LossSumFunction | None = None,
-        audits: Audits | None = None,
-    ) -> None:
+        self, world: World, virtual_ranks: int, enter: Callable[[Phase], object], *,
+        votes: Callable[[], ControlFlags] = ControlFlags, order: CollectiveOrderCheck | None = None,
+        ahead: PrefetchTrigger | None = None, may_skip: bool = False, way_out: str = "", exact: bool = False,
+        max_norm: float | None = None, forward: nonfinite.LossSumFunction | None = None, audits: "Audits | None" = None,
+    ) -> None:  # fmt: skip
         """The caller adds the models to `parts`. `votes` to `may_skip` are for tasks.
 
         `way_out`: the option that skips steps, for errors. `exact`: the order of additions does not depend on the
         world size. `max_norm`: for clipping. `forward`: of the plain model, if there is only one.
         """
         self.parts: list[ModelInTraining] = []
-        self.phases = UpdatePasses(self.parts)
+        self.has_one_body = True
+        """whether this rank computes the step in one micro-batch"""
+        self._pass, self._num_passes = 0, 1  # the latter as far as known: the number of phases in a body
+        self._phase_buffers: dict[tuple[int, int, int], list[Tensor]] = {}  # of a session
         self._is_entered = False  # whether a micro-batch has begun
         self._counting: AbstractContextManager[None] | None = None  # the operations of that micro-batch
         self._usual: tuple[int, tuple[int, ...]] | None = None  # `completed_calls` of micro-batches in the last step
@@ -150,13 +168,12 @@ class Step:
     def run_micro_batches(
         self, place: object, micro_batches: Sequence[MicroBatch], *, one_each: bool = False
     ) -> Generator[MicroBatch]:
-        """Compute the global batch that `str(at)` names, except `end`. `one_each`: every rank has one micro-batch.
+        """Compute the global batch that `str(place)` names, except `end`. `one_each`: every rank has one micro-batch.
 
         Yields this rank's micro-batches, with dummy batches if a forward is a collective, each after its `enter`.
         """
         micro_batches = self._begin(place, micro_batches, one_each=one_each)
-        again = True
-        while again:
+        while True:
             for batch in micro_batches:
                 is_last = batch is micro_batches[-1]
                 self._enter_batch(batch, is_last)
@@ -168,41 +185,11 @@ class Step:
                     self._counting.__enter__()
                 yield batch
                 self.end_body()
-            again = not self.phases.alone and self.phases.needs_another_pass()
+            self._pass += 1
+            if self.has_one_body or self._pass >= self._num_passes:
+                break
         if self.audits is not None and self.audits.is_disputed:
             yield from self._judge(self.audits)
-
-    def _judge(self, audits: Audits) -> Generator[MicroBatch]:
-        """Compute a disputed micro-batch on all ranks, save the state before the step, and raise an error."""
-        for part in self.parts:
-            part.abort_step()
-        self.phases.begin()
-        if (batch := audits.repeated()) is not None:  # in the proof each rank repeats its own, and one may have none
-            self._enter_batch(batch, False)
-            self.micro_step = MicroStep(batch, batch.work, False, self._rates())
-            yield batch
-            self.end_body()
-        error = audits.judge(str(self._where))
-        for part in self.parts:
-            part.abort_step()
-        audits.save()
-        raise error
-
-    def run_trial(self, batch: MicroBatch) -> Generator[MicroBatch]:
-        """Yield a dummy batch for a trial forward and backward. Nothing is summed over ranks, and no state changes."""
-        for part in self.parts:
-            part.begin_step()
-        self.phases.alone, self._own_code, self._host = False, "", None
-        self.phases.begin()
-        self._sums.begin("a trial")
-        try:
-            self._enter_batch(batch, is_last=False)
-            self.micro_step = MicroStep(batch, batch.work, is_last=False, learning_rates=[])
-            yield batch
-        finally:
-            self.abort_step()
-            self.stream.leave()
-            self._value = None
 
     def _begin(
         self, place: object, micro_batches: Sequence[MicroBatch], *, one_each: bool = False
@@ -214,12 +201,12 @@ class Step:
             micro_batches = self.audits.begin(first.replica, micro_batches)
         if in_lockstep:
             micro_batches = pad_micro_batches(micro_batches, self._world)
-        self.phases.alone = len(micro_batches) == 1
-        if not self.phases.alone:
-            self.phases.begin()
+        self.has_one_body = len(micro_batches) == 1
+        if not self.has_one_body:
+            self._begin_passes()
         for part in self.parts:
             part.begin_step()
-        alone = self._is_single and self.phases.alone
+        alone = self._is_single and self.has_one_body
         self._where, self._result = place, self._sums.begin(place, one_each=one_each, alone=alone)
         # this host, if hosts step separately and a non-finite value ends the run: no other host is asked
         self._host = None if self._may_skip or first.scale else first.replica.local_step_node
@@ -237,93 +224,20 @@ class Step:
                 part.begin_micro_batch()
             part.replica.enter(batch, is_last)
 
-    def _leave_batch(self, error: BaseException | None = None) -> None:
-        if not self._is_entered:
-            return
-        self._is_entered, late = False, None
-        if self._counting is not None:
-            counting, self._counting = self._counting, None
-            counting.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
-        for part in reversed(self.parts):
-            try:
-                part.replica.leave(error)
-            except BaseException as caught:  # the other models must be left as well
-                error = late = caught
-        if error is not None or not self.keeps_stream:
-            self.stream.leave()
-        if late is not None:
-            raise late
-
-    def end_body(self) -> None:
-        """The loop body has ended. Raises UsageError if it differs from the other bodies of the step."""
-        micro_step = self.micro_step
-        assert micro_step is not None
-        if not micro_step.is_last:
-            for part in self.parts:
-                part.check_between_micro_batches()
-        self.micro_step = None
-        self._leave_batch()
-        if not micro_step.weights:
-            raise UsageError(code="no-backward")
-        if self._first is not None:
-            check_same_calls(micro_step, self._first)
-        if not micro_step.is_last and micro_step.learning_rates != self._rates():
-            raise UsageError(code="learning-rate-in-step")
-        self._first = self._first or micro_step
-        self.phases.number = self._first.phase + 1
-
-    @property
-    def is_skipped(self) -> bool:
-        """Whether the step changes no parameters."""
-        return self._result.skip_cause is not None
-
-    def enter_optimizer_phase(self) -> None:
-        """Begin the update. Raises StallError if the guard has unblocked this rank: then the sums are not valid."""
-        self._guard.check_unblocked()
-        self._enter(Phase.OPTIMIZER)
-        self.updating = True
-
-    def end(self) -> StepResult:
-        """End the step, after all micro-batches."""
-        if self._host is not None:
-            self._sums.await_totals(self._enter, self._way_out)
-        if self._first is not None:
-            self._usual = len(self._first.weights), tuple(self._first.stepped_optimizers)
-        self._first, self._sums.seen, self._value = None, [], None  # releases the batches
-        if self._result.skip_cause is not None:
-            for part in self.parts:
-                part.replica.restore_buffers()
-        elif self.parts[0].scale is not None:
-            self.parts[0].scale.count_good_step()
-        self.updating = self.in_step = False
-        return self._result
-
-    def abort_step(self) -> None:
-        """End the step early, for example after an error: restore gradients and buffers."""
-        self.micro_step, self.in_step, self.unread = None, False, None
-        self._leave_batch(sys.exc_info()[1])
-        for part in self.parts:
-            part.abort_step()
-
     def backward(
-        self,
-        loss: Tensor,
-        weight: float | Tensor | None = None,
-        reduction: Reduction = "mean",
-        more: bool = False,
-        only: Sequence[ModelInTraining] = (),
-        retain_graph: bool = False,
-    ) -> None:
+        self, loss: Tensor, weight: float | Tensor | None = None, reduction: Reduction = "mean", more: bool = False,
+        only: Sequence[ModelInTraining] = (), retain_graph: bool = False,
+    ) -> None:  # fmt: skip
         micro_step = self.micro_step
         if micro_step is None:
             raise UsageError(code="backward-outside-loop")
         micro_step.has_failed = True
         if self._host is not None:
-            self._sums.await_totals(self._enter, self._way_out)
+            self._sums.read_awaited(self._enter, self._way_out)
         weighed = make_weighted_loss(loss, weight, reduction, micro_step)
         if micro_step.has_stepped:
             micro_step.phase, micro_step.has_stepped = micro_step.phase + 1, False
-        if not (self.phases.alone or self.phases.is_current_phase(micro_step)):
+        if not self.has_one_body and micro_step.phase != self._pass:
             micro_step.weights.append(weighed.weight)
             micro_step.has_failed = False
             return
@@ -334,44 +248,62 @@ class Step:
             self.means.append((mean, weighed.weight))
         # a mean; or the (B,) of a task, which was checked to have one value per sample
         plain = weight is None and reduction == "mean" and loss.ndim <= int(self._forward is not None)
-        is_weightless = self._sums.add_loss(loss, weighed, reduction, micro_step, plain=plain)
         # a host that steps separately does not wait for weights of other hosts
-        scale = self._sums.choose_loss_divisor(weighed, waits=last and self._host is None)
+        waits = last and self._host is None
+        scale, has_gradient = self._sums.add_loss(loss, weighed, reduction, micro_step, plain=plain, waits=waits)
         finish = self._sums.start() if last else None  # travels during backward
         totals = None
         if scale is None:
             assert finish is not None
             totals = finish()
-            scale = self._sums.set_exact_loss_divisor(totals.total_weight)
-        if not last and (
-            self._sums.is_guess or micro_step.batch.samples is not None
-        ):  # the last: see `_check_no_custom_gradient_code`
+            self._sums.scale = scale = torch.as_tensor(totals.total_weight, dtype=torch.float64)
+        if not last and (self._sums.is_guess or micro_step.batch.samples is not None):  # the last is checked below
             self._own_code = self._own_code or describe_user_autograd_function(weighed.value)
         wanted = [part for part in self.parts if part in only] if only else self.parts
         is_watched = len(self.parts) > 1 or bool(micro_step.stepped_optimizers)
         for part in self.parts:
             part.before_backward(part in wanted, is_watched)
+        factor = weighed.factor / scale if has_gradient and weighed.value.requires_grad else None
         self._enter(Phase.BACKWARD)
+        self._propagate(wanted, weighed, factor, micro_step.work, more=more, last=last, retain_graph=retain_graph)
+        if self.flop_counter is not None and self.flop_counter.is_active:
+            self.flop_counter.mark_backward_end()
+        for part in self.parts:
+            if part not in wanted:
+                part.discard_backward()
+        if finish is None:
+            self._put_aside(wanted, micro_step)
+        else:
+            self._enter(Phase.SYNC)
+            self._synchronise(wanted, finish if totals is None else lambda: totals)
+            if not self._sums.was_scaled:
+                self._check_no_custom_gradient_code(weighed.value)
+        micro_step.has_failed = False
+
+    def _propagate(
+        self, wanted: Sequence[ModelInTraining], weighed: WeightedLoss, factor: float | Tensor | None,
+        work: MicroBatchPlan, *, more: bool, last: bool, retain_graph: bool,
+    ) -> None:  # fmt: skip
+        """Back-propagate the loss times `factor`, without the user's hooks. None: it has no gradient."""
         self.in_backward = True
         hidden_hooks: HiddenHooks = []
         begun_parts: list[ModelInTraining] = []
         try:
             for part in self.parts:
                 if part.may_have_hooks:
-                    counted = micro_step.work.is_counted
-                    hidden_hooks += part.hide_hooks(alone=self._sums.is_alone, counted=counted)
+                    hidden_hooks += part.hide_hooks(alone=self._sums.is_alone, counted=work.is_counted)
             if more and hidden_hooks:
                 raise UsageError(code="more-with-hook")
             for part in wanted:
                 # with several models it is not known which of them this backward reaches: no early exchange
-                part.replica.begin_backward(micro_step.work, last and len(self.parts) == 1)
+                part.replica.begin_backward(work, last and len(self.parts) == 1)
                 begun_parts.append(part)
             if self.audits is not None:
-                self.audits.begin_backward(micro_step.work, weighed.value, weighed.factor)
-            if weighed.value.requires_grad and not is_weightless:
-                self.parts[0].backward(weighed.value, factor=weighed.factor / scale, retain_graph=retain_graph)
-            else:
+                self.audits.begin_backward(work, weighed.value, weighed.factor)
+            if factor is None:
                 self._backward_nothing(retain_graph)
+            else:
+                self.parts[0].backward(weighed.value, factor=factor, retain_graph=retain_graph)
         except BaseException as error:
             for part in reversed(begun_parts):
                 part.replica.end_backward(error)
@@ -387,63 +319,12 @@ class Step:
                 part.last_gradient.clear()
             if hidden_hooks:
                 restore_hooks(hidden_hooks)
-        if self.flop_counter is not None and self.flop_counter.is_active:
-            self.flop_counter.mark_backward_end()
-        for part in self.parts:
-            if part not in wanted:
-                part.discard_backward()
-        if finish is None:
-            self._put_aside(wanted, micro_step)
-        else:
-            self._enter(Phase.SYNC)
-            self._synchronise(wanted, finish if totals is None else lambda: totals)
-            if not self._sums.was_scaled:
-                self._linear_checks += 1
-                # a rank whose loss is constant has no such code in its graph, and would update
-                early = self._linear_checks <= 2 and self._host is None
-                with raise_on_all_ranks(self._world) if early else nullcontext():
-                    self._check_no_custom_gradient_code(weighed.value)
-        micro_step.has_failed = False
-
-    def _check_no_custom_gradient_code(self, loss: Tensor) -> None:
-        """Raise UsageError for custom code in the gradient path: the weight was not known in backward."""
-        models = [part.replica.model for part in self.parts]
-        changed = "" if self.tensor_hooks is None else self.tensor_hooks.changed
-        custom_code = (
-            describe_user_module_hook(models) or self._own_code or describe_user_autograd_function(loss) or changed
-        )
-        if custom_code:
-            raise UsageError(code="hook-before-weight", what=custom_code)
-
-    def _backward_nothing(self, retain_graph: bool) -> None:
-        """The backward of a loss without gradients: it is constant or has weight 0.
-
-        Raises:
-            UsageError: the strategy needs a backward on every rank.
-        """
-        replicas = [part.replica for part in self.parts]
-        if len(replicas) == 1 and not replicas[0].in_lockstep and replicas[0].module is not replicas[0].model:
-            # the DDP module waits for a gradient of each parameter
-            self.parts[0].backward(zero_gradient_loss(replicas[0].model), retain_graph=retain_graph)
-            return
-        if any(replica.in_lockstep or replica.module is not replica.model for replica in replicas):
-            raise UsageError(code="loss-without-gradient")
-        self._sums.without_gradient = True
-
-    def foreign_leaves(self) -> list[Tensor]:
-        """Leaf tensors of the last loss that are not parameters of the models, nor gathered ones of `fsdp`."""
-        ids = {id(p) for part in self.parts for p in part.replica.model.parameters()}
-        leaves = [] if self._value is None else leaves_of(self._value)
-        return [leaf for leaf in leaves if id(leaf) not in ids and not hasattr(leaf, "named_in_model")]
-
-    def _rates(self) -> list[float]:
-        return [rate for part in self.parts for rate in part.learning_rates()]
 
     def _put_aside(self, wanted: Sequence[ModelInTraining], micro_step: MicroStep) -> None:
         for part in wanted:
             if (
                 (reached := part.has_received_gradients)
-                and not self.phases.alone
+                and not self.has_one_body
                 and part.has_stepped(micro_step.stepped_optimizers)
             ):
                 raise UsageError(code="backward-after-step", number=part.number + 1)
@@ -456,16 +337,16 @@ class Step:
         """
         totals, host, loss = None, self._host, 0.0
         if host is not None and self._sums.samples_if_weight:  # does not wait for other hosts
-            rest = self._sums.wait_after_update(finish)
+            self._sums.awaited, rest = finish, 1.0  # each sample weighs 1
         else:
             totals = finish()
             if isinstance(totals, Totals):
                 loss, rest = self._sums.read_totals(totals), self._sums.rest
             else:
                 rest = self._sums.remaining_divisor(totals)
-        reached = models_reached_on_any_rank(wanted, self._world) if len(self.parts) > 1 else wanted  # one always is
-        if self._exact or not self.phases.alone:
-            check_summed_once(self._summed_up, reached)
+        reached = self._models_reached_on_any_rank(wanted) if len(self.parts) > 1 else wanted  # one always is
+        if self._exact or not self.has_one_body:
+            self._check_summed_once(reached)
         self._summed_up += reached
         to_judge: list[ModelInTraining] = []
         records_gradients = torch.is_grad_enabled()
@@ -545,12 +426,113 @@ class Step:
         self._result.unread = unread = UnreadStep(self._result, found_inf.view(()), wait)
         return unread
 
+    def end_body(self) -> None:
+        """The loop body has ended. Raises UsageError if it differs from the other bodies of the step."""
+        micro_step = self.micro_step
+        assert micro_step is not None
+        if not micro_step.is_last:
+            for part in self.parts:
+                part.check_between_micro_batches()
+        self.micro_step = None
+        self._leave_batch()
+        if not micro_step.weights:
+            raise UsageError(code="no-backward")
+        if (first := self._first) is not None and micro_step.completed_calls != first.completed_calls:
+            calls, other = first.completed_calls_text, micro_step.completed_calls_text
+            raise UsageError(code="bodies-differ", first=calls, other=other)
+        if not micro_step.is_last and micro_step.learning_rates != self._rates():
+            raise UsageError(code="learning-rate-in-step")
+        self._first = self._first or micro_step
+        self._num_passes = self._first.phase + 1
+
+    def _leave_batch(self, error: BaseException | None = None) -> None:
+        if not self._is_entered:
+            return
+        self._is_entered, late = False, None
+        if self._counting is not None:
+            counting, self._counting = self._counting, None
+            counting.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+        for part in reversed(self.parts):
+            try:
+                part.replica.leave(error)
+            except BaseException as caught:  # the other models must be left as well
+                error = late = caught
+        if error is not None or not self.keeps_stream:
+            self.stream.leave()
+        if late is not None:
+            raise late
+
+    @property
+    def is_skipped(self) -> bool:
+        return self._result.skip_cause is not None
+
+    def enter_optimizer_phase(self) -> None:
+        """Begin the update. Raises StallError if the guard has unblocked this rank: then the sums are not valid."""
+        self._guard.check_unblocked()
+        self._enter(Phase.OPTIMIZER)
+        self.updating = True
+
+    def end(self) -> StepResult:
+        if self._host is not None:
+            self._sums.read_awaited(self._enter, self._way_out)
+        if self._first is not None:
+            self._usual = len(self._first.weights), tuple(self._first.stepped_optimizers)
+        self._first, self._sums.seen, self._value = None, [], None  # releases the batches
+        if self._result.skip_cause is not None:
+            for part in self.parts:
+                part.replica.restore_buffers()
+        elif self.parts[0].scale is not None:
+            self.parts[0].scale.count_good_step()
+        self.updating = self.in_step = False
+        return self._result
+
+    # not in the usual step
+
+    def abort_step(self) -> None:
+        self.micro_step, self.in_step, self.unread = None, False, None
+        self._leave_batch(sys.exc_info()[1])
+        for part in self.parts:
+            part.abort_step()
+
+    def run_trial(self, batch: MicroBatch) -> Generator[MicroBatch]:
+        """Yield a dummy batch for a trial forward and backward. Nothing is summed over ranks, and no state changes."""
+        for part in self.parts:
+            part.begin_step()
+        self.has_one_body, self._own_code, self._host = False, "", None
+        self._begin_passes()
+        self._sums.begin("a trial")
+        try:
+            self._enter_batch(batch, is_last=False)
+            self.micro_step = MicroStep(batch, batch.work, is_last=False, learning_rates=[])
+            yield batch
+        finally:
+            self.abort_step()
+            self.stream.leave()
+            self._value = None
+
+    def _judge(self, audits: "Audits") -> Generator[MicroBatch]:
+        """Compute a disputed micro-batch on all ranks, save the state before the step, and raise an error."""
+        for part in self.parts:
+            part.abort_step()
+        self._begin_passes()
+        if (batch := audits.repeated()) is not None:  # in the proof each rank repeats its own, and one may have none
+            self._enter_batch(batch, False)
+            self.micro_step = MicroStep(batch, batch.work, False, self._rates())
+            yield batch
+            self.end_body()
+        error = audits.judge(str(self._where))
+        for part in self.parts:
+            part.abort_step()
+        audits.save()
+        raise error
+
     def _find_nonfinite_cause(
         self, reached: Sequence[ModelInTraining], host: NodeTopology | None, *, in_loss: bool
     ) -> nonfinite.NonFiniteCause:
         """Find the cause (a collective, of this `host` unless all ranks know; none if it is the loss scale)."""
-        if not in_loss and (cause := self.parts[0].handle_overflow(str(self._where))):
-            return cause
+        scale = self.parts[0].scale
+        if not in_loss and scale is not None and (message := scale.halve_after_overflow(str(self._where))):
+            return nonfinite.NonFiniteCause(message, is_loss_scale_overflow=True)
         if self._forward is not None:  # nothing follows in this body
             self._leave_batch()
             for part in self.parts:
@@ -565,58 +547,48 @@ class Step:
             raise report_on_one_rank(nonfinite.nonfinite_error(cause, self._way_out), self._world, by=cause.first_rank)
         return cause
 
+    def _backward_nothing(self, retain_graph: bool) -> None:
+        """The backward of a loss without gradients: it is constant or has weight 0."""
+        replicas = [part.replica for part in self.parts]
+        if len(replicas) == 1 and not replicas[0].in_lockstep and replicas[0].module is not replicas[0].model:
+            # the DDP module waits for a gradient of each parameter
+            zeros = [p.sum().double() * 0 for p in replicas[0].model.parameters() if p.requires_grad]
+            self.parts[0].backward(torch.stack(zeros).sum(), retain_graph=retain_graph)
+            return
+        if any(replica.in_lockstep or replica.module is not replica.model for replica in replicas):
+            raise UsageError(code="loss-without-gradient")
+        self._sums.without_gradient = True
 
-class UpdatePasses:
-    """The phases of a loop body that updates several models one after the other.
+    def _check_no_custom_gradient_code(self, loss: Tensor) -> None:
+        """Raise UsageError for custom code in the gradient path: the weight was not known in backward."""
+        models = [part.replica.model for part in self.parts]
+        changed = "" if self.tensor_hooks is None else self.tensor_hooks.changed
+        self._linear_checks += 1
+        # a rank whose loss is constant has no such code in its graph, and would update
+        early = self._linear_checks <= 2 and self._host is None
+        with raise_on_all_ranks(self._world) if early else nullcontext():
+            found = describe_user_module_hook(models) or self._own_code or describe_user_autograd_function(loss)
+            if found or changed:
+                raise UsageError(code="hook-before-weight", what=found or changed)
 
-    A body that computes after an optimizer step (a GAN's) needs the updated model, which only the last micro-batch can
-    have. So each such part of the body, a phase, runs over all micro-batches:
+    def _check_summed_once(self, reached: Sequence[ModelInTraining]) -> None:
+        if any(part in self._summed_up for part in reached):
+            raise UsageError(code="two-backwards")
 
-        optimizer_d.zero_grad(); s.backward(loss_d); optimizer_d.step()      # pass 1: this counts, in all micro-batches
-        optimizer_g.zero_grad(); s.backward(loss_g); optimizer_g.step()      # pass 2: this counts
+    def _models_reached_on_any_rank(self, wanted: Sequence[ModelInTraining]) -> Sequence[ModelInTraining]:
+        """The models that the backward has reached on any rank; closes the others (a collective)."""
+        flags = to_device_async([float(part.has_received_gradients) for part in wanted], self._world.device)
+        ranks = sum_over_ranks(flags, "models reached by a backward").tolist()
+        for part, count in zip(wanted, ranks, strict=True):
+            if not count:
+                part.after_backward(reached=False)
+        return [part for part, count in zip(wanted, ranks, strict=True) if count]
 
-    A task's body has one phase. In a step of a single micro-batch all phases count at once.
-    """
+    def _begin_passes(self) -> None:
+        self._pass, self._phase_buffers = 0, {}
 
-    def __init__(self, parts: Sequence[ModelInTraining]) -> None:
-        self._parts = parts
-        self.number = 1
-        """of phases in a body, as far as known"""
-        self.alone = True
-        """whether this rank computes the step in one body"""
-
-    def begin(self) -> None:
-        """A step of several micro-batches begins."""
-        self._pass = 0
-        self._buffers: dict[tuple[int, int, int], list[Tensor]] = {}
-
-    def needs_another_pass(self) -> bool:
-        """After a pass over several micro-batches: whether the next phase needs another pass."""
-        self._pass += 1
-        return self._pass < self.number
-
-    def is_current_phase(self, micro_step: MicroStep) -> bool:
-        """Whether this pass over several micro-batches is for the current phase of the body."""
-        return micro_step.phase == self._pass
-
-    def is_final(self, micro_step: MicroStep) -> bool:
-        """Whether it is the last body of the last pass."""
-        return micro_step.is_last and (self.alone or self._pass == self.number - 1)
-
-    def save_or_restore_buffers(self, micro_step: MicroStep) -> None:
-        """At the end of a phase, in a step of several bodies: save the buffers in its pass, restore them later."""
-        key = (micro_step.work.virtual_rank, micro_step.work.micro_batch, len(micro_step.stepped_optimizers))
-        buffers = [buffer for part in self._parts for buffer in part.replica.model.buffers()]
-        if micro_step.phase == self._pass:
-            self._buffers[key] = [buffer.clone() for buffer in buffers]
-        elif micro_step.phase < self._pass:
-            with torch.no_grad():
-                for buffer, saved in zip(buffers, self._buffers[key], strict=True):
-                    buffer.copy_(saved)
-
-
-EvaluationPart = tuple[int | None, Tensor]
-"""A virtual rank, None for a dummy batch, and the samples that it evaluates."""
+    def _rates(self) -> list[float]:
+        return [rate for part in self.parts for rate in part.learning_rates()]
 
 
 def pad_micro_batches(microbatches: Sequence[MicroBatch], world: World) -> Sequence[MicroBatch]:
@@ -626,15 +598,3 @@ def pad_micro_batches(microbatches: Sequence[MicroBatch], world: World) -> Seque
     first, missing = microbatches[0], int(max_count) - len(microbatches)
     # separate objects: the step recognizes its last one by identity
     return [*microbatches, *(replace(first, work=replace(first.work, is_counted=False)) for _ in range(missing))]
-
-
-def pad_evaluation_batches(
-    parts: list[EvaluationPart], samples: int, virtual_ranks: int, world: World, size: int
-) -> list[EvaluationPart]:
-    """The same for an evaluation in batches of `size`, without communication."""
-
-    def number(share: range) -> int:
-        return sum(-(-len(range(v, samples, virtual_ranks)) // size) for v in share)
-
-    missing = max(map(number, world.shares(virtual_ranks))) - len(parts)
-    return [*parts, *[(None, torch.zeros(1, dtype=torch.int64))] * missing]

@@ -25,7 +25,7 @@ from paceline.collectives.tree import tree_sum
 from paceline.errors import ExitCode, ReportedByPeer, TrainingError, UsageError
 from paceline.protocol.evidence import Phase
 from paceline.rank.world import World
-from paceline.stepping.micro_step import MicroStep, Reduction, WeightedLoss, equal_weights
+from paceline.stepping.micro_step import MicroStep, Reduction, WeightedLoss
 from paceline.stepping.nonfinite import BatchLosses, NonFiniteCause, find_nonfinite_losses, nonfinite_error
 from paceline.stepping.order import CollectiveOrderCheck
 
@@ -57,13 +57,9 @@ TOTALS_NAME = "totals of the step"
 class Totals(Struct, frozen=True):
     """The sums of losses and of weights over virtual ranks, and of votes over ranks."""
 
-    sums: list[float]
+    loss_sum: float
+    total_weight: float
     votes: list[float]
-
-    @property
-    def total_weight(self) -> float:
-        """The sum of weights."""
-        return self.sums[1]
 
 
 @dataclass(frozen=True)
@@ -75,7 +71,6 @@ class DeferredTotals(Deferred[Totals]):
 
     @property
     def total_weight(self) -> float | Tensor:
-        """The sum of weights."""
         return _tree_sum(self.weights.unbind()) if isinstance(self.weights, Tensor) else self.weights
 
 
@@ -101,11 +96,6 @@ class StepResult(Struct):
     unread: "UnreadStep | None" = None
     """if the host has not read the loss, the norm and `skip_cause` from the device"""
 
-    @property
-    def loss_sum(self) -> float:
-        """The weighted sum of the global batch's losses."""
-        return self.loss * self.total_weight
-
 
 class UnreadStep:
     """A step whose loss and finiteness the host has not read from the device."""
@@ -130,14 +120,9 @@ class StepTotals:
     """The totals of a step: counted on this rank, summed over all ranks, awaited before or after the update."""
 
     def __init__(
-        self,
-        world: World,
-        virtual_ranks: int,
-        votes: Callable[[], ControlFlags],
-        order: CollectiveOrderCheck | None,
-        *,
-        same_bits: bool = False,
-    ) -> None:
+        self, world: World, virtual_ranks: int, votes: Callable[[], ControlFlags], order: CollectiveOrderCheck | None,
+        *, same_bits: bool = False,
+    ) -> None:  # fmt: skip
         """`same_bits`: the bits, and so the scale, must not depend on which rank computes a virtual rank."""
         self._world, self._virtual_ranks, self._votes, self._same_bits = world, virtual_ranks, votes, same_bits
         self._order = order if world.size > 1 else None
@@ -171,23 +156,30 @@ class StepTotals:
         self.seen: BatchLosses = []
         self.without_gradient = False
         """whether a loss of this rank was constant or had weight 0"""
-        self._samples, self._plain, self._by_samples, self._counts_all = 0, True, True, True
+        self._samples, self._plain, self._counts_all = 0, True, True
         self._reduction: Reduction | None = None
-        self._awaited: AwaitTotals | None = None
+        self.awaited: AwaitTotals | None = None
+        """totals to be read after the update, if hosts step separately"""
         self._said_scale = 0.0
         self.rest = 1.0
         """remaining divisor of the summed gradients, after `read_totals`"""
         return self.result
 
     def add_loss(
-        self, loss: Tensor, weighed: WeightedLoss, reduction: Reduction, micro_step: MicroStep, *, plain: bool
-    ) -> bool:
+        self, loss: Tensor, weighed: WeightedLoss, reduction: Reduction, micro_step: MicroStep, *, plain: bool,
+        waits: bool = False,
+    ) -> tuple[float | Tensor | None, bool]:  # fmt: skip
         """Add a loss and its weight to the totals. Backwards with a common divisor must have the same weight.
 
-        `plain`: each sample weighs 1, according to the form of the loss, which is the same on all ranks.
+        `plain`: each sample weighs 1, according to the form of the loss, which is the same on all ranks. `waits`: the
+        backward may wait for the totals.
 
-        Returns whether the loss is known to have no gradient: its factor is 0. A GPU is not asked, because the host
-        would wait.
+        Returns the divisor of the loss before backward, which makes gradients inside backward those of the mean; and
+        whether the loss may have a gradient: it has none if its factor is 0. A GPU is not asked, because the host would
+        wait. The divisor is the weight of the global batch if this is known: from the plan, or because this rank has
+        all of it. None: it is the weight in the totals over ranks, if the backward `waits` for them. Otherwise it is a
+        power of two near the weight of the last step, which changes no bit of the sum, and the gradients are divided by
+        the rest later.
         """
         factor = weighed.factor
         is_weightless = (not isinstance(factor, Tensor) or factor.device.type == "cpu") and float(factor) == 0
@@ -196,10 +188,9 @@ class StepTotals:
             raise UsageError(code="reductions-differ")
         self._reduction = reduction
         self._samples, self._plain = micro_step.work.global_samples, self._plain and plain
-        self._by_samples = weighed.is_weight_num_samples
         self._counts_all = self._counts_all and weighed.has_unit_sample_weights and micro_step.batch.samples is None
-        if is_shared and not equal_weights(weighed.weight, micro_step.weights[-1]):
-            raise UsageError(code="weights-differ", first=float(micro_step.weights[-1]), other=float(weighed.weight))
+        if is_shared and (first := micro_step.weights[-1]) is not (other := weighed.weight) and first != other:
+            raise UsageError(code="weights-differ", first=float(first), other=float(other))
         if self._is_counted:
             self._losses, self._weights = [0.0] * self._virtual_ranks, [0.0] * self._virtual_ranks
             self._is_counted = False
@@ -224,46 +215,32 @@ class StepTotals:
                 )
         self.in_round += 1
         micro_step.weights.append(weighed.weight)
-        return is_weightless
-
-    def choose_loss_divisor(self, weighed: WeightedLoss, *, waits: bool) -> float | Tensor | None:
-        """The divisor of the loss before backward, which makes gradients inside backward those of the mean.
-
-        It is the weight of the global batch if this is known: from the plan, or because this rank has all of it.
-        Otherwise it is a power of two near the weight of the last step, which changes no bit of the sum, and the
-        gradients are divided by `remaining_divisor` later. None: call `set_exact_loss_divisor` with the totals.
-        """
         if self.scale is None:
-            if self._reduction == "sum":
+            if reduction == "sum":
                 self.scale = 1.0
             elif self.is_alone:
                 weight = weighed.weight
                 self.scale = weight if isinstance(weight, Tensor) else weight or 1.0  # 0: `read_totals` raises
-            elif self._by_samples and self._samples:
+            elif weighed.is_weight_num_samples and self._samples:
                 self.scale = float(self._samples)
-            elif self._one_each and waits and not self._same_bits:
-                return None
-            else:
+            elif not (self._one_each and waits) or self._same_bits:
                 self.guess_loss_divisor(self._samples)
                 self.is_guess = True
-        return self.scale
+        return self.scale, not is_weightless
 
-    def guess_loss_divisor(self, samples: int = 0) -> float:
+    def guess_loss_divisor(self, samples: int) -> float:
         """Take a power of two near the weight of the global batch as the divisor before backward."""
-        if self.scale is None:
-            self.scale = nearest_power_of_two(self._guess or samples)
-        return float(self.scale)
-
-    def set_exact_loss_divisor(self, weight: float | Tensor) -> float | Tensor:
-        """The weight of the global batch, from that in the totals over ranks."""
-        self.scale = scale = self.loss_sum_divisor(torch.as_tensor(weight, dtype=torch.float64))
+        weight = self._guess or samples
+        self.scale = scale = 2.0 ** round(math.log2(weight)) if weight > 0 else 1.0
         return scale
 
     def remaining_divisor(self, totals: DeferredTotals) -> float | Tensor:
         """The remaining divisor of the summed gradients, before `read_totals`: the weight is still on the device."""
         if isinstance(totals.weights, Tensor) and self._is_weight_known:
             return 1.0  # `read_totals` compares
-        return self.loss_sum_divisor(totals.total_weight) / (1.0 if self.scale is None else self.scale)
+        known_weight = 1.0 if self._reduction == "sum" else self._counted_before
+        weight = totals.total_weight if known_weight is None else known_weight
+        return weight / (1.0 if self.scale is None else self.scale)
 
     @property
     def samples_if_weight(self) -> int:
@@ -284,7 +261,7 @@ class StepTotals:
             loss, weight = (losses[0], weights[0]) if len(losses) == 1 else (_tree_sum(losses), _tree_sum(weights))
             if isinstance(loss, Tensor) or isinstance(weight, Tensor):
                 return lambda: _deferred_totals(loss, weight, votes)
-            return partial(Totals, [loss, weight], votes)
+            return partial(Totals, loss, weight, votes)
         self._said_scale = float(self.scale or 0)
         # One slot for each virtual rank: all others add zeros, so each rank gets the numbers unchanged. They are added
         # in the order of the tree: the bits do not depend on the world size.
@@ -315,23 +292,14 @@ class StepTotals:
         numbers, ranks = read(), self._virtual_ranks
         pairs, votes = numbers[: 2 * ranks], numbers[2 * ranks :]
         total: Callable[[list[float]], float] = _sum if ranks <= 2 else _tree_sum  # the same order
-        return Totals([total(pairs[::2]), total(pairs[1::2])], votes)
+        return Totals(total(pairs[::2]), total(pairs[1::2]), votes)
 
-    def wait_after_update(self, finish: AwaitTotals) -> float:
-        """Leave the wait to `await_totals`. Returns the remaining divisor: 1, as each of the `samples` weighs 1."""
-        self._awaited = finish
-        return 1.0
-
-    def await_totals(self, enter: Callable[[Phase], object], way_out: str) -> None:
-        """After the update, wait for the totals that `wait_after_update` has left.
-
-        Raises:
-            TrainingError: the weight was not the number of samples; ReportedByPeer if another rank reports the error.
-        """
-        if self._awaited is None:
+    def read_awaited(self, enter: Callable[[Phase], object], way_out: str) -> None:
+        """After the update, read the totals that are `awaited`."""
+        if self.awaited is None:
             return
         enter(Phase.SYNC)
-        wait, self._awaited, samples = self._awaited, None, self.samples_if_weight
+        wait, self.awaited, samples = self.awaited, None, self.samples_if_weight
         try:
             if not math.isfinite(self.read_totals(resolve_deferred(wait()), late=True)):
                 if all(math.isfinite(float(_number(loss))) for loss in self._losses):
@@ -348,11 +316,7 @@ class StepTotals:
             raise
 
     def read_totals(self, totals: Totals, *, late: bool = False) -> float:
-        """Read the totals over ranks. Returns the mean loss, and sets `rest`. `late`: parameters have already changed.
-
-        Raises:
-            UsageError: ranks disagree, or all weights are zero; on one rank, ReportedByPeer on the others.
-        """
+        """Read the totals over ranks. Returns the mean loss, and sets `rest`. `late`: parameters have changed."""
         *votes, scales = totals.votes if self._world.size > 1 else (*totals.votes, 0.0)
         if self.divisor is None:
             self.result.votes = ControlFlags(*votes[:NUM_VOTES])
@@ -360,9 +324,7 @@ class StepTotals:
                 self._order.check(votes[NUM_VOTES:], self._where, late=late)
         if self._world.size > 1 and scales != self._said_scale * self._world.size:
             raise report_on_one_rank(UsageError(code="loss-forms-differ", place=str(self._where)), self._world)
-        loss_total, weight_total = totals.sums
-        if self._counted_before is not None:
-            weight_total = self._counted_before
+        weight_total = totals.total_weight if self._counted_before is None else self._counted_before
         if weight_total == 0:
             raise report_on_one_rank(UsageError(code="loss-weights-zero", place=str(self._where)), self._world)
         if self._is_weight_known and weight_total != self._samples:
@@ -377,18 +339,8 @@ class StepTotals:
         if self._one_each:
             self.scale, self.is_guess = None, False
         self.result.total_weight = weight_total
-        self.result.loss += (loss := loss_total / weight_total)
+        self.result.loss += (loss := totals.loss_sum / weight_total)
         return loss
-
-    def loss_sum_divisor(self, weight: float | Tensor) -> float | Tensor:
-        """The divisor of the sums of losses, from the weight in the totals over ranks."""
-        known_weight = 1.0 if self._reduction == "sum" else self._counted_before
-        return weight if known_weight is None else known_weight
-
-
-def nearest_power_of_two(number: float) -> float:
-    """In logarithmic distance to a positive number; 1 for 0."""
-    return 2.0 ** round(math.log2(number)) if number > 0 else 1.0
 
 
 def _deferred_totals(loss: float | Tensor, weight: float | Tensor, votes: list[float]) -> DeferredTotals:
@@ -397,7 +349,7 @@ def _deferred_totals(loss: float | Tensor, weight: float | Tensor, votes: list[f
 
     def totals(numbers: list[float]) -> Totals:
         rest = iter(numbers)
-        return Totals([next(rest) if isinstance(number, Tensor) else number for number in (loss, weight)], votes)
+        return Totals(*(next(rest) if isinstance(number, Tensor) else number for number in (loss, weight)), votes)
 
     numbers = on_device[0].view(1) if len(on_device) == 1 else torch.stack(on_device)
     return DeferredTotals(numbers, totals, weight.view(1) if isinstance(weight, Tensor) else weight)

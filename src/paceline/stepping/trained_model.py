@@ -10,9 +10,8 @@ from torch import Tensor
 
 from paceline.checkpoint.state import TensorShard
 from paceline.collectives.buckets import trainable_parameters
-from paceline.collectives.control import Deferred, resolve_deferred, sum_over_ranks, to_device_async
+from paceline.collectives.control import Deferred, resolve_deferred
 from paceline.errors import UsageError
-from paceline.rank.world import World
 from paceline.stepping.hooks import (
     HiddenHooks,
     LastGradParameter,
@@ -21,7 +20,7 @@ from paceline.stepping.hooks import (
     hide_hooks,
     restore_hooks,
 )
-from paceline.stepping.nonfinite import NonFiniteCause, gradients_are_finite
+from paceline.stepping.nonfinite import gradients_are_finite
 from paceline.strategies.base import Strategy
 
 INITIAL_LOSS_SCALE = 2.0**16
@@ -56,13 +55,11 @@ class LossScale:
         return f"a gradient is beyond fp16's range at {where}: the loss scale is now {self.value:g}"
 
     def count_good_step(self) -> None:
-        """A step had no overflow."""
         self._good += 1
         if self._good == STEPS_UNTIL_DOUBLED and self.value < LARGEST:
             self.value, self._good = self.value * 2, 0
 
     def json_state(self) -> dict[str, Any]:
-        """The state, for `load_json_state`."""
         return {"loss_scale": [self.value, self._good, self.skipped]}
 
     def load_json_state(self, saved: Mapping[str, Any]) -> None:
@@ -97,7 +94,6 @@ class ModelInTraining:
         """hooks on its parameters: the user's, in the last backward; and of all, if none is the user's (else -1)"""
 
     def has_stepped(self, numbers: Sequence[int]) -> bool:
-        """Whether an optimizer of this model is among the optimizers with these numbers."""
         return self.number in numbers
 
     def begin_step(self) -> None:
@@ -124,9 +120,6 @@ class ModelInTraining:
 
         `alone`: this backward computes all of it, so hooks of several parameters at once stay. `counted`: False for a
         dummy batch, during which parameters have hooks of paceline.
-
-        Raises:
-            UsageError: there are hooks, and gradients are sharded; or hooks of several parameters at once.
         """
         count = count_hooks(self._parameters)
         if count == self._own_hooks:
@@ -167,11 +160,6 @@ class ModelInTraining:
                 parameter.grad = parameter.grad if changed is None else changed
             for hook in after.values() if after_accumulation else ():
                 hook(parameter)
-
-    def handle_overflow(self, where: str) -> NonFiniteCause | None:
-        """Whether the loss scale made gradients of the step `where` non-finite; halves it."""
-        message = "" if self.scale is None else self.scale.halve_after_overflow(where)
-        return NonFiniteCause(message, is_loss_scale_overflow=True) if message else None
 
     def begin_micro_batch(self) -> None:
         """Before a micro-batch that is not the last of its step."""
@@ -230,7 +218,6 @@ class ModelInTraining:
         return [torch.full((1,), float(not finite), device=self.replica.world.device)]
 
     def abort_step(self) -> None:
-        """End the step early: restore the buffers."""
         self.replica.restore_buffers()
 
     def state(self) -> list[TensorShard]:
@@ -238,21 +225,4 @@ class ModelInTraining:
         return [replace(shard, name=self.prefix + shard.name) for shard in self.replica.state()]
 
     def learning_rates(self) -> list[float]:
-        """The current learning rates."""
         return [group["lr"] for group in self.replica.optimizer.param_groups]
-
-
-def models_reached_on_any_rank(wanted: Sequence[ModelInTraining], world: World) -> list[ModelInTraining]:
-    """The models with parameters that a watched backward has reached on any rank; closes the others (a collective)."""
-    flags = to_device_async([float(part.has_received_gradients) for part in wanted], world.device)
-    rank_counts = sum_over_ranks(flags, "models reached by a backward").tolist()
-    for part, ranks in zip(wanted, rank_counts, strict=True):
-        if not ranks:
-            part.after_backward(reached=False)
-    return [part for part, ranks in zip(wanted, rank_counts, strict=True) if ranks]
-
-
-def check_summed_once(before: Sequence[ModelInTraining], now: Sequence[ModelInTraining]) -> None:
-    """Raise UsageError if the gradients of one model are summed over ranks a second time in a step."""
-    if any(part in before for part in now):
-        raise UsageError(code="two-backwards")

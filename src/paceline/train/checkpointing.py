@@ -111,7 +111,7 @@ def save_on_one_rank(
     shard = make_shard_layout(shards)
     buffer = torch.empty(shard.total_bytes, dtype=torch.uint8)
     _fill(buffer, shard, step, content, 0, 1)
-    folder = checkpoints.begin_single_rank_checkpoint(step, claim, world.rank)
+    folder = checkpoints.begin(step, alone=(claim, world.rank))
     file = _write_shard(folder, buffer, shard, 0, 1)
     return checkpoints.commit(folder, _manifest(step, content, claim, holder.virtual_ranks, file), keep, say)
 
@@ -202,7 +202,6 @@ class CheckpointWriter:
         return done
 
     def join_threads(self) -> None:
-        """Wait for the threads after an error. The next start of the run removes an unpublished checkpoint."""
         for thread in (self._writing.thread if self._writing else None, self._publishing):
             if thread is not None:
                 thread.join()
@@ -468,7 +467,6 @@ class CheckpointManager:
         return sorted(unwritten_ranks)
 
     def join_threads(self) -> None:
-        """Wait for the threads after an error. An unpublished checkpoint stays unpublished."""
         self._checkpoint_writer.join_threads()
 
     def _snapshot(self, shards: Sequence[TensorShard], step: int, content: TrainerState) -> None:

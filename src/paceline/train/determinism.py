@@ -101,8 +101,8 @@ def _gpu_libraries() -> Generator[str]:
             yield f"cuBLAS {version(package)}"
 
 
-def _driver(files: tuple[Path, ...] = DRIVERS) -> str:
-    for file in files:
+def _driver() -> str:
+    for file in DRIVERS:
         with suppress(OSError):
             if match := re.search(r"\b\d+(\.\d+)+\b", file.read_text()):
                 return match[0]

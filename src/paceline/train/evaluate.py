@@ -6,13 +6,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from paceline.collectives.control import all_gather_tensors
 from paceline.data.fingerprint import probe_indices
 from paceline.data.loader import LoadingOptions, fetch_pairs
-from paceline.stepping.step import EvaluationPart, pad_evaluation_batches
 from paceline.strategies.base import Strategy
 from paceline.tasks.metric import AnyMetric
 from paceline.tasks.task import Loss, call_model
@@ -33,11 +32,13 @@ def evaluate(
     world, virtual_ranks, pipeline = replica.world, replica.virtual_ranks, replica.pipeline
     share = world.data.share(virtual_ranks)
     samples = {v: torch.arange(len(dataset))[v::virtual_ranks] for v in share}  # pyright: ignore[reportArgumentType]
-    work: list[EvaluationPart] = [
+    work: list[tuple[int | None, Tensor]] = [
         (v, indices) for v in share for indices in samples[v].split(batch_size) if len(indices)
     ]
-    if replica.in_lockstep:
-        work = pad_evaluation_batches(work, len(dataset), virtual_ranks, world.data, batch_size)  # pyright: ignore[reportArgumentType]
+    if replica.in_lockstep:  # a forward is a collective: ranks with fewer batches compute dummy batches
+        sizes = [[len(range(v, len(dataset), virtual_ranks)) for v in s] for s in world.data.shares(virtual_ranks)]  # pyright: ignore[reportArgumentType]
+        missing = max(sum(-(-size // batch_size) for size in rank_sizes) for rank_sizes in sizes) - len(work)
+        work += [(None, torch.zeros(1, dtype=torch.int64))] * missing
     accumulators = make_accumulators(loss, metrics, world.device)
     requests = ((0, indices) for _, indices in work)
     with replica.evaluated(), eval_mode(replica.model), closing(fetch_pairs(dataset, requests, 0, loading)) as batches:

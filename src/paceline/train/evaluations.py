@@ -56,10 +56,6 @@ class BestEvaluation:
     def is_patience_exhausted(self) -> bool:
         return self._patience is not None and self.since >= self._patience
 
-    @property
-    def early_stop_reason(self) -> str:
-        return f"no better {self.name} in {self.since} evaluations: the best was {self.value} after step {self.step}"
-
     def as_json(self) -> dict[str, Any]:
         return {"step": self.step, "value": self.value, "since": self.since}
 
@@ -114,8 +110,9 @@ class Evaluator:
         progress.metrics, progress.evaluated = self._evaluate(self._tracked), progress.step
         if self.best.update(progress.step, progress.metrics) and self.best.keeps:
             self._save(BEST_WEIGHTS)
-        if self.best.is_patience_exhausted and not self._data_progress.is_last_step(progress.step):
-            self.ended_early = self.best.early_stop_reason
+        if (best := self.best).is_patience_exhausted and not self._data_progress.is_last_step(progress.step):
+            result = f"the best was {best.value} after step {best.step}"
+            self.ended_early = f"no better {best.name} in {best.since} evaluations: {result}"
             progress.say(f"ends after step {progress.step}: {self.ended_early}")
         self.call(self._parts.task.on_evaluation)
         progress.throughput.exclude_pause(time.perf_counter() - began)

@@ -63,7 +63,6 @@ class MicroBatchSearch:
 
     @property
     def accumulation(self) -> int:
-        """The number of micro-batches of at most `size` samples."""
         return math.ceil(self._portion / self.size)
 
     @property
@@ -74,11 +73,7 @@ class MicroBatchSearch:
         return max(0.0, (high - low) / (many - few))
 
     def next_size(self) -> int:
-        """The size of the next trial, the same on all ranks; 0 if the last one fits on all of them (a collective).
-
-        Raises:
-            UsageError: on one rank, if the smallest micro-batch does not fit; ReportedByPeer on the others.
-        """
+        """The size of the next trial, the same on all ranks; 0 if the last one fits on all of them (a collective)."""
         sizes = self._gather(self._fitting_size() if self.size else self._smallest)
         size = min(sizes)
         if size < self._smallest:
@@ -88,7 +83,6 @@ class MicroBatchSearch:
         return 0 if self.is_found else size
 
     def error_of_smallest(self) -> UsageError:
-        """The error for a rank on which not even the smallest micro-batch fits."""
         return UsageError(code="micro-batch-of-one", samples=self._smallest, **self.facts(self._smallest))
 
     def _fitting_size(self) -> int:
@@ -160,11 +154,7 @@ def _sizes(
 
 
 def compute_first_samples(compute: Callable[[int], Result], model: nn.Module, world: World) -> Result:
-    """`compute` forward and backward of two samples, or of one if two do not fit into the free memory.
-
-    Raises:
-        UsageError: if one sample does not fit.
-    """
+    """`compute` forward and backward of two samples, or of one if two do not fit into the free memory."""
     meter, saved = MemoryMeter(world.device, world.local_size), SavedForBackward([model])
     for samples in (2, 1):
         meter.set_limit()

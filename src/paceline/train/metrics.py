@@ -112,7 +112,7 @@ class MetricAccumulator:
         if self._metric.combine == "sum":
             state = _each(Tensor.double, state)
         elif self._metric.combine == "concatenate":
-            state = _each(_listed, state)
+            state = _each(lambda rows: [torch.atleast_1d(rows)], state)
         self.states[virtual_rank] = self._joined(self.states.get(virtual_rank), state)
 
     def result(self, states: Sequence[Any], order: Tensor) -> Any:
@@ -134,10 +134,6 @@ def _each(change: Callable[..., Any], *states: Any) -> Any:
     if isinstance(states[0], Mapping):
         return {name: change(*(state[name] for state in states)) for name in states[0]}
     return change(*states)
-
-
-def _listed(rows: Tensor) -> list[Tensor]:
-    return [torch.atleast_1d(rows)]
 
 
 def virtual_rank_order(samples: int, virtual_ranks: int) -> Tensor:

@@ -35,13 +35,9 @@ def optimizer_maker(
 
     The optimizer is fused at every world size, because fused and unfused Adam differ in the last bits.
     """
-
-    def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
-        if name == "adamw":
-            return torch.optim.AdamW(parameters, lr=lr, weight_decay=weight_decay, fused=True)
-        return torch.optim.SGD(parameters, lr=lr, weight_decay=weight_decay, momentum=momentum, fused=True)
-
-    return make
+    if name == "adamw":
+        return partial(torch.optim.AdamW, lr=lr, weight_decay=weight_decay, fused=True)
+    return partial(torch.optim.SGD, lr=lr, weight_decay=weight_decay, momentum=momentum, fused=True)
 
 
 def configured_optimizer_maker(config: OptimizerConfig, lr: float, task: Task, model: nn.Module) -> MakeOptimizer:
@@ -163,7 +159,7 @@ class TaskSchedule:
             scheduler = make_schedule(opt, total_steps)
             if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
                 raise UsageError(code="not-a-scheduler", kind=type(scheduler).__name__)
-            opt.register_step_post_hook(partial(_step_scheduler, scheduler))
+            opt.register_step_post_hook(lambda *_, scheduler=scheduler: scheduler.step())
             self._schedulers.append(scheduler)
         names = ", ".join(map(_full_name, self._schedulers))
         self.described = {"class": names, "total_steps": total_steps} if names else None
@@ -183,10 +179,6 @@ class TaskSchedule:
 
     def _pairs(self) -> Iterable[tuple[Optimizer, Any]]:
         return zip_longest(self._optimizers, self._schedulers)
-
-
-def _step_scheduler(scheduler: LRScheduler, *_: object) -> None:
-    scheduler.step()
 
 
 LRSchedule = Schedule | TaskSchedule

@@ -29,7 +29,7 @@ from paceline.strategies.optimizers import each_optimizer, parameters_by_optimiz
 from paceline.strategies.pipelined import StagePlan, make_pipeline_stage, plan_stages
 from paceline.tasks.task import Task, call_model
 from paceline.train.evaluate import eval_mode
-from paceline.train.step import weighted_losses
+from paceline.train.step import weighted_loss_sum
 
 LOSS_TOLERANCE = 1e-2  # relative; without a backward graph torch can use different kernels, which shows in bf16
 TRIAL_SAMPLES = 2
@@ -77,9 +77,6 @@ class ParallelPlan:
         return replica
 
 
-NO_PARALLELISM = ParallelPlan()
-
-
 def _make_for_shards(
     maker: MakeOptimizer, model: nn.Module, shards: Mapping[str, ShardedParameter], parameters: Iterable[nn.Parameter]
 ) -> Optimizer:
@@ -118,7 +115,7 @@ def parallelize_model(
         check = partial(_check_loss, _trial_loss(model, trial), trial)
         lines = format_stages(division, schedule, plan, world)
         return ParallelPlan(stage_plan=division, schedule=schedule, notices=lines, check_trial_loss=check)
-    return NO_PARALLELISM
+    return ParallelPlan()
 
 
 def _shard_layers(
@@ -151,12 +148,7 @@ def _first_samples(
 ) -> tuple[Callable[[], Any], Any, Callable[[Any], Tensor]]:
     indices = torch.arange(min(TRIAL_SAMPLES, len(dataset)))  # pyright: ignore[reportArgumentType]
     ((inputs, targets),) = fetch_pairs(dataset, [(0, indices)], 0, loading)
-
-    def loss(outputs: Any) -> Tensor:
-        losses, weights = weighted_losses(task.loss, outputs, targets)
-        return losses.sum() if weights is None else (losses * weights).sum()
-
-    return partial(call_model, model, inputs), inputs, loss
+    return partial(call_model, model, inputs), inputs, partial(weighted_loss_sum, task.loss, targets=targets)
 
 
 def _trial_loss(model: nn.Module, trial: Trial) -> float:

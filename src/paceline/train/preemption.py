@@ -50,9 +50,8 @@ def record_stop_signals(*, announce: bool = False) -> Generator[StopRequest]:
         return
     handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     handlers, page = {number: signal.signal(number, request.handle) for number in handled}, HangGuard.of_process().page
-    page.set_stop_counter(
-        "notes_stops", 1
-    )  # the agent then sends SIGTERM for any stop signal that the launcher receives
+    # the agent then sends SIGTERM for any stop signal that the launcher receives
+    page.set_stop_counter("notes_stops", 1)
     try:
         yield request
     finally:

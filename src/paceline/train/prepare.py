@@ -5,14 +5,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from paceline.checkpoint.manager import MessageCallback
 from paceline.checkpoint.resume import ResumePoint
 from paceline.collectives.batchnorm import convert_sync_batchnorm
 from paceline.collectives.control import (
@@ -72,25 +70,15 @@ from paceline.train.determinism import explain_missing_kernel, hardware_facts
 from paceline.train.evaluate import eval_mode, try_evaluation
 from paceline.train.memory import MicroBatchSearch, compute_first_samples
 from paceline.train.optimizer import LRSchedule, configured_optimizer_maker, describe_optimizer, scaled_lr, schedule_for
-from paceline.train.parallelism import NO_PARALLELISM, ParallelConfig, ParallelPlan, parallelize_model
+from paceline.train.parallelism import ParallelConfig, ParallelPlan, parallelize_model
 from paceline.train.step import TaskSteps, weighted_losses
 from paceline.train.streaming import Stream
-from paceline.train.weights import load_initial_weights
 
 STATE_COPIES = 4  # weights, gradients and two optimizer states for each weight
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+Allocator = Literal["tuned", "system"]
 SPLIT_LABELS = {"train": "training data", "validation": "validation data", "test": "test data"}
-
-
-@dataclass(frozen=True)
-class ResolvedCompute:
-    """The resolved compute settings, equal on all ranks except for the allocator."""
-
-    precision: Precision = "fp32"
-    allocator: Literal["tuned", "system"] = "system"
-    notices: list[str] = field(default_factory=list[str])
-    """Lines for the user."""
 
 
 @dataclass(frozen=True)
@@ -107,32 +95,20 @@ class TrainingComponents:
     loading: LoadingOptions
     total_steps: int
     """0 if unknown: epochs over a stream."""
-    data_fingerprints: dict[str, Any]
-    """A fingerprint of the data of each split."""
-    compute: ResolvedCompute = field(default_factory=ResolvedCompute)
-    task_settings: dict[str, Any] = field(default_factory=dict[str, Any])
-    """The task's arguments, optimizer and schedule, for the definition of the run."""
+    definition: dict[str, Any]
+    """Of the run: its settings, the task's optimizer and schedule, fingerprints of the data, and the hardware."""
+    allocator: Allocator = "system"
+    notices: list[str] = field(default_factory=list[str])
+    """Lines for the user."""
     weight_average: WeightAverage | None = None
     stream: Stream | None = None
     """The training data, if they are a stream. `train_set` then has its first samples."""
     flop_count: FlopCount | None = None
     """The FLOPs of two samples in the full model."""
 
-    @property
-    def definition(self) -> dict[str, Any]:
-        facts = {"data": self.data_fingerprints, "hardware": hardware_facts(self.replica.world.device)}
-        return {**definition_settings(self.config), **self.task_settings, **facts}
-
     def load(self, origin: ResumePoint) -> None:
         self.replica.load(origin.source)
         self.schedule.load(origin.trainer_state.loop)
-
-    def load_initial_weights(self, path: Path, *, trust: bool, report: MessageCallback) -> str:
-        """Load the weights of `--init-from` (collective); see `weights.load_initial_weights`. Return their SHA-256."""
-        sha256 = load_initial_weights(self.replica, path, trust=trust, report=report)
-        if self.weight_average is not None:
-            self.weight_average.reset()
-        return sha256
 
 
 def prepare(config: TrainConfig, world: World) -> TrainingComponents:
@@ -173,8 +149,8 @@ def prepare(config: TrainConfig, world: World) -> TrainingComponents:
         count = None if config.compute.peak_tflops == 0 else FlopCount()
         if count is not None and config.compute.compile:  # the counter cannot see the operations of compiled code
             check_loss(task, model, train_set, in_process, count=count)
-    compute = resolve_compute(config.compute, model, task, train_set, loading, largest, world)
-    config = replace(config, compute=replace(config.compute, precision=compute.precision))
+    precision, allocator, notices = resolve_compute(config.compute, model, task, train_set, loading, largest, world)
+    config = replace(config, compute=replace(config.compute, precision=precision))
     with raise_on_all_ranks(world):
         load = {"largest_batch": largest, "num_workers": config.data.num_workers, "local_ranks": world.local_size}
         check = partial(check_loss, task, model, train_set, in_process, load, None if config.compute.compile else count)
@@ -189,7 +165,7 @@ def prepare(config: TrainConfig, world: World) -> TrainingComponents:
     for name, content in data.items():
         check_equal(name, content, world)
     parallelism = parallelize_model(task, model, train_set, in_process, plan, world, parallel_config(config))
-    compute = replace(compute, notices=[*compute.notices, *parallelism.notices])
+    notices += parallelism.notices
     replica = make_replica(config, maker, model, world, shape.virtual_ranks, parallelism)
     total_steps = config.run.steps or config.run.epochs * plan.known_steps_per_epoch
     with raise_on_all_ranks(world):
@@ -201,11 +177,12 @@ def prepare(config: TrainConfig, world: World) -> TrainingComponents:
     average = replica.average = None if o.ema is None else WeightAverage(replica.state(), o.ema)
     if config.data.micro_batch is not None:
         plan, notice = split_into_micro_batches(config, task, replica, train_set, plan, share, loading)
-        compute = replace(compute, notices=[*compute.notices, notice])
+        notices.append(notice)
         config = replace(config, data=replace(config.data, accumulation=plan.accumulation, micro_batch=None))
+    facts = {"data": data, "hardware": hardware_facts(world.device)}
     return TrainingComponents(
-        config, task, train_set, sets, replica, plan, share, schedule, loading, total_steps, data, compute,
-        task_settings, average, stream, count,
+        config, task, train_set, sets, replica, plan, share, schedule, loading, total_steps,
+        {**definition_settings(config), **task_settings, **facts}, allocator, notices, average, stream, count,
     )  # fmt: skip
 
 
@@ -281,19 +258,13 @@ def make_model(task: Task, seed: int, world: World) -> nn.Module:
 
 
 def make_plan(config: TrainConfig, shape: BatchSizes, num_samples: int) -> BatchPlan:
-    return BatchPlan(
-        num_samples=num_samples,
-        global_batch=shape.global_batch,
-        virtual_ranks=shape.virtual_ranks,
-        accumulation=shape.accumulation,
-        seed=config.run.seed,
-        last_batch=config.data.last_batch,
-    )
+    batch, virtual_ranks, last_batch = shape.global_batch, shape.virtual_ranks, config.data.last_batch
+    return BatchPlan(num_samples, batch, virtual_ranks, shape.accumulation, config.run.seed, last_batch=last_batch)
 
 
 def make_replica(
     config: TrainConfig, maker: MakeOptimizer, model: nn.Module, world: World, virtual_ranks: int,
-    parallelism: ParallelPlan = NO_PARALLELISM,
+    parallelism: ParallelPlan,
 ) -> Strategy:  # fmt: skip
     try:
         if config.model.batchnorm == "sync":
@@ -357,13 +328,14 @@ def check_loss(
 def resolve_compute(
     config: ComputeConfig, model: nn.Module, task: Task, dataset: Dataset[Any], loading: LoadingOptions, samples: int,
     world: World,
-) -> ResolvedCompute:  # fmt: skip
+) -> tuple[Precision, Allocator, list[str]]:  # fmt: skip
     """Resolve the `auto` settings, and set up `model` in place (collective). No strategy is applied yet.
+
+    Returns the precision, the allocator of this rank, and lines for the user.
 
     `--precision auto` measures steps of the task on a micro-batch of `samples` samples, the largest of the run.
     """
     seconds: dict[str, float] = {}
-    why_no_bf16 = ""
     set_precision(config.precision, world)
     with raise_on_all_ranks(world):
         why_no_bf16 = bf16_unsupported_reason(world.device) if config.precision == "auto" else ""
@@ -371,12 +343,10 @@ def resolve_compute(
             checkpoint_activations(model, config.checkpoint_activations)
         if config.precision == "auto" and not why_no_bf16:
             seconds = _measure_precisions(model, task, dataset, loading, samples)
-    notices = list[str]()
-    if config.precision == "auto":
+    precision, notices = config.precision, list[str]()
+    if precision == "auto":
         precision, notice = _choose_precision(all_gather_object([why_no_bf16, seconds], world))
         notices.append(notice)
-    else:
-        precision = config.precision
     with raise_on_all_ranks(world):
         apply_precision(precision, model, world.device)
         if config.cuda_graphs:
@@ -384,7 +354,7 @@ def resolve_compute(
         if config.compile:
             compile_model(model, world.device)
         allocator, notice = _set_allocator(config, model, world)
-    return ResolvedCompute(precision, allocator, notices + notice)
+    return precision, allocator, notices + notice
 
 
 def _choose_precision(measured: list[Any]) -> tuple[Precision, str]:
@@ -421,9 +391,7 @@ def _measure_precisions(
         return time_alternatives({"fp32": partial(step, False), "bf16": partial(step, True)}, loading.device)
 
 
-def _set_allocator(
-    config: ComputeConfig, model: nn.Module, world: World
-) -> tuple[Literal["tuned", "system"], list[str]]:
+def _set_allocator(config: ComputeConfig, model: nn.Module, world: World) -> tuple[Allocator, list[str]]:
     if config.allocator == "system" or world.device.type != "cpu":
         return "system", []
     free = free_memory()

@@ -33,6 +33,7 @@ from paceline.train.consistency import check_user_code
 from paceline.train.determinism import hardware_facts, use_deterministic_kernels
 from paceline.train.prepare import TrainingComponents, prepare
 from paceline.train.training import TaskTrainer
+from paceline.train.weights import load_initial_weights
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,7 @@ class Outcome:
 
 
 def train(config: TrainConfig) -> Outcome:
-    """Train with `config`, as the rank that the environment variables specify.
-
-    Raises:
-        TrainingError: during training, on each rank that detects an error.
-        StallError: on the ranks whose collective the guard has aborted.
-    """
+    """Train with `config`, as the rank that the environment variables specify."""
     guard = HangGuard.of_process()
     guard.detach_probes()
     guard.page.enter(Phase.INIT)
@@ -97,7 +93,9 @@ def train(config: TrainConfig) -> Outcome:
                     init_sha256 = origin.trainer_state.definition.get("init_sha256")
                 elif (init_from := config.model.init_from) is not None:
                     trust, report = config.run.trust, location.notices.append
-                    init_sha256 = parts.load_initial_weights(init_from, trust=trust, report=report)
+                    init_sha256 = load_initial_weights(parts.replica, init_from, trust=trust, report=report)
+                    if parts.weight_average is not None:
+                        parts.weight_average.reset()
                 facts = {"unbroken": _is_exact_so_far(config, location, origin), "init_sha256": init_sha256}
                 location = replace(location, definition={**location.definition, **facts})
                 if location.attempt_dir is not None:  # rank 0, after all checks: a usage error must not overwrite files

@@ -1,18 +1,20 @@
-"""The optimizer steps of a task, and the loop over them. Package `stepping` does the rest of a step.
+"""The optimizer steps of a task, and the loop over them. `stepping.step.Step` has the rest of a step.
 
 The loop yields after each step, so that its caller can log, evaluate, save or stop.
 """
 
 import traceback
 from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
-from typing import Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from msgspec.structs import replace
 from torch import Tensor
 
 from paceline.collectives.batchnorm import SyncBatchNorm
+from paceline.collectives.buckets import trainable_parameters
 from paceline.compute.memory import is_out_of_memory
 from paceline.data.loader import MicroBatch, PrefetchTrigger
 from paceline.errors import PacelineError, UsageError
@@ -21,18 +23,21 @@ from paceline.protocol.evidence import Phase
 from paceline.protocol.status_page import StatusPage
 from paceline.rank.guard import HangGuard
 from paceline.stepping.audit import Audits
-from paceline.stepping.micro_step import upcast
+from paceline.stepping.micro_step import MicroStep, make_weighted_loss, upcast
 from paceline.stepping.nonfinite import select_samples
 from paceline.stepping.order import CollectiveOrderCheck
-from paceline.stepping.pipeline_step import PipelineStep
 from paceline.stepping.step import Step, StepNotAppliedError
-from paceline.stepping.totals import ControlFlags, StepResult
+from paceline.stepping.totals import AwaitTotals, ControlFlags, StepResult
 from paceline.stepping.trained_model import LossScale, ModelInTraining
 from paceline.strategies.base import Strategy
+from paceline.strategies.buffers import ignore_batch
 from paceline.tasks.task import Loss, call_model
 from paceline.train.memory import explain_out_of_memory
 from paceline.train.optimizer import LRSchedule
 from paceline.train.step_record import PhaseClock, PhaseEvents, StepRecord
+
+if TYPE_CHECKING:
+    from paceline.parallel.pipeline import Pipeline
 
 
 def ignore_phase(phase: Phase) -> None:
@@ -57,7 +62,12 @@ class StepOptions(TypedDict, total=False):
     """Let a second rank repeat some micro-batches."""
 
 
-class TaskSteps:
+class TaskSteps(Step):
+    """The steps of a task, through a pipeline if its replica is a stage."""
+
+    unread_record: StepRecord | None = None
+    """of the previous step, if its result is not read"""
+
     def __init__(
         self, replica: Strategy, loss: Loss, *, scale: LossScale | None = None, one_each: bool = False,
         **options: Unpack[StepOptions],
@@ -68,18 +78,17 @@ class TaskSteps:
         `one_each`: each rank computes each step in one micro-batch, so the weights are known before backward.
         """
 
-        def weighted_sum(inputs: Any, targets: Any) -> Tensor:
-            losses, weights = weighted_losses(loss, call_model(replica.model, inputs), targets)
-            return losses.sum() if weights is None else (losses * weights).sum()
+        def forward(inputs: Any, targets: Any) -> Tensor:
+            return weighted_loss_sum(loss, call_model(replica.model, inputs), targets)
 
-        self._replica, self._loss, self._one_each, way_out = replica, loss, one_each, "--not-finite skip"
-        self._enter = options.setdefault("enter", ignore_phase)
-        if replica.pipeline is None:
-            self._steps = Step(replica.world, replica.virtual_ranks, forward=weighted_sum, way_out=way_out, **options)
-        else:  # no single stage can recompute one sample to find the cause of a NaN
-            self._steps = PipelineStep(replica.world, replica.virtual_ranks, way_out=way_out, **options)
-        self._steps.parts.append(ModelInTraining(replica, scale=scale))
-        self.unread: StepRecord | None = None  # of the previous step, if its result is not read
+        options.setdefault("enter", ignore_phase)
+        super().__init__(
+            replica.world, replica.virtual_ranks, way_out="--not-finite skip",
+            # no single stage can recompute one sample to find the cause of a NaN
+            forward=forward if replica.pipeline is None else None, **options,
+        )  # fmt: skip
+        self.parts.append(ModelInTraining(replica, scale=scale))
+        self._replica, self._loss, self._one_each = replica, loss, one_each
         self._writes: bool | None = None  # whether a forward has written into its batch or a parameter; None: not known
 
     def take_step(self, microbatches: Sequence[MicroBatch]) -> StepResult:
@@ -99,20 +108,19 @@ class TaskSteps:
 
         Returns whether the step is computed. False: the previous step has changed nothing. Repeat it, and this one.
         """
-        steps, replica, work = self._steps, self._replica, microbatches[0].work
+        replica, work = self._replica, microbatches[0].work
         before = None if defer_read is None else self._versions(microbatches)
-        steps.may_defer_read = bool(defer_read) and self._writes is False
+        self.may_defer_read = bool(defer_read) and self._writes is False
         where = f"epoch {work.epoch + 1}, step {work.step + 1} of that epoch"
         try:
-            if isinstance(steps, PipelineStep):
-                losses = partial(weighted_losses, self._loss)
-                steps.run_pipeline(where, microbatches, lambda batch: call_model(replica.model, batch.inputs), losses)
+            if replica.pipeline is not None:
+                self._run_pipeline(where, microbatches, replica.pipeline)
             else:
-                for batch in steps.run_micro_batches(where, microbatches, one_each=self._one_each):
+                for batch in self.run_micro_batches(where, microbatches, one_each=self._one_each):
                     self._compute(batch)
             return True
         except BaseException as error:
-            steps.abort_step()
+            self.abort_step()
             if isinstance(error, StepNotAppliedError):
                 return False
             if is_out_of_memory(error):
@@ -125,21 +133,20 @@ class TaskSteps:
 
     def update(self) -> StepResult:
         """Update with the gradients of `compute`. `complete` completes a result that is `unread`."""
-        steps, replica = self._steps, self._replica
-        if not steps.is_skipped:
-            steps.enter_optimizer_phase()
-            if steps.unread is None:
-                replica.optimizer.step()
+        if not self.is_skipped:
+            self.enter_optimizer_phase()
+            if self.unread is None:
+                self._replica.optimizer.step()
             else:
-                replica.step_unless(steps.unread.found_inf)
-        return steps.end()
+                self._replica.step_unless(self.unread.found_inf)
+        return self.end()
 
     def complete(self, schedule: LRSchedule) -> Generator[StepRecord]:
         """Yield the record of the `unread` step, if any, with its result. Repeat it if the device has not applied it.
 
         Call it before the next update. The next step must be computed again if this one was repeated.
         """
-        record, self.unread = self.unread, None
+        record, self.unread_record = self.unread_record, None
         if record is None:
             return
         try:
@@ -152,15 +159,10 @@ class TaskSteps:
             if self._writes:
                 raise UsageError(code="written-in-forward", step=record.step)
             schedule.set_lr(self._replica.optimizer, record.step - 1)
-            self._steps.is_repeated, self._steps.unread = True, None
+            self.is_repeated, self.unread = True, None
             record = replace(record, result=self.take_step(record.microbatches))
-            self._steps.is_repeated = False
+            self.is_repeated = False
         yield record
-
-    def abort_step(self) -> None:
-        """Drop a step that was computed, but not updated."""
-        if self._steps.in_step and not self._steps.updating:
-            self._steps.abort_step()
 
     def _versions(self, microbatches: Sequence[MicroBatch]) -> list[int]:
         batches = tensors([(batch.inputs, batch.targets) for batch in microbatches])
@@ -168,11 +170,57 @@ class TaskSteps:
 
     def _compute(self, batch: MicroBatch) -> None:
         outputs = call_model(self._replica.model, batch.inputs, self._replica.module)
-        self._steps.backward(*weighted_losses(self._loss, outputs, batch.targets))
+        self.backward(*weighted_losses(self._loss, outputs, batch.targets))
+
+    def _run_pipeline(self, where: str, micro_batches: Sequence[MicroBatch], line: "Pipeline") -> None:
+        """Compute a global batch, with the same micro-batches on all stages, except its `end`.
+
+        Only the last stage has losses and weights. The others add nothing to the totals, and receive them as all ranks.
+        """
+        part, model = self.parts[0], self._replica.model
+        self._begin(where, micro_batches)
+        line.enter = self._enter
+        divisor = self._sums.guess_loss_divisor(micro_batches[0].work.global_samples)  # the same on all stages
+        runs: dict[int, Any] = {}
+        losses: dict[int, Tensor] = {}
+        totals: AwaitTotals | None = None
+        for forward, number in line.actions(len(micro_batches)):
+            batch, is_last = micro_batches[number], number == len(micro_batches) - 1
+            if forward:
+                self._enter_batch(batch, is_last)
+                runs[number] = line.stage.forward(partial(call_model, model, batch.inputs))
+                if line.is_last:
+                    losses[number] = self._add_stage_loss(batch, is_last, runs[number].result) / divisor
+                self._leave_batch()
+                continue
+            if is_last:  # all forwards are over
+                totals = self._sums.start()
+            self._enter(Phase.BACKWARD)
+            propagate = partial(part.backward, losses.pop(number)) if line.is_last else None
+            part.replica.begin_backward(batch.work, is_last)
+            try:
+                with nullcontext() if batch.work.is_counted else ignore_batch(model, trainable_parameters(model)):
+                    line.backward(runs.pop(number), propagate)
+            except BaseException as error:
+                part.replica.end_backward(error)
+                raise
+            part.replica.end_backward()
+        self._enter(Phase.SYNC)
+        line.wait_for_sends()
+        line.enter = None
+        self._synchronise([part], totals or self._sums.start())
+
+    def _add_stage_loss(self, batch: MicroBatch, is_last: bool, outputs: Any) -> Tensor:
+        micro_step = MicroStep(batch, batch.work, is_last, [])
+        losses, weights = weighted_losses(self._loss, outputs, batch.targets)
+        self._sums.in_round = 0
+        weighed = make_weighted_loss(losses, weights, "mean", micro_step)
+        self._sums.add_loss(losses, weighed, "mean", micro_step, plain=False)
+        return weighed.value
 
     def try_batch(self, batch: MicroBatch) -> None:
         """Compute the forward and backward of a dummy batch. No state changes."""
-        for trial_batch in self._steps.run_trial(batch):
+        for trial_batch in self.run_trial(batch):
             self._compute(trial_batch)
         self._replica.model.zero_grad(set_to_none=True)
 
@@ -241,7 +289,7 @@ def fit(
             if result.unread is None:
                 yield record
             else:
-                step.unread = record
+                step.unread_record = record
             clock.start()  # the time of the caller does not count for the next step
     except Exception:
         yield from step.complete(schedule)  # the state is that after its update
@@ -249,7 +297,8 @@ def fit(
     else:
         yield from step.complete(schedule)
     finally:
-        step.abort_step()
+        if step.in_step and not step.updating:  # computed, but not updated
+            step.abort_step()
 
 
 def weighted_losses(loss: Loss, outputs: Any, targets: Any) -> tuple[Tensor, Tensor | None]:
@@ -265,3 +314,8 @@ def weighted_losses(loss: Loss, outputs: Any, targets: Any) -> tuple[Tensor, Ten
     if weights is not None and weights.shape != losses.shape:
         raise UsageError(code="loss-weights-shape", shape=tuple(losses.shape), weights=tuple(weights.shape))
     return upcast(losses), None if weights is None else upcast(weights)
+
+
+def weighted_loss_sum(loss: Loss, outputs: Any, targets: Any) -> Tensor:
+    losses, weights = weighted_losses(loss, outputs, targets)
+    return losses.sum() if weights is None else (losses * weights).sum()

@@ -182,9 +182,8 @@ class Stream:
         """Return the first chunk, after a comparison over all ranks; None if it differs from the checkpoint."""
         with nullcontext() if self._trained else raise_on_all_ranks(self._world):
             first = next(chunks)
-            as_json(
-                [state for _, state in first.positions.values()], "stream"
-            )  # raises an error now, not at the first checkpoint
+            # raises an error now, not at the first checkpoint
+            as_json([state for _, state in first.positions.values()], "stream")
         has_first_part = any(batch.counted and batch.virtual_rank == share[0] for batch in first.micro_batches)
         is_saved = self.saved.get("probe") in (None, first.probe_hash, None if has_first_part else NO_SAMPLES)
         local = [first.local_samples, bool(first.micro_batches), first.probe_hash, is_saved]

@@ -19,7 +19,6 @@ from paceline.rank.world import World
 from paceline.runs.progress import ProgressDisplay
 from paceline.runs.summary import Summary
 from paceline.stepping.audit import Audits
-from paceline.stepping.totals import ControlFlags
 from paceline.stepping.trained_model import ModelInTraining, make_loss_scale
 from paceline.train.checkpointing import CheckpointPolicy
 from paceline.train.data_progress import DataProgress, StreamProgress
@@ -129,7 +128,8 @@ class TaskTrainer:
         one_each = one_each and self._config.strategy not in EXACT_STRATEGIES
         records = fit(
             parts.replica, batches, parts.task.loss, parts.schedule,
-            start=progress.step, max_norm=self._config.optimizer.clip_norm, votes=self._votes,
+            start=progress.step, max_norm=self._config.optimizer.clip_norm,
+            votes=lambda: progress.votes(end=self._evaluator.end_vote),
             page=self._page, on_device=self._on_device, order=progress.order,
             may_skip=self._config.guard.not_finite != "stop", ahead=parts.loading.ahead, scale=self._scale,
             one_each=one_each, audits=self._audits,
@@ -169,9 +169,6 @@ class TaskTrainer:
             rate=progress.throughput.recent_rate(),
             samples_left=(total - record.step) * self._parts.plan.global_batch if total else None,
         )  # fmt: skip
-
-    def _votes(self) -> ControlFlags:
-        return self._progress.votes(end=self._evaluator.end_vote)
 
     def _after_step(self, record: StepRecord) -> bool:
         """Save and evaluate as due after this step. Return whether all ranks stop here on request."""

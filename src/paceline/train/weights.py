@@ -166,16 +166,13 @@ class _PartialSource:
         return self._values[name].shape if name in self._values else self._current[name].full_shape
 
     def tensor(self, name: str, start: int = 0, stop: int | None = None) -> Tensor | None:
-        if name in self._values:
-            value = self._values[name].clone()  # each virtual rank gets its own buffers
-            return value if stop is None else value.reshape(-1)[start:stop]
-        if name not in self._current:
+        shard = None if name in self._values else self._current.get(name)
+        if (value := self._values.get(name) if shard is None else shard.tensor) is None:
             return None
-        value = self._current[name].tensor.detach().cpu().clone()
+        value = value.detach().cpu().clone()  # each virtual rank gets its own buffers
         # of a shard, the loader requests exactly the elements that this rank holds
-        return (
-            value if stop is None or self._current[name].unsharded_shape is not None else value.reshape(-1)[start:stop]
-        )
+        is_part = shard is not None and shard.unsharded_shape is not None
+        return value if stop is None or is_part else value.reshape(-1)[start:stop]
 
 
 def _matching(

@@ -23,17 +23,17 @@ DATA_WAIT_REPORTED_FROM = 0.1  # of the time of a step
 
 
 def opening_lines(parts: "TrainingComponents") -> list[str]:
-    plan, config, world = parts.plan, parts.config, parts.replica.world
+    plan, config, world, total = parts.plan, parts.config, parts.replica.world, parts.total_steps
     lines = [
         f"{config.task}: {plural(world.size, 'process', 'processes')} on {device_name(world.device)}, strategy "
         f"{config.strategy}{f' on {world.mesh}' if world.mesh else ''}, "
         f"{plural(torch.get_num_threads(), 'CPU thread')} each",
         batch_line(plan, world.size),
-        f"{plan.size_text}; {_length(parts)}",
+        f"{plan.size_text}; {plural(total, 'step') + ' in all' if total else plural(config.run.epochs, 'epoch')}",
     ]
     if line := _compute_line(parts):
         lines.append(line)
-    lines += parts.compute.notices
+    lines += parts.notices
     if (every := config.guard.audit_every) is not None:
         lines.append(audit_line(every, world))
     o = config.optimizer
@@ -92,7 +92,7 @@ def summary_facts(parts: "TrainingComponents", place: RunLocation) -> dict[str, 
     bits = {name: facts[name] for name in names} | facts["hardware"]  # the same for 1 to virtual_ranks processes
     return {
         "task": str(parts.config.task), "strategy": parts.config.strategy, "precision": compute.precision,
-        "allocator": parts.compute.allocator, "bits_hold_for": bits if facts["unbroken"] else None,
+        "allocator": parts.allocator, "bits_hold_for": bits if facts["unbroken"] else None,
     }  # fmt: skip
 
 
@@ -100,11 +100,6 @@ def stopped_line(step: int, total_steps: int, folder: Path) -> str:
     command = f"paceline train --resume auto --run-dir {shlex.quote(str(folder))}"
     of_total = f" of {total_steps}" if total_steps else ""
     return f"asked to stop: saved after step {step}{of_total}. Resume with: {command}"
-
-
-def _length(parts: "TrainingComponents") -> str:
-    total, epochs = parts.total_steps, parts.config.run.epochs
-    return f"{plural(total, 'step')} in all" if total else plural(epochs, "epoch")
 
 
 def _compute_line(parts: "TrainingComponents") -> str:

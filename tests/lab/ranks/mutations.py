@@ -917,7 +917,7 @@ def own_loss_reported() -> AbstractContextManager[None]:
             assert isinstance(right, Totals)
             if weight == 0:  # a rank without samples has no loss of its own
                 return right
-            return Totals([loss / weight * right.total_weight, right.total_weight], right.votes)
+            return Totals(loss / weight * right.total_weight, right.total_weight, right.votes)
 
         return mine
 

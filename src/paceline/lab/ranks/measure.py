@@ -121,8 +121,8 @@ class CandidateTraining:
         self._lists_samples = config.run.record_samples
         model = make_model(task, config.run.seed, world)
         loading = LoadingOptions(world.device, config.data.num_workers, task.collate)
-        compute = resolve_compute(config.compute, model, task, dataset, loading, candidate.batch_size, world)
-        self.use = Utilization(world, config.compute.peak_tflops, workload.count, compute.precision)
+        precision, *_ = resolve_compute(config.compute, model, task, dataset, loading, candidate.batch_size, world)
+        self.use = Utilization(world, config.compute.peak_tflops, workload.count, precision)
         optimizer = replace(config.optimizer, schedule="constant", warmup_steps=0)
         maker = configured_optimizer_maker(optimizer, optimizer.lr, task, model)
         inline_loading = replace(loading, num_workers=0)
@@ -145,7 +145,7 @@ class CandidateTraining:
         taken = fit(
             self.replica, batches, task.loss, schedule, max_norm=config.optimizer.clip_norm,
             enter=lambda phase: (page.enter(phase), on_phase(phase)),
-            ahead=loading.ahead, scale=make_loss_scale(compute.precision),
+            ahead=loading.ahead, scale=make_loss_scale(precision),
         )  # fmt: skip
         self._taken = self._open.enter_context(closing(taken))
 
