@@ -28,7 +28,6 @@ from paceline.data.streams import StreamPlan
 from paceline.errors import UsageError
 from paceline.rank.world import World
 from paceline.seeding import preserve_generator_states
-from paceline.sessions.assumptions import RESUMED_ORDER, SAMPLE_ORDER
 from paceline.sessions.order import (
     DataLoaderEpochPlan,
     SampleOrder,
@@ -163,14 +162,17 @@ class Loader:
             if len({length for length, _ in by_rank}) > 1:
                 lengths = ", ".join(f"{length} on rank {rank}" for rank, (length, _) in enumerate(by_rank))
                 raise report_on_one_rank(
-                    SAMPLE_ORDER.make_error(f"the lengths of their DataLoaders differ: {lengths} batches"), world
+                    UsageError(
+                        code="order-differs", what=f"the lengths of their DataLoaders differ: {lengths} batches"
+                    ),
+                    world,
                 )
             attributes = [rank_state["sampler"]["attributes"] for _, rank_state in by_rank]
             if any(values != attributes[0] for values in attributes):
                 names = {name for values in attributes for name in values}
                 differing = min(name for name in names if len({str(values.get(name)) for values in attributes}) > 1)
                 raise report_on_one_rank(
-                    SAMPLE_ORDER.make_error(f"the attribute {differing} differs between ranks"), world
+                    UsageError(code="order-differs", what=f"the attribute {differing} differs between ranks"), world
                 )
             saved_position = by_rank[0][1]
             if world.rank:
@@ -186,7 +188,9 @@ class Loader:
             self._streams = {name: value for name, value in saved_position.items() if name not in CHECKPOINT_KEYS}
             self.order = order
         if "order" in saved_position and order.hash_at(start - 1) != saved_position["order"]:
-            raise report_on_one_rank(RESUMED_ORDER.make_error(type(self.existing.sampler).__name__, batch=start), world)
+            raise report_on_one_rank(
+                UsageError(code="resumed-order-differs", what=type(self.existing.sampler).__name__, batch=start), world
+            )
         if "at_checkpoint" in saved_position:  # changes by the loop during the epoch
             self._sampler.restore(saved_position["at_checkpoint"]["sampler"])
         p, samples = self.plan, self.existing.batch_size or (len(order.batch_indices(0)) if order.has(0) else 1)

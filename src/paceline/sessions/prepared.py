@@ -27,7 +27,6 @@ from paceline.collectives.buckets import is_present
 from paceline.collectives.checksum import checksum
 from paceline.collectives.control import Deferred, all_gather_object, report_on_one_rank
 from paceline.errors import UsageError
-from paceline.sessions.assumptions import GRADIENT_CHANGES, GRADIENTS_FROM_BACKWARD, PREPARED_PARAMETERS
 from paceline.sessions.session_step import SessionStep, is_mode_dependent
 from paceline.sessions.sharded_tensors import ShardedGradientPlaceholder, distribute_like, local_shard
 from paceline.stepping.trained_model import ModelInTraining
@@ -454,7 +453,7 @@ class PreparedModel(ModelInTraining):
             self._digests = {i: _digest(self._parameters[i].grad) for i in indices}
             self._digest = hash(tuple(self._digests.items()))
         if is_early and (differing := self.first_differing_gradient()):
-            raise report_on_one_rank(GRADIENT_CHANGES.make_error(differing), self.replica.world)
+            raise report_on_one_rank(UsageError(code="gradients-differ", what=differing), self.replica.world)
         return gradients
 
     def _changed_since(self) -> list[int]:
@@ -524,20 +523,16 @@ class PreparedModel(ModelInTraining):
         """Raise UsageError if a group contains parameters of other models."""
         names = {id(parameter): name for name, parameter in self.replica.model.named_parameters()}
         if self.replica.sharded:
-            raise PREPARED_PARAMETERS.make_error(
-                "a group of parameters was added, and the strategy divides the optimizer's state"
-            )
+            raise parameters_error("a group of parameters was added, and the strategy divides the optimizer's state")
         for parameter in group["params"]:
             if id(parameter) in names and id(parameter) not in self._known:
-                raise PREPARED_PARAMETERS.make_error(
+                raise parameters_error(
                     f"optimizer.add_param_group was given {names[id(parameter)]}, which was frozen in s.prepare. Let "
                     "it require a gradient there, and freeze it after that"
                 )
             if id(parameter) not in names:
                 shape = tuple(parameter.shape)
-                raise PREPARED_PARAMETERS.make_error(
-                    f"optimizer.add_param_group was given a parameter of shape {shape} that is new"
-                )
+                raise parameters_error(f"optimizer.add_param_group was given a parameter of shape {shape} that is new")
 
     def check_parameters(self) -> None:
         """Raise UsageError if the model or its optimizers have other parameters than in `s.prepare`."""
@@ -547,23 +542,21 @@ class PreparedModel(ModelInTraining):
         for name, parameter in model.named_parameters():
             is_new = parameter.requires_grad and id(parameter) not in self._known
             if is_new and not self.replica.in_lockstep:
-                raise PREPARED_PARAMETERS.make_error(f"{name} is new, or was frozen then")
+                raise parameters_error(f"{name} is new, or was frozen then")
         if self.replica.sharded:
             return
         parameter_ids = {id(parameter) for parameter in model.parameters()}
         for opt in self.optimizers:
             for parameter in opt.parameters:
                 if id(parameter) not in parameter_ids:
-                    raise PREPARED_PARAMETERS.make_error(
-                        f"optimizer {opt.number + 1} trains one of shape {tuple(parameter.shape)}"
-                    )
+                    raise parameters_error(f"optimizer {opt.number + 1} trains one of shape {tuple(parameter.shape)}")
 
     def _foreign_backward_error(self) -> UsageError:
         parameter = self.last_gradient.pop()
         named = self.replica.model.named_parameters()
         name = next((name for name, p in named if p is parameter), "of a model")
         what = f"loss.backward() or torch.autograd.backward() has reached parameter {name}"
-        return GRADIENTS_FROM_BACKWARD.make_error(what)
+        return UsageError(code="gradient-not-from-backward", what=what)
 
     def begin_micro_batch(self) -> None:
         self._versions_at_begin = [*map(_tensor_version, self._parameters)]
@@ -598,7 +591,10 @@ class PreparedModel(ModelInTraining):
             return
         for number, (grad, session_ref) in enumerate(zip(grads, self._left, strict=True)):
             if grad is not None and (session_ref is None or session_ref() is not grad):
-                raise GRADIENTS_FROM_BACKWARD.make_error(f"parameter {self._names()[number]} was given one by the loop")
+                raise UsageError(
+                    code="gradient-not-from-backward",
+                    what=f"parameter {self._names()[number]} was given one by the loop",
+                )
 
     def _names(self) -> list[str]:
         names_by_id = {id(p): name for name, p in self.replica.model.named_parameters()}
@@ -620,6 +616,10 @@ class PreparedModel(ModelInTraining):
     def _on_gradient(self, _: Tensor) -> None:
         if not self.gate.in_backward:
             raise UsageError(code="torch-backward", more=self.replica.in_lockstep * NO_OTHER_BACKWARD)
+
+
+def parameters_error(what: str) -> UsageError:
+    return UsageError(code="parameters-differ", what=what)
 
 
 def _held_back(scheduler: Any, gate: SessionStep) -> None:
