@@ -24,7 +24,6 @@ from paceline.data.loader import (
     load_planned_batches,
 )
 from paceline.data.plan import BatchPlan, MicroBatchPlan, plan_rank_micro_batches
-from paceline.data.streams import StreamPlan
 from paceline.errors import UsageError
 from paceline.rank.world import World
 from paceline.seeding import preserve_generator_states
@@ -35,14 +34,12 @@ from paceline.sessions.order import (
     check_not_sharded,
     covers_each_sample_once,
     dataloader_length,
-    draw_worker_seed,
     global_random_states,
     has_torch_sampler,
     is_sequential,
     merge_small_batches,
     restore_global_random_states,
 )
-from paceline.train.streaming import Stream
 
 MicroBatches = list[MicroBatch]
 IterateLoader = Callable[["Loader"], Iterator[Any]]
@@ -60,6 +57,8 @@ class Loader:
     models in eval mode) it yields this rank's part of each batch, and each sample is on one rank only: add counts over
     ranks with `Session.sum` or `Session.mean`.
     """
+
+    is_stream = False
 
     def __init__(
         self,
@@ -295,41 +294,6 @@ class Loader:
                     yield batch.batch, size
         if order is not None and order.has(COMPARED_BATCHES):
             check_equal(SAME_ORDER, order.hash_at(10**12), world)
-
-
-class StreamLoader(Stream, Loader):
-    """Batches of a stream, which has no length."""
-
-    plan: StreamPlan  # pyright: ignore[reportIncompatibleVariableOverride]
-
-    def __init__(
-        self,
-        run: IterateLoader,
-        stream: Any,
-        plan: StreamPlan,
-        loading: LoadingOptions,
-        world: World,
-        say: Callable[[str], None],
-        dataloader: DataLoader[Any] | None,
-    ) -> None:
-        """`dataloader`: of the script, which reads the stream."""
-        self._dataloader, self._has_workers = dataloader, False
-        Loader.__init__(self, run, stream, plan, loading, None)
-        Stream.__init__(self, stream, plan, loading, world, say)
-
-    def __len__(self) -> int:
-        """Raises TypeError: the length is unknown."""
-        raise TypeError("a stream has no length: count steps, and end the loop by `break` or at the end of the stream")
-
-    def draw_epoch_plan(
-        self, world: World, saved_position: dict[str, Any] | None, start: int = 0, *, is_training: bool = False
-    ) -> BatchPlan:
-        """The plan. The stream uses the state of a checkpoint when it is read."""
-        if self._dataloader is not None and not self._has_workers:
-            draw_worker_seed(self._dataloader)
-            self._has_workers = self._dataloader.persistent_workers
-        self.saved = saved_position or {}
-        return self.plan
 
 
 def check_dataloader(loader: DataLoader[Any]) -> None:

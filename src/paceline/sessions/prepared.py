@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -34,7 +34,6 @@ from paceline.strategies.base import Strategy
 from paceline.strategies.optimizer_state import load_states, optimizer_shards, saved_state
 from paceline.strategies.optimizers import OptimizerSequence
 from paceline.strategies.validation import check_optimizer_parameters
-from paceline.train.adapters import Adapters
 from paceline.train.json_values import (
     as_json,
     from_json,
@@ -43,6 +42,9 @@ from paceline.train.json_values import (
     optimizer_json_state,
     restore_type,
 )
+
+if TYPE_CHECKING:
+    from paceline.train.adapters import Adapters
 
 NO_OTHER_BACKWARD = (
     ". Or it was torch.autograd.grad, for example for a gradient penalty: strategy 'fsdp' gathers the weights only "
@@ -172,7 +174,7 @@ class PreparedModel(ModelInTraining):
         schedulers: Sequence[Any],
         number: int,
         gate: SessionStep,
-        adapters: Adapters | None = None,
+        adapters: "Adapters | None" = None,
     ) -> None:
         """`number` counts the models from 0; `gate` is the step of the session; `schedulers`: of each optimizer."""
         super().__init__(replica, number, gate.loss_scale)
@@ -412,7 +414,7 @@ class PreparedModel(ModelInTraining):
             if name in frozen:  # the script froze it in a part that does not run again
                 parameter.requires_grad_(False)
         if self.adapters is not None and "adapters" in state and number == 0:
-            self.adapters, is_same = self.adapters.resumed(msgspec.convert(state["adapters"], Adapters))
+            self.adapters, is_same = self.adapters.resumed(msgspec.convert(state["adapters"], type(self.adapters)))
             if not is_same:
                 self.gate.notes.once(
                     "the base weights of the adapter differ from those of the saved run, which the checkpoint restores"

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -41,7 +42,6 @@ from paceline.rank.guard import HangGuard
 from paceline.rank.world import World
 from paceline.seeding import SeededStream
 from paceline.stepping import nonfinite
-from paceline.stepping.audit import Audits
 from paceline.stepping.hooks import (
     HiddenHooks,
     TensorHookTracker,
@@ -70,6 +70,9 @@ from paceline.stepping.totals import (
     UnreadStep,
 )
 from paceline.stepping.trained_model import ModelInTraining, check_summed_once, models_reached_on_any_rank
+
+if TYPE_CHECKING:
+    from paceline.stepping.audit import Audits
 
 LARGEST_SQUARED = 1e19  # above, the square of a float32 overflows: the host uses float64 then
 
@@ -109,7 +112,7 @@ class Step:
         exact: bool = False,
         max_norm: float | None = None,
         forward: nonfinite.LossSumFunction | None = None,
-        audits: Audits | None = None,
+        audits: "Audits | None" = None,
     ) -> None:
         """The caller adds the models to `parts`. `votes` to `may_skip` are for tasks.
 
@@ -172,7 +175,7 @@ class Step:
         if self.audits is not None and self.audits.is_disputed:
             yield from self._judge(self.audits)
 
-    def _judge(self, audits: Audits) -> Generator[MicroBatch]:
+    def _judge(self, audits: "Audits") -> Generator[MicroBatch]:
         """Compute a disputed micro-batch on all ranks, save the state before the step, and raise an error."""
         for part in self.parts:
             part.abort_step()
