@@ -33,7 +33,6 @@ class LineFile:
         self._descriptor, self._size_bytes = -1, 0
 
     def write(self, record: msgspec.Struct) -> None:
-        """Append `record`."""
         if self._descriptor < 0:
             self._open()
         line = self._encode(record) + b"\n"

@@ -279,7 +279,6 @@ class TrainingLoop:
                 raise
 
     def explain_error(self, error: BaseException | None) -> PacelineError | None:
-        """An explanation of an error of the loop body."""
         if error is None:
             return None
         from paceline.compute.memory import is_out_of_memory

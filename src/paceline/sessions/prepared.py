@@ -73,7 +73,6 @@ class PreparedOptimizer:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters that it trains."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def json_state(self) -> dict[str, Any]:
@@ -157,7 +156,6 @@ class ForwardHook:
         self._check = check
 
     def __call__(self, module: nn.Module, _: Any) -> None:
-        """Check a forward that begins."""
         if self._check is not None:
             self._check(module)
 
@@ -231,7 +229,6 @@ class PreparedModel(ModelInTraining):
 
     @property
     def optimizer(self) -> Any:
-        """The first of its optimizers."""
         return self.optimizers[0].optimizer
 
     def add_optimizer(self, optimizer: Any, scheduler: Any) -> None:
@@ -253,7 +250,6 @@ class PreparedModel(ModelInTraining):
         self.on_groups_changed()
 
     def on_groups_changed(self) -> None:
-        """The groups of an optimizer have changed."""
         trained = [{id(p) for p in opt.parameters} for opt in self.optimizers]
         self._untrained = [p for p in self._parameters if not any(id(p) in own for own in trained)]
         self._trained = [[i for i, p in enumerate(self._parameters) if id(p) in own] for own in trained]
@@ -272,7 +268,6 @@ class PreparedModel(ModelInTraining):
             raise UsageError(code="parameter-groups-missing")
 
     def begin_step(self) -> None:
-        """Begin a step."""
         self._is_single_rank_step = self.replica.world.size == 1 and self.gate.phases.alone
         self._at_begin, self._summed = self.current_gradients() if self._waiting else None, None
         self.replica.save_buffers()
@@ -359,7 +354,6 @@ class PreparedModel(ModelInTraining):
             self._note_left(self.current_gradients() if shown is None else shown)
 
     def abort_step(self) -> None:
-        """End the step early: restore gradients and buffers."""
         self.aside = self._carried = None
         self._put(self._at_begin)
         self._waiting = self._at_begin is not None
@@ -375,7 +369,6 @@ class PreparedModel(ModelInTraining):
         return super().state() + [replace(shard, name=self.prefix + shard.name) for shard in others] + gradient_shards
 
     def load(self, source: Source) -> None:
-        """Restore the result of `state`."""
         source = PrefixedSource(source, self.prefix) if self.prefix else source
         self.replica.load(source)
         for name, parameter in self.replica.model.named_parameters():
@@ -482,7 +475,6 @@ class PreparedModel(ModelInTraining):
         return next((self._names()[int(i)] for i in differing), "")
 
     def current_gradients(self) -> Grads:
-        """The current gradients."""
         return [*map(_grad, self._parameters)]
 
     def after_update(self, gradients: Grads) -> None:
