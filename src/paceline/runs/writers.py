@@ -96,8 +96,7 @@ class BoundedWriter(LineFile):
     ) -> None:
         super().__init__(path, limit_bytes, lambda old, _: old[::2], sync=False)
         self._warn, self._lock = warn, threading.Lock()
-        self.failed = False
-        """Whether an error has ended the writing."""
+        self.failed = False  # whether an error has ended the writing
 
     def write(self, record: msgspec.Struct) -> None:
         with self._lock:

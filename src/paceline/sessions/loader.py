@@ -71,16 +71,14 @@ class Loader:
         self._run, self.plan, self.loading, self.existing = run, plan, loading, existing
         self.dataset = dataset
         self.order: SampleOrder | None = None
-        self.dealt: BatchPlan | None = None
-        """the plan of the current training epoch; None for a stream"""
+        self.dealt: BatchPlan | None = None  # the plan of the current training epoch; None for a stream
         self._streams: dict[str, Any] = {}  # random streams and state of the sampler at the start of the epoch
         self._sampler = None if existing is None else SamplerState(existing)
         self._is_torchs = existing is not None and has_torch_sampler(existing)
         self.short_epoch: Callable[[BatchPlan], tuple[int, int]] | None = None
         """of an observer: plan -> number of whole global batches of an epoch, and samples of its last, short batch"""
 
-        self.is_unsplit = False
-        """with micro_batch="auto": whether the number of micro-batches is not known yet"""
+        self.is_unsplit = False  # with micro_batch="auto": whether the number of micro-batches is not known yet
         self.found_accumulation: int | None = None
         """with micro_batch="auto": the number of micro-batches per virtual rank and step"""
 

@@ -89,16 +89,12 @@ class TrainingLoop:
         self._stopped = False
         self._exit: tuple[Any, int] | None = None  # (exit code, step) of a call of sys.exit
         self._iterators = 0  # that are open
-        self.search: MicroBatchSearch | None = None
-        """The last search for the largest micro-batch."""
-        self.in_trial = False
-        """Whether the loop body runs on a dummy batch of this search."""
-        self.in_epochs = False
-        """Whether the script is in a loop over `epochs`."""
+        self.search: MicroBatchSearch | None = None  # the last search for the largest micro-batch
+        self.in_trial = False  # whether the loop body runs on a dummy batch of this search
+        self.in_epochs = False  # whether the script is in a loop over `epochs`
         self.is_open = self.is_complete = self.is_closed = False
         """Whether the first batch has begun; whether the script has ended its training; whether the run has ended."""
-        self.failure: Exception | None = None
-        """An error in a loop that was left early. The next call raises it."""
+        self.failure: Exception | None = None  # an error in a loop that was left early. The next call raises it
         self._page.enter(Phase.USER)
 
     @property
@@ -560,10 +556,8 @@ class EvaluationLoop:
 
     def __init__(self, run: SessionRun, state: SessionState, step: SessionStep, checks: LoopChecks) -> None:
         self._run, self._state, self._step, self._checks = run, state, step, checks
-        self.is_running = False
-        """Whether the current loop body is that of an evaluation."""
-        self.samples = 0
-        """The number of samples of the current batch on all ranks; 0 outside of an evaluation."""
+        self.is_running = False  # whether the current loop body is that of an evaluation
+        self.samples = 0  # the number of samples of the current batch on all ranks; 0 outside of an evaluation
 
     def batches(self, loader: Loader) -> Generator[Any]:
         """This rank's part of each batch of a loader (a collective)."""

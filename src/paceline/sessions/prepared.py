@@ -204,8 +204,7 @@ class PreparedModel(ModelInTraining):
         if not replica.in_lockstep:
             for parameter in self._parameters:
                 parameter.register_post_accumulate_grad_hook(self.last_gradient.append)
-        self.must_check = False
-        """whether a module or parameter was added since the last check"""
+        self.must_check = False  # whether a module or parameter was added since the last check
         self._modules = {id(module) for module in replica.model.modules()}
         self._known = {id(parameter) for parameter in self._parameters}
         replica.on_gradient(self._on_gradient)

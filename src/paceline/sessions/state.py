@@ -44,10 +44,8 @@ class SessionState:
         self._world, self._origin, saved = run.world, run.progress.origin, run.loop_state
         self.notes, self.saves = NotePrinter(run.progress.say), run.progress.place is not None
         """The notes for the user; whether the run writes checkpoints."""
-        self.values: dict[str, Any] = dict(saved.get("saved", {}))
-        """`Session.saved`."""
-        self.models: list[PreparedModel] = []
-        """The prepared models, in the order of `Session.prepare`."""
+        self.values: dict[str, Any] = dict(saved.get("saved", {}))  # `Session.saved`
+        self.models: list[PreparedModel] = []  # the prepared models, in the order of `Session.prepare`
         self.saved_models: list[dict[str, Any]] = list(saved.get("parts", []))
         """The values of each model in the checkpoint, except tensors."""
         self._registered: dict[str, Any] = {}
