@@ -4,7 +4,6 @@
     <!-- code PATH::NAME -->                  what is defined there
     <!-- measured RECORD NAME,NAME -->        rows of a record of `paceline compare` in benchmarks/results/
     <!-- picture FILE WORDS -->               docs/pictures/FILE, if there is one
-    <!-- assumptions -->                      what a session assumes of a loop, from sessions/assumptions.py
 
 stand in front of it; paths are the repository's.
 """
@@ -25,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 MB = 1e6
 FENCED = re.compile(r"(<!-- (diff|code) (.*?) -->\n\n```\w+\n)(.*?)(^```$)", re.MULTILINE | re.DOTALL)
-OPEN = re.compile(r"(<!-- (measured|picture|assumptions) ?(.*?) -->\n)(.*?)(^<!-- end -->$)", re.MULTILINE | re.DOTALL)
+OPEN = re.compile(r"(<!-- (measured|picture) ?(.*?) -->\n)(.*?)(^<!-- end -->$)", re.MULTILINE | re.DOTALL)
 
 ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
     "processes": lambda row: f"{row['world_size']}",
@@ -96,23 +95,11 @@ def picture(words: str, page: Path) -> str:
     return f"\n![{said}]({Path(os.path.relpath(path, page.parent)).as_posix()})\n\n" if path.is_file() else "\n"
 
 
-def assumptions() -> str:
-    """A row for each Assumption of the module, read without importing it."""
-    rows: list[list[str]] = []
-    for node in ast.parse((ROOT / "src/paceline/sessions/assumptions.py").read_text()).body:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and len(node.value.args) == 4:
-            rows.append([str(ast.literal_eval(one)) for one in node.value.args[:3]])
-    table = [["assumption", "checked", "cost"], ["---"] * 3, *rows]
-    return "\n" + "".join(f"| {' | '.join(cells)} |\n" for cells in table) + "\n"
-
-
 def filled(text: str, page: Path) -> str:
     """The page's text with what belongs into it."""
     fenced = {"diff": between, "code": code}
     text = FENCED.sub(lambda m: f"{m[1]}{fenced[m[2]](m[3])}{m[5]}", text)
-    shown: dict[str, Callable[[str], str]] = {
-        "measured": measured, "picture": lambda words: picture(words, page), "assumptions": lambda _: assumptions(),
-    }  # fmt: skip
+    shown: dict[str, Callable[[str], str]] = {"measured": measured, "picture": lambda words: picture(words, page)}
     return OPEN.sub(lambda m: f"{m[1]}{shown[m[2]](m[3])}{m[5]}", text)
 
 

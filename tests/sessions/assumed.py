@@ -5,6 +5,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,16 @@ def case(act: Callable[[], Any]) -> Callable[[], Any]:
     return act
 
 
+def cases(name: str, *kinds: str) -> Callable[[Callable[[str], Any]], Callable[[str], Any]]:
+    """A case `name_kind` for each kind."""
+
+    def noted(act: Callable[[str], Any]) -> Callable[[str], Any]:
+        CASES.update({f"{name}_{kind}": partial(act, kind) for kind in kinds})
+        return act
+
+    return noted
+
+
 class Rows(Dataset[Any]):
     def __init__(self, count: int = COUNT) -> None:
         self.x = torch.randn(count, 6, generator=torch.Generator().manual_seed(0))
@@ -65,10 +76,14 @@ def start(*arguments: Any, model: Any = None, make: Any = sgd, **options: Any) -
     return s, *s.prepare(net() if model is None else model, make)
 
 
-def take_step(s: paceline.Session, model: nn.Module, optimizer: Any, x: Tensor, i: Tensor) -> None:
+def step(s: Any, optimizer: Any, loss: Tensor, *weight: Any) -> None:
     optimizer.zero_grad()
-    s.backward(loss_of(model, x, i))
+    s.backward(loss, *weight)
     optimizer.step()
+
+
+def take_step(s: paceline.Session, model: nn.Module, optimizer: Any, x: Tensor, i: Tensor) -> None:
+    step(s, optimizer, loss_of(model, x, i))
 
 
 def plain_loop(model: nn.Module, optimizer: Any, batches: Any, loss: Callable[[nn.Module, Any], Tensor]) -> Tensor:
@@ -83,6 +98,12 @@ def interrupt(s: paceline.Session, step: int, wanted: bool) -> None:
     """The loop is interrupted before this step, to be resumed."""
     if s.step == step and wanted:
         raise RuntimeError("planned")
+
+
+def interrupted(run: Callable[[str, bool], Any]) -> Any:
+    """What `run` finds after an interruption, and without one."""
+    again = Path("run").exists()
+    return [run("run", not again), run("whole", False)]
 
 
 def flat(model: nn.Module) -> Tensor:
@@ -110,46 +131,15 @@ class Order(Sampler[int]):
 
 
 class Drawn(Order):
-    """A different order in each epoch, drawn on demand."""
+    """Shuffles with a generator of its own, or with Python's."""
 
-    def __init__(self, draw: Callable[["Drawn"], list[int]]) -> None:
-        self.draw, self.epoch = draw, 0
-        self.python, self.numpy = random.Random(5), np.random.default_rng(5)
-        self.state = np.random.RandomState(5)
+    def __init__(self, state: Any = random) -> None:
+        self.state = state
 
     def __iter__(self) -> Iterator[int]:
-        self.epoch += 1
-        yield from self.draw(self)
-
-
-def shuffled(by: Callable[[list[int]], Any]) -> list[int]:
-    order = list(range(COUNT))
-    by(order)
-    return order
-
-
-def counted(sampler: Drawn) -> list[int]:
-    return torch.randperm(COUNT, generator=torch.Generator().manual_seed(sampler.epoch)).tolist()
-
-
-DRAWS: dict[str, Callable[[Drawn], list[int]]] = {
-    "python": lambda _: shuffled(random.shuffle),
-    "numpy": lambda _: shuffled(np.random.shuffle),
-    "own_python": lambda one: shuffled(one.python.shuffle),
-    "own_numpy": lambda one: shuffled(one.numpy.shuffle),
-    "own_state": lambda one: shuffled(one.state.shuffle),
-    "counter": counted,
-}
-
-
-class Hard(Order):
-    """Goes on with the samples whose loss was the largest on this rank."""
-
-    def __init__(self) -> None:
-        self.losses = [0.0] * COUNT
-
-    def __iter__(self) -> Iterator[int]:
-        yield from sorted(range(COUNT), key=lambda i: -self.losses[i])
+        order = list(range(COUNT))
+        self.state.shuffle(order)
+        yield from order
 
 
 class Stateful(Order):
@@ -188,68 +178,52 @@ class Weighted(torch.utils.data.WeightedRandomSampler):
         self.weights[::2] += 1
 
 
-def sampler_of(kind: str, s: paceline.Session) -> Any:
-    if kind == "weights":
-        return Weighted()
-    if kind == "stateful":
-        return Stateful()
-    if kind == "by_rank":
-        return RandomSampler(Rows(), generator=torch.Generator().manual_seed(s.rank))
-    if kind == "generator":
-        return RandomSampler(Rows(), generator=torch.Generator().manual_seed(5))
-    if kind == "distributed":
-        return DistributedSampler(Rows(), s.size, s.rank)
-    if kind == "own_share":
-        return range(s.rank, COUNT, s.size)
-    if kind == "other_tail":
-        return [*range(20), *(range(20, COUNT) if s.rank else reversed(range(20, COUNT)))]
-    return Hard() if kind == "hard" else Drawn(DRAWS[kind])
+class Twice(Order):
+    """Another order each time that it is asked, from nothing that could be saved."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(COUNT, generator=torch.Generator().manual_seed(len(list(Path().iterdir())))).tolist()
 
 
-def drawn(kind: str) -> Any:
+SAMPLERS: dict[str, Callable[[paceline.Session], Any]] = {
+    "weights": lambda s: Weighted(),
+    "stateful": lambda s: Stateful(),
+    "lost": lambda s: Twice(),
+    "python": lambda s: Drawn(),
+    "own_state": lambda s: Drawn(np.random.RandomState(5)),
+    "by_rank": lambda s: RandomSampler(Rows(), generator=torch.Generator().manual_seed(s.rank)),
+    "distributed": lambda s: DistributedSampler(Rows(), s.size, s.rank),
+    "own_share": lambda s: range(s.rank, COUNT, s.size),
+    "other_tail": lambda s: [*range(20), *(range(20, COUNT) if s.rank else reversed(range(20, COUNT)))],
+}
+
+
+def sampled(kind: str, s: paceline.Session) -> Any:
+    return s.loader(DataLoader(Rows(), batch_size=8, sampler=SAMPLERS[kind](s)))
+
+
+@cases("order", "own_share", "other_tail")
+def drawn(kind: str) -> None:
     s, model, optimizer = start()
-    sampler = sampler_of(kind, s)
-    train = s.loader(DataLoader(Rows(), batch_size=8, sampler=sampler))
-    found: list[Any] = []
-    for _ in s.epochs(2):
-        mine: list[int] = []
-        for x, i in train:
-            optimizer.zero_grad()
-            loss = loss_of(model, x, i)
-            s.backward(loss)
-            optimizer.step()
-            mine += i.tolist()
-            if isinstance(sampler, Hard):
-                for one in i.tolist():
-                    sampler.losses[one] = float(loss.detach())
-        found.append(seen(s, mine))
-    return found
+    for x, i in sampled(kind, s):
+        take_step(s, model, optimizer, x, i)
 
 
+@cases("evaluation", "python", "by_rank", "distributed", "own_share", "other_tail")
 def evaluated(kind: str) -> Any:
     s, model, _ = start()
     model.eval()
-    mine = [
-        one for _, i in s.loader(DataLoader(Rows(), batch_size=8, sampler=sampler_of(kind, s))) for one in i.tolist()
-    ]
-    return seen(s, mine)
+    return seen(s, [one for _, i in sampled(kind, s) for one in i.tolist()])
 
 
-for name in ("python", "numpy", "by_rank", "distributed", "own_share", "hard", "other_tail", "stateful"):
-    CASES[f"order_{name}"] = lambda name=name: drawn(name)
-    CASES[f"evaluation_{name}"] = lambda name=name: evaluated(name)
-
-
+@cases("resumed", "own_state", "weights", "stateful", "lost")
 def resumed(kind: str) -> Any:
     """Stopped in epoch 2, then resumed: which samples epoch 2 has seen."""
-    random.seed(5)
-    np.random.seed(5)
-    torch.manual_seed(5)
     note = Path("seen.json")
     again = note.exists()
     s, model, optimizer = start("run", resume=True, virtual_ranks=2)
     epoch_2 = json.loads(note.read_text()) if again else []
-    train = s.loader(DataLoader(Rows(), batch_size=8, sampler=sampler_of(kind, s)))
+    train = sampled(kind, s)
     for epoch in s.epochs(2):
         for x, i in train:
             if s.step == 7 and not again:
@@ -259,36 +233,6 @@ def resumed(kind: str) -> Any:
             if epoch == 1:
                 epoch_2 += s.gather(i).tolist()
     return sorted(epoch_2)
-
-
-for name in ("generator", "python", "numpy", "own_python", "own_numpy", "own_state", "counter", "weights", "stateful"):
-    CASES[f"resumed_{name}"] = lambda name=name: resumed(name)
-
-
-def lazily(workers: int) -> Any:
-    """A sampler that draws each sample when it is asked for, beside the plain loader."""
-
-    class Lazy(Order):
-        def __iter__(self) -> Iterator[int]:
-            for _ in range(COUNT):
-                yield random.randrange(COUNT)
-
-    def loader() -> DataLoader[Any]:
-        return DataLoader(Rows(), batch_size=8, sampler=Lazy(), num_workers=workers)
-
-    random.seed(3)
-    wanted = [one for _, i in loader() for one in i.tolist()]
-    random.seed(3)
-    s, model, optimizer = start()
-    found: list[int] = []
-    for x, i in s.loader(loader()):
-        take_step(s, model, optimizer, x, i)
-        found += s.gather(i).tolist()
-    pairs = zip(range(0, COUNT, 8), range(8, COUNT + 8, 8), strict=True)
-    return all(sorted(found[a:b]) == sorted(wanted[a:b]) for a, b in pairs)
-
-
-CASES |= {"order_lazy": lambda: lazily(0), "order_lazy_workers": lambda: lazily(2)}
 
 
 @case
@@ -338,6 +282,7 @@ def resumed_evaluated() -> Any:
     return sorted(epoch_2)
 
 
+@cases("evaluated_inside", "unshuffled", "shuffled", "shared")
 def evaluated_inside(kind: str) -> Any:
     """Evaluations inside epochs draw from the streams that the next epoch's order is drawn from; and a resume."""
     shared = torch.Generator().manual_seed(4) if kind == "shared" else None
@@ -378,10 +323,7 @@ def evaluated_inside(kind: str) -> Any:
     return apart(flat(model), torch.load("wanted.pt"))
 
 
-for name in ("unshuffled", "shuffled", "shared"):
-    CASES[f"evaluated_inside_{name}"] = lambda name=name: evaluated_inside(name)
-
-
+@cases("changing", "subset", "losses", "dataset", "ended")
 def changing(kind: str) -> Any:
     """What epochs train on is drawn or changed by the loop, and a run resumes in the second of three."""
 
@@ -423,23 +365,6 @@ def changing(kind: str) -> Any:
         through(s, s.epochs(3), -1 if again else {"subset": 3, "losses": 11, "dataset": 7, "ended": 3}[kind]),
         torch.load(note),
     )
-
-
-CASES |= {f"changing_{name}": lambda name=name: changing(name) for name in ("subset", "losses", "dataset", "ended")}
-
-
-class Twice(Order):
-    """Another order each time that it is asked, from nothing that could be saved."""
-
-    def __iter__(self) -> Iterator[int]:
-        yield from torch.randperm(COUNT, generator=torch.Generator().manual_seed(len(list(Path().iterdir())))).tolist()
-
-
-@case
-def resumed_lost() -> Any:
-    global sampler_of
-    sampler_of = lambda kind, s: Twice()  # noqa: E731
-    return resumed("lost")
 
 
 class Growing(Rows):
@@ -504,6 +429,7 @@ def split_by_rank_evaluated() -> Any:
     return [len(x) for x, _ in s.loader(part, global_batch=10)]
 
 
+@cases("indices", "words", "tuples")
 def words_as_indices(kind: str) -> Any:
     class Named(Rows):
         def __getitem__(self, i: Any) -> Any:
@@ -514,9 +440,6 @@ def words_as_indices(kind: str) -> Any:
         model, optimizer = s.prepare(net(), sgd)
         for x, i in s.loader(DataLoader(Named(), batch_size=8, sampler=keys)):
             take_step(s, model, optimizer, x, i)
-
-
-CASES |= {"indices_words": lambda: words_as_indices("words"), "indices_tuples": lambda: words_as_indices("tuples")}
 
 
 # ---- how many samples there are
@@ -593,9 +516,7 @@ def dropped(
     s, model, optimizer = start(strategy=strategy, virtual_ranks=virtual_ranks)
     for _ in s.epochs(1):
         for batch in s.loader(loader(), accumulation=2 if virtual_ranks else 1):
-            optimizer.zero_grad()
-            s.backward(loss_of(model, *parts(batch)))
-            optimizer.step()
+            step(s, optimizer, loss_of(model, *parts(batch)))
     return apart(flat(model), wanted)
 
 
@@ -659,6 +580,7 @@ def rows_of(kind: str, batch: Any) -> Tensor:
     return batch["x"].view(-1, 6)
 
 
+@cases("layout", *LAYOUTS)
 def laid_out(kind: str) -> Any:
     """Batches whose first dimension is not that of samples; 10 samples on 3 ranks are 4, 3 and 3."""
 
@@ -677,10 +599,6 @@ def laid_out(kind: str) -> Any:
     for _ in s.epochs(1):
         through(model, optimizer, s.loader(loader()), s.backward)
     return apart(flat(model), flat(plain))
-
-
-for name in LAYOUTS:
-    CASES[f"layout_{name}"] = lambda name=name: laid_out(name)
 
 
 # ---- gradients, parameters and optimizers
@@ -706,6 +624,20 @@ class Auxiliary(nn.Module):
         return self.last(torch.tanh(self.first(x)))
 
 
+@cases(
+    "gradient",
+    "before",
+    "exact",
+    "after",
+    "added",
+    "assigned",
+    "added_later",
+    "clipped",
+    "assigned_before",
+    "in_parts",
+    "in_parts_after",
+    "data",
+)
 def received(kind: str) -> Any:
     parts = 3 if kind.startswith("in_parts") else None
     s = paceline.session(strategy="exact" if kind == "exact" else "bucketed", virtual_ranks=parts)
@@ -741,12 +673,7 @@ def received(kind: str) -> Any:
     return s.step
 
 
-CASES |= {f"gradient_{name}": lambda name=name: received(name) for name in (
-    "before", "exact", "after", "added", "assigned", "added_later", "clipped", "assigned_before", "in_parts",
-    "in_parts_after", "data",
-)}  # fmt: skip
-
-
+@cases("by_hand", "in_place", "rebound", "input", "teacher")
 def by_hand(kind: str) -> Any:
     s, model, optimizer = start()
     own, teacher = torch.zeros(6, requires_grad=True), net()
@@ -763,9 +690,6 @@ def by_hand(kind: str) -> Any:
         if kind == "rebound":
             own = (own - 0.1 * own.grad).detach().requires_grad_()
     return s.step
-
-
-CASES |= {f"by_hand_{name}": lambda name=name: by_hand(name) for name in ("in_place", "rebound", "input", "teacher")}
 
 
 @case
@@ -801,6 +725,7 @@ def clipped_in_parts() -> Any:
     ))  # fmt: skip
 
 
+@cases("later", "head", "parameter", "parametrized", "appended", "foreign")
 def later(kind: str) -> Any:
     s = paceline.session()
     made = net()
@@ -823,10 +748,7 @@ def later(kind: str) -> Any:
     trained(s, model, optimizer, act, epochs=2)
 
 
-for name in ("head", "parameter", "parametrized", "appended", "foreign"):
-    CASES[f"later_{name}"] = lambda name=name: later(name)
-
-
+@cases("unprepared", "weights", "in_parts", "input")
 def unprepared(kind: str) -> Any:
     """Something is trained beside the model, by an optimizer that was not prepared."""
     s, model, optimizer = start(virtual_ranks=2 if kind == "in_parts" else None)
@@ -842,10 +764,6 @@ def unprepared(kind: str) -> Any:
 
     trained(s, model, optimizer, act)
     return s.step
-
-
-for name in ("weights", "in_parts", "input"):
-    CASES[f"unprepared_{name}"] = lambda name=name: unprepared(name)
 
 
 @case
@@ -937,9 +855,7 @@ def two_backwards_in_parts() -> Any:
         for x, _ in s.loader(Rows(8), global_batch=8, shuffle=False):
             optimizer.zero_grad()
             s.backward((model(x) ** 2).mean())
-            optimizer.zero_grad()
-            s.backward((3 * model(x)).mean())
-            optimizer.step()
+            step(s, optimizer, (3 * model(x)).mean())
 
 
 # ---- epochs, state, replicas
@@ -964,6 +880,7 @@ class Warm(torch.optim.SGD):
         super().load_state_dict(state_dict)
 
 
+@cases("average", "registered", "ignored", "unknown", "copied")
 def averaged(kind: str) -> Any:
     """Interrupted in epoch 2, beside the same without an interruption."""
 
@@ -990,13 +907,7 @@ def averaged(kind: str) -> Any:
         s.close()
         return found
 
-    again = Path("run").exists()
-    found = run("run", not again)
-    return [found, run("whole", False)]
-
-
-for name in ("registered", "ignored", "unknown", "copied"):
-    CASES[f"average_{name}"] = lambda name=name: averaged(name)
+    return interrupted(run)
 
 
 class Shadow:
@@ -1037,9 +948,7 @@ def averaged_by_hand(kind: str, how: str) -> Any:
         s.close()
         return torch.cat([p.flatten() for p in parts]).tolist()
 
-    again = Path("run").exists()
-    found = run("run", not again)
-    return [found, run("whole", False)]
+    return interrupted(run)
 
 
 for kind in ("list", "dict", "object"):
@@ -1086,9 +995,7 @@ def average_best() -> Any:
         s.close()
         return [torch.cat([one.flatten() for one in found]).tolist(), best["more"][0], best["more"][1][1]]
 
-    again = Path("run").exists()
-    found = run("run", not again)
-    return [found, run("whole", False)]
+    return interrupted(run)
 
 
 @case
@@ -1136,6 +1043,7 @@ CASES |= {"average_batch_norm": lambda: average_of_batch_norm(False)}
 CASES |= {"average_batch_norm_merged": lambda: average_of_batch_norm(True)}
 
 
+@cases("differing", "weights", "save", "end")
 def differing(kind: str) -> Any:
     s, model, optimizer = start()
     trained(s, model, optimizer, lambda x, i: s.backward(loss_of(model, x, i)))
@@ -1147,10 +1055,7 @@ def differing(kind: str) -> Any:
     s.close()
 
 
-for name in ("weights", "save", "end"):
-    CASES[f"differing_{name}"] = lambda name=name: differing(name)
-
-
+@cases("unsavable", "state", "saved")
 def unsavable(kind: str) -> Any:
     class Listing(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
@@ -1170,12 +1075,10 @@ def unsavable(kind: str) -> Any:
         trained(s, model, optimizer, act, epochs=2)
 
 
-CASES |= {"unsavable_state": lambda: unsavable("state"), "unsavable_saved": lambda: unsavable("saved")}
-
-
 # ---- evaluation and modes
 
 
+@cases("few", "gather", "sum", "one")
 def few(kind: str) -> Any:
     s, model, _ = start()
     model.eval()
@@ -1183,9 +1086,6 @@ def few(kind: str) -> Any:
     for _, i in s.loader(DataLoader(Rows(1 if kind == "one" else 5), batch_size=1)):
         found += s.gather(i).tolist() if kind != "sum" else [s.sum(float(i.sum()))]
     return found
-
-
-CASES |= {"few_gather": lambda: few("gather"), "few_sum": lambda: few("sum"), "few_one": lambda: few("one")}
 
 
 @case
@@ -1196,6 +1096,7 @@ def eval_mode() -> Any:
         trained(s, model, optimizer, lambda x, i: s.backward(loss_of(model, x, i)))
 
 
+@cases("statistics", "loader", "data")
 def statistics(kind: str) -> Any:
     def made() -> nn.Module:
         torch.manual_seed(1)
@@ -1209,9 +1110,6 @@ def statistics(kind: str) -> Any:
     data = DataLoader(Rows(), batch_size=8)
     update_bn(s.loader(data) if kind == "loader" else data, average)
     return apart(average.module[1].running_mean, wanted.module[1].running_mean)
-
-
-CASES |= {"statistics_loader": lambda: statistics("loader"), "statistics_data": lambda: statistics("data")}
 
 
 @case
@@ -1252,6 +1150,7 @@ def pickled() -> Any:
     return torch.equal(model.eval()(x), again.eval()(x)) and train.sampler.epochs == [0, 1]
 
 
+@cases("scheduler", "lost", "registered")
 def scheduled(kind: str) -> Any:
     s, model, optimizer = start("run")
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -1262,9 +1161,6 @@ def scheduled(kind: str) -> Any:
             take_step(s, model, optimizer, x, i)
 
 
-CASES |= {f"scheduler_{name}": lambda name=name: scheduled(name) for name in ("lost", "registered")}
-
-
 @case
 def statistics_prepared() -> Any:
     s = paceline.session()
@@ -1272,6 +1168,7 @@ def statistics_prepared() -> Any:
     update_bn(s.loader(DataLoader(Rows(), batch_size=8)), model)
 
 
+@cases("weightless", "labels", "masked", "constant", "class_weights", "class_unweighted", "unweighted", "shifted")
 def weightless(kind: str) -> Any:
     def loss_and_weight(model: nn.Module, x: Tensor, i: Tensor) -> tuple[Tensor, Any]:
         if kind == "constant":
@@ -1299,11 +1196,6 @@ def weightless(kind: str) -> Any:
     s, model, optimizer = start(strategy=sys.argv[2] if len(sys.argv) > 2 else "bucketed")
     trained(s, model, optimizer, lambda x, i: s.backward(*loss_and_weight(model, x, i)))
     return apart(torch.cat([one.flatten() for one in s.weights(model).values()]), wanted)
-
-
-CASES |= {f"weightless_{name}": lambda name=name: weightless(name) for name in (
-    "labels", "masked", "constant", "class_weights", "class_unweighted", "unweighted", "shifted",
-)}  # fmt: skip
 
 
 class RowStream(IterableDataset[Any]):
@@ -1356,6 +1248,7 @@ MEANS: dict[str, Callable[[Tensor, Tensor], Any]] = {  # of outputs and indices:
 }
 
 
+@cases("mean", *MEANS)
 def mean_loss(kind: str) -> Any:
     """A loss that is a mean over samples, or is not. The last batch has four samples."""
 
@@ -1368,13 +1261,8 @@ def mean_loss(kind: str) -> Any:
     wanted = plain_loop(plain, sgd(plain.parameters()), batches, lambda m, batch: loss_and_weight(m, *batch)[0].mean())
     s, model, optimizer = start()
     for x, i in s.loader(rows, global_batch=8, shuffle=False):
-        optimizer.zero_grad()
-        s.backward(*loss_and_weight(model, x, i))
-        optimizer.step()
+        step(s, optimizer, *loss_and_weight(model, x, i))
     return apart(flat(model), wanted)
-
-
-CASES |= {f"mean_{name}": lambda name=name: mean_loss(name) for name in MEANS}
 
 
 @case
@@ -1392,9 +1280,7 @@ def mean_of_one_image() -> Any:
     )
     s, model, optimizer = start(virtual_ranks=2)
     for x, _ in s.loader(images, global_batch=2, shuffle=False):
-        optimizer.zero_grad()
-        s.backward((model(x) ** 2).mean())
-        optimizer.step()
+        step(s, optimizer, (model(x) ** 2).mean())
     return apart(flat(model), wanted)
 
 
@@ -1410,9 +1296,7 @@ def mean_recomputed() -> Any:
 
     s, model, optimizer = start(virtual_ranks=4)
     for x, _ in s.loader(Rows(), global_batch=8, shuffle=False):
-        optimizer.zero_grad()
-        s.backward(checkpoint(loss, model(x), use_reentrant=False))
-        optimizer.step()
+        step(s, optimizer, checkpoint(loss, model(x), use_reentrant=False))
     return count * s.size
 
 
@@ -1593,9 +1477,7 @@ def hook_after_dummy_batch() -> Any:
         for x, i in loader:
             if s.batch == 2 and not seen:
                 seen = len([p.register_hook(lambda grad: grad.clamp(-0.01, 0.01)) for p in model.parameters()])
-            optimizer.zero_grad()
-            s.backward(loss_of(model, x, i), weight=float(len(x)) if s.samples else 0.0)
-            optimizer.step()
+            step(s, optimizer, loss_of(model, x, i), weight=float(len(x)) if s.samples else 0.0)
         return [len(handles) == seen, apart(flat(model), flat(plain))]
 
 
@@ -1615,9 +1497,7 @@ class Branches(nn.Module):
 def unused() -> Any:
     s, model, optimizer = start(strategy="ddp", model=Branches())
     for x, _ in s.loader(Rows(), global_batch=4, shuffle=False):
-        optimizer.zero_grad()
-        s.backward((model(x, 0) ** 2).mean())
-        optimizer.step()
+        step(s, optimizer, (model(x, 0) ** 2).mean())
 
 
 @case

@@ -1,9 +1,9 @@
-"""One training loop of many settings, written twice: `plain` for one process without paceline, `trained` in a session.
+"""One training loop of many settings, `trained`, in a session and in one process without paceline (`plain`).
 
     python looped.py FOLDER ATTEMPT      as a rank: trains FOLDER/case.json in a session
 
-The two share model, data, sampler, loss and optimizers, but not the loop. tests/sessions/soak_loops.py draws the cases
-and compares; this file imports nothing from tests, so that any launcher can run it.
+tests/sessions/soak_loops.py draws the cases and compares; this file imports nothing from tests, so that any launcher
+can run it.
 """
 
 import json
@@ -529,106 +529,73 @@ def numbers_of(made: Iterable[torch.optim.Optimizer]) -> dict[str, list[float]]:
 # ---- one process, without paceline -------------------------------------------------------------------------------
 
 
+class Plain:
+    """In place of a session: one process, without paceline."""
+
+    rank, size, last, samples = 0, 1, True, ROWS
+
+    def __init__(self, orders: dict[tuple[int, ...], list[list[int]]] | None) -> None:
+        """`orders`: of samples, by phase, epoch and loop; None: the case's own."""
+        self.orders, self.loaders = orders, 0
+        self.phase, self.epoch, self.batch = -1, 0, 0
+
+    def prepare(self, model: Any, optimizer: Any, scheduler: Any = None) -> Any:
+        made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(model.parameters())
+        return (model, made) if scheduler is None else (model, made, scheduler(made))
+
+    def loader(self, data: Any, *, global_batch: int = 0, last_batch: str = "keep", **words: Any) -> Any:
+        made: DataLoader[Any] = data
+        if not isinstance(data, DataLoader):
+            made = DataLoader(data, global_batch, collate_fn=words["collate"], drop_last=last_batch == "drop")
+        number, self.loaders = self.loaders, self.loaders + 1
+        plain, rows = self, getattr(made.dataset, "dataset", made.dataset)
+
+        class Batches:
+            def __iter__(self) -> Iterator[Any]:
+                batches: Any = made
+                if plain.orders is not None and torch.is_grad_enabled():
+                    wanted = plain.orders.get((plain.phase, plain.epoch, number), [])
+                    batches = (made.collate_fn([rows[i] for i in indices]) for indices in wanted)
+                for plain.batch, batch in enumerate(batches):
+                    yield batch
+
+        return Batches()
+
+    def epochs(self, count: int) -> Iterator[int]:
+        self.phase += 1
+        for self.epoch in range(count):
+            yield self.epoch
+
+    def register(self, name: str, thing: Any) -> None:
+        pass
+
+    def backward(self, loss: Tensor, **_: Any) -> None:
+        loss.mean().backward()
+
+    def clip_grad_norm(self, max_norm: float, model: nn.Module) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+    def gather(self, values: Tensor) -> Tensor:
+        return values
+
+    def mean(self, total: float, count: float) -> float:
+        return total / count
+
+    def weights(self, model: nn.Module) -> dict[str, Tensor]:
+        return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
 def plain(case: Case, orders: dict[tuple[int, ...], list[list[int]]] | None = None) -> Result:
-    """Train in this process; in the given order of samples (by phase, epoch and loop), or in the case's own."""
+    """Train in this process; in the given order of samples, or in the case's own."""
     seed_streams(case)
-    found = Result(epochs=[[] for _ in case.phases])
-    model = Net(case)
-    made = optimizers(case, model)
-    scheduler = scheduler_of(case, made[0])
-    ema = averaged(model) if case.average != "none" else None
-    data = Rows(case, rows_in(case, 0, 0))
-    loaders: list[Any] = [training_loader(case, data, 0, 1)]
-    sets = [data]
-    if case.loops == 2:
-        sets.append(second_data(case))
-        loaders.append(DataLoader(sets[1], batch_size=5))
-    test = DataLoader(Rows(case, case.evaluated, offset=2), batch_size=2)
-    model.train(case.mode == "train")
-    found.after.append(parameters_of(model))
-    for phase, count in enumerate(case.phases):
-        for epoch in range(count):
-            found.epochs[phase].append(epoch)
-            data.count = rows_in(case, phase, epoch)
-            change(case, model, made[0], phase, epoch)
-            for number, loader in enumerate(loaders):
-                batches: Any = loader
-                if orders is not None:
-                    wanted = orders.get((phase, epoch, number), [])
-                    collate = Collate(case) if number == 0 else default_collate
-                    batches = (collate([sets[number][i] for i in indices]) for indices in wanted)
-                for turn, batch in enumerate(batches):
-                    if turn == case.leaves > 0:
-                        break
-                    x, y, i = fields(batch)
-                    found.steps.append(([phase, epoch, number], sorted(i.tolist())))
-
-                    def backward(x: Tensor = x, y: Tensor = y, i: Tensor = i, turn: int = turn) -> Tensor:
-                        if case.every == 1 and case.clears and turn % case.clears == 0:
-                            for optimizer in made:
-                                optimizer.zero_grad()
-                        if case.wrong == "inner_backward":
-                            model.aux(model.hidden(x).detach()).square().mean().backward()
-                        out, loss, before = model(x), torch.zeros(()), dict[str, Tensor]()
-                        for k in range(backwards(case)):
-                            if k:
-                                before = gradients(model)
-                                if case.loss == "combined":
-                                    model.zero_grad()
-                                out = model(x)
-                            loss, _, _ = losses(case, out, y, i)[k]
-                            (loss.mean() / case.every).backward()
-                        if case.loss == "combined":
-                            combine(model, before)
-                        if case.order == "mining":
-                            note_losses(loaders[0].sampler, out, y, i)
-                        return loss
-
-                    if case.closure:
-                        made[0].step(backward)  # pyright: ignore[reportArgumentType, reportCallIssue]
-                    else:
-                        backward()
-                    if case.wrong == "added_gradient":
-                        with torch.no_grad():
-                            assert model.head.bias.grad is not None
-                            model.head.bias.grad += x[:, :3].mean(0)
-                    if (turn + 1) % case.every:
-                        continue
-                    if case.clip != "none":
-                        nn.utils.clip_grad_norm_(model.parameters(), 0.3)
-                    if not case.closure:
-                        for optimizer in made:
-                            optimizer.step()
-                    if case.every > 1:
-                        model.zero_grad()
-                    if case.scheduler in ("step", "one_cycle"):
-                        scheduler.step()
-                    if ema is not None:
-                        ema.update_parameters(model)
-                    touch(case, model)
-                    found.after.append(parameters_of(model))
-            value = 0.0
-            if case.evaluation != "none":
-                model.eval()
-                with torch.no_grad():
-                    rows = [(model(x), y, i) for x, y, i in test]
-                model.train(case.mode == "train")
-                out, y, i = (torch.cat(columns) for columns in zip(*rows, strict=True))
-                value = float(F.cross_entropy(out, y, reduction="sum")) / len(out)
-                report = [value] if case.evaluation == "mean" else [*i.tolist(), *out.flatten().tolist()]
-                found.evaluations[f"{phase}.{epoch}"] = report
-            if case.scheduler == "epoch":
-                scheduler.step()
-            elif case.scheduler == "plateau":
-                scheduler.step(value)
-    found.weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-    if ema is not None:
-        found.average = parameters_of(ema.module)
-    found.numbers = numbers_of(made)
+    reports = Reports()
+    found = trained(case, Plain(orders), 0, reports)
+    found.steps = [([*where[:3]], sorted(samples)) for where, samples in reports.steps.items()]
+    found.epochs, found.evaluations = [*reports.epochs.values()], reports.evaluations
     return found
 
 
-# ---- in a session ------------------------------------------------------------------------------------------------
+# ---- the loop ----------------------------------------------------------------------------------------------------
 
 
 class Reports:
@@ -648,7 +615,7 @@ class Reports:
 
 
 def trained(case: Case, s: Any, attempt: int, reports: Reports) -> Result:
-    """Train in a session, as a rank."""
+    """Train in a session, as a rank, or in one process. `attempt`: 0 for one process."""
     found = Result()
     core = Net(case)  # what s.prepare returns is called; under ddp it is another module
     model: nn.Module = core
@@ -679,6 +646,8 @@ def trained(case: Case, s: Any, attempt: int, reports: Reports) -> Result:
     test = s.loader(DataLoader(Rows(case, case.evaluated, offset=2), batch_size=2))
     model.train(case.mode == "train")
     done = bodies = 0  # batches of this attempt, bodies of this batch
+    if not attempt:
+        found.after.append(parameters_of(core))
     for phase, count in enumerate(case.phases):
         for epoch in s.epochs(count):
             reports.epochs.setdefault(phase, []).append(epoch)
@@ -751,6 +720,8 @@ def trained(case: Case, s: Any, attempt: int, reports: Reports) -> Result:
                             if case.wrong == "by_hand":
                                 with torch.no_grad():
                                     core.first.bias.add_(0.01 * s.rank)
+                            if not attempt:
+                                found.after.append(parameters_of(core))
                     bodies += 1
                     if last:
                         done, bodies = done + 1, 0

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import DataLoader, IterableDataset, StackDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, StackDataset, TensorDataset
 
 import paceline
 from paceline.data.plan import BatchPlan
@@ -81,6 +80,12 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
+def step(s: Any, optimizer: Any, loss: Tensor, *weight: Any) -> None:
+    optimizer.zero_grad()
+    s.backward(loss, *weight)
+    optimizer.step()
+
+
 def train(s: Any, optimizer: Any, backward: Callable[..., Any], loader: Any = None) -> None:
     """A loop with one call of `backward` for each batch."""
     loader = s.loader(data(), global_batch=GLOBAL) if loader is None else loader
@@ -96,9 +101,7 @@ def classic(s: Any) -> nn.Module:
     train = s.loader(data(), global_batch=GLOBAL)
     for _ in s.epochs(EPOCHS):
         for x, y in train:
-            optimizer.zero_grad()
-            s.backward(F.cross_entropy(model(x), y))
-            optimizer.step()
+            step(s, optimizer, F.cross_entropy(model(x), y))
             scheduler.step()
     return model
 
@@ -111,18 +114,6 @@ def clear_at_the_end(s: Any) -> nn.Module:
             nn.utils.clip_grad_norm_(model.parameters(), 0.05)  # torch's own
             optimizer.step()
             model.zero_grad()
-    return model
-
-
-def per_sample(s: Any) -> nn.Module:
-    model, optimizer = s.prepare(net(6, 8, 3), adam)
-    train(s, optimizer, lambda x, y: s.backward(F.cross_entropy(model(x), y, reduction="none")))
-    return model
-
-
-def summed(s: Any) -> nn.Module:
-    model, optimizer = s.prepare(net(6, 8, 3), adam)
-    train(s, optimizer, lambda x, y: s.backward(F.cross_entropy(model(x), y, reduction="sum"), reduction="sum"))
     return model
 
 
@@ -154,20 +145,6 @@ def two_rounds(s: Any) -> nn.Module:
     return two_losses(s, more=False)
 
 
-def accumulated(s: Any) -> nn.Module:
-    """The user's own accumulation, over batches."""
-    model, optimizer = s.prepare(net(6, 8, 3), adam)
-    train = s.loader(data(), global_batch=GLOBAL)
-    for _ in s.epochs(EPOCHS):
-        for i, (x, y) in enumerate(train):
-            s.backward(F.cross_entropy(model(x), y) / 3)
-            if (i + 1) % 3 == 0 or i + 1 == len(train):
-                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-                optimizer.step()
-                optimizer.zero_grad()
-    return model
-
-
 def gan(s: Any, plain: bool = False) -> nn.Module:
     """Two models and optimizers, as DCGAN has them: real, fake, and through the one into the other."""
     d, optimizer_d = s.prepare(net(6, 8, 1), adam)
@@ -197,27 +174,7 @@ def penalty(s: Any) -> nn.Module:
         for x, _ in s.loader(data(), global_batch=GLOBAL):
             x.requires_grad_()
             (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-            optimizer.zero_grad()
-            s.backward((model(x).square().mean(1) + (slope.norm(dim=1) - 1).square()).mean())
-            optimizer.step()
-    return model
-
-
-def existing(s: Any) -> nn.Module:
-    """DataLoaders that shuffle by torch's stream and by a generator, and one with an order of its own for weights."""
-    model, optimizer = s.prepare(net(6, 8, 3), adam)
-    torch.manual_seed(5)
-    weighted = WeightedRandomSampler(torch.arange(1.0, N + 1), 40)
-    shuffled = s.loader(DataLoader(data(), batch_size=GLOBAL, shuffle=True, drop_last=True))
-    sampled = s.loader(DataLoader(data(), batch_size=10, sampler=weighted))
-    own = torch.Generator().manual_seed(7)
-    by_generator = s.loader(DataLoader(data(), batch_size=GLOBAL, shuffle=True, generator=own))
-    for _ in s.epochs(EPOCHS):
-        for loader in (shuffled, sampled, by_generator):
-            for x, y in loader:
-                optimizer.zero_grad()
-                s.backward(F.cross_entropy(model(x), y))
-                optimizer.step()
+            step(s, optimizer, (model(x).square().mean(1) + (slope.norm(dim=1) - 1).square()).mean())
     return model
 
 
@@ -234,29 +191,13 @@ def streamed(s: Any) -> nn.Module:
     return model
 
 
-def averaged(s: Any) -> nn.Module:
-    """An exponential moving average beside it, updated once a step."""
-    model, optimizer = s.prepare(net(6, 8, 3), adam)
-    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    for _ in s.epochs(EPOCHS):
-        for x, y in s.loader(data(), global_batch=GLOBAL):
-            optimizer.zero_grad()
-            s.backward(F.cross_entropy(model(x), y))
-            optimizer.step()
-            if s.last:
-                ema.update_parameters(model)
-    return ema.module
-
-
 def averaged_by_hand(s: Any) -> nn.Module:
     """The same, over whatever model.parameters() are; the average ends up in the model."""
     model, optimizer = s.prepare(net(6, 8, 3), adam)
     average = [p.detach().clone() for p in model.parameters()]
     for _ in s.epochs(EPOCHS):
         for x, y in s.loader(data(), global_batch=GLOBAL):
-            optimizer.zero_grad()
-            s.backward(F.cross_entropy(model(x), y))
-            optimizer.step()
+            step(s, optimizer, F.cross_entropy(model(x), y))
             if s.last:
                 for kept, p in zip(average, model.parameters(), strict=True):
                     kept.mul_(0.9).add_(p.detach(), alpha=0.1)
@@ -285,21 +226,6 @@ def part_by_part(s: Any) -> nn.Module:
     return model
 
 
-def by_closure(s: Any) -> nn.Module:
-    model, optimizer = s.prepare(net(6, 8, 3), adam)
-    for _ in s.epochs(EPOCHS):
-        for x, y in s.loader(data(), global_batch=GLOBAL):
-
-            def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
-                optimizer.zero_grad()
-                loss = F.cross_entropy(model(x), y)
-                s.backward(loss)
-                return loss
-
-            assert optimizer.step(closure) > 0
-    return model
-
-
 def paired(s: Any) -> nn.Module:
     """What two zipped loops are for: labelled and unlabelled samples side by side."""
     model, optimizer = s.prepare(net(6, 8, 3), adam)
@@ -307,34 +233,20 @@ def paired(s: Any) -> nn.Module:
     train = s.loader(DataLoader(StackDataset(data(), unlabelled), batch_size=GLOBAL))
     for _ in s.epochs(EPOCHS):
         for (x, y), (u,) in train:
-            optimizer.zero_grad()
-            s.backward(F.cross_entropy(model(x), y) + 0.1 * (model(u) - model(-u)).square().mean())
-            optimizer.step()
-    return model
-
-
-def frozen(s: Any) -> nn.Module:
-    model = net(6, 8, 8, 3)
-    model[0].requires_grad_(False)
-    groups = [{"params": model[2].parameters(), "lr": 1e-3}, {"params": model[4].parameters()}]
-    model, optimizer = s.prepare(model, torch.optim.SGD(groups, lr=1e-2, momentum=0.9))
-    train(s, optimizer, lambda x, y: s.backward(F.cross_entropy(model(x), y)))
+            step(s, optimizer, F.cross_entropy(model(x), y) + 0.1 * (model(u) - model(-u)).square().mean())
     return model
 
 
 Loop = Callable[[Any], nn.Module]
 EVERYWHERE: tuple[Loop, ...] = (
-    classic, clear_at_the_end, per_sample, summed, tokens, two_losses, gan, penalty, existing, streamed, averaged,
-    averaged_by_hand, part_by_part, by_closure, paired, frozen,
+    classic, clear_at_the_end, tokens, two_losses, gan, penalty, streamed, averaged_by_hand, part_by_part, paired,
 )  # fmt: skip
 """right for any number of virtual ranks, and the same bits under `exact`"""
-ONE_BODY: tuple[Loop, ...] = (two_rounds, accumulated, gan_as_it_was)
+ONE_BODY: tuple[Loop, ...] = (two_rounds, gan_as_it_was)
 """right where each rank runs its body once for each batch"""
 DEALT: tuple[Loop, ...] = (classic, clear_at_the_end, gan)
-CUT: tuple[Loop, ...] = (
-    classic, tokens, two_losses, averaged_by_hand, part_by_part, frozen, two_rounds, accumulated, gan_as_it_was,
-)  # fmt: skip
-"""right under `fsdp`, as all but `penalty` and `averaged` are; each shows something else"""
+CUT: tuple[Loop, ...] = (classic, tokens, two_losses, averaged_by_hand, part_by_part, two_rounds, gan_as_it_was)
+"""right under `fsdp`, as all but `penalty` are; each shows something else"""
 VIRTUAL_RANKS = 5  # 2 and 3 for two ranks
 
 
@@ -345,9 +257,7 @@ def noisy(s: Any) -> nn.Module:
     model, optimizer = s.prepare(model, adam)
     for _ in s.epochs(EPOCHS):
         for x, y in s.loader(TensorDataset(*(t[:80] for t in data().tensors)), global_batch=16):
-            optimizer.zero_grad()
-            s.backward(F.cross_entropy(model(x + 0.1 * torch.randn_like(x)), y))
-            optimizer.step()
+            step(s, optimizer, F.cross_entropy(model(x + 0.1 * torch.randn_like(x)), y))
         model.eval()
         hits = seen = 0
         gathered = torch.empty(0, 6, dtype=torch.float64)
@@ -390,7 +300,7 @@ def main() -> None:
         ("dealt", DEALT, {"virtual_ranks": VIRTUAL_RANKS}),
         ("exact", (*EVERYWHERE, noisy), {"strategy": "exact", "virtual_ranks": VIRTUAL_RANKS}),
         ("zero", (classic, tokens, two_losses, noisy), {"strategy": "zero", "virtual_ranks": VIRTUAL_RANKS}),
-        ("ddp", (classic, accumulated), {"strategy": "ddp"}),
+        ("ddp", (classic,), {"strategy": "ddp"}),
         ("fsdp", CUT, {"strategy": "fsdp"}),
         ("fsdp-dealt", DEALT, {"strategy": "fsdp", "virtual_ranks": VIRTUAL_RANKS}),
         ("ddp-dealt", (classic, noisy), {"strategy": "ddp", "virtual_ranks": VIRTUAL_RANKS}),
@@ -399,13 +309,12 @@ def main() -> None:
         for loop in loops:
             cut = settings.get("strategy") == "fsdp" and loop is part_by_part
             with quietly(**settings, **({"fsdp_wrap": "encoder,decoder"} if cut else {})) as s:
-                model = loop(s)
+                loop(s)
                 parts = [part.replica.model for part in s._state.models]
                 whole = {f"{i}.{name}": t for i, part in enumerate(parts) for name, t in s.weights(part).items()}
                 prefix = "0." if len(parts) == 1 else ""
-                found = {f"0.{n}": t for n, t in state(model).items()} if loop is averaged else whole
                 if s.rank == 0:
-                    save_file({n.removeprefix(prefix): t for n, t in found.items()}, where(folder, kind, loop, s.size))
+                    save_file({n.removeprefix(prefix): t for n, t in whole.items()}, where(folder, kind, loop, s.size))
     if kinds and s.size == 1:  # here, not in the test's own process: some of it sets environment variables
         for loop in EVERYWHERE + ONE_BODY:
             save_file(state(loop(Plain())), where(folder, "original", loop, 1))

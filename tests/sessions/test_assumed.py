@@ -28,10 +28,8 @@ def run(ranks: int, kind: str, folder: Path, *more: str) -> tuple[int, Any, str]
 
 
 RIGHT = {
-    "order_python": [ONCE, ONCE], "order_numpy": [ONCE, ONCE], "order_by_rank": [ONCE, ONCE],
     "evaluation_python": ONCE, "evaluation_by_rank": ONCE,
     "growing_more": [20, 30, 40], "growing_less": [40, 30, 20], "growing_more_loader": [20, 30, 40],
-    "order_lazy": True, "order_lazy_workers": True,
     "endless": 7, "unprepared_input": 5, "order_shared": 3, "gradient_clipped": 15,
     "pickled": True,
     "by_hand_input": 5, "by_hand_teacher": 5,
@@ -93,7 +91,7 @@ def test_its_numbers_are_those_of_the_plain_loop_on_so_many_ranks(tmp_path: Path
 
 
 WRONG = {
-    "order_distributed": USAGE, "order_own_share": USAGE, "order_hard": USAGE, "order_other_tail": USAGE,
+    "order_own_share": USAGE, "order_other_tail": USAGE,
     "evaluation_distributed": USAGE, "evaluation_own_share": USAGE, "evaluation_other_tail": USAGE,
     "split_by_rank": USAGE, "split_by_rank_evaluated": USAGE,
     "indices_words": USAGE, "indices_tuples": USAGE, "average_batch_norm": USAGE,
@@ -176,10 +174,7 @@ def test_what_no_checkpoint_can_hold_is_found_in_the_first_step(tmp_path: Path, 
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("kind", [
-    "generator", "python", "numpy", "own_python", "own_numpy", "own_state", "counter", "weights", "evaluated",
-    "stateful",
-])  # fmt: skip
+@pytest.mark.parametrize("kind", ["own_state", "weights", "evaluated", "stateful"])
 def test_an_interrupted_epoch_has_each_sample_once(tmp_path: Path, kind: str) -> None:
     assert run(2, f"resumed_{kind}", tmp_path)[0] == 1  # as planned
     code, found, told = run(1, f"resumed_{kind}", tmp_path)
@@ -243,6 +238,8 @@ def test_an_average_that_would_be_lost_is_an_error(tmp_path: Path, kind: str) ->
 
 TWO = Case(optimizer="two", ranks=2, ranks_after=2, virtual_ranks=2, stop=5)
 RESUMED_ALONE = Case(ranks=1, virtual_ranks=2)
+EXACT = Case(ranks=2, virtual_ranks=4, strategy="exact")
+STOPPED = Case(ranks=2, virtual_ranks=2, stop=7)
 LIKE_THE_PLAIN_LOOP = {  # weights, samples, epochs and learning rates are those of the plain loop
     **{f"two optimizers, {name}": replace(TWO, strategy=name) for name in ("bucketed", "exact", "ddp")},
     "two optimizers, accumulated": replace(TWO, accumulation=2),
@@ -257,6 +254,18 @@ LIKE_THE_PLAIN_LOOP = {  # weights, samples, epochs and learning rates are those
         for length in ("fewer", "more", "none")
         for ranks in (1, 2)
     },
+    **{f"order {order}": Case(order=order, ranks=2) for order in ("python", "numpy", "by_rank", "lazy")},
+    "order lazy, loader processes": Case(order="lazy", workers=2, ranks=2),
+    **{
+        f"order {order}, resumed": replace(STOPPED, order=order)
+        for order in ("generator", "python", "numpy", "attribute_python", "attribute_numpy", "counter")
+    },
+    **{f"order {order}, exact": replace(EXACT, order=order) for order in ("shuffle", "weighted", "generator")},
+    **{f"loss {loss}": replace(EXACT, loss=loss) for loss in ("per_sample", "sum")},
+    "closure": replace(EXACT, closure=True),
+    "average": replace(EXACT, average="registered"),
+    **{f"frozen, {name}": Case(frozen=True, optimizer="groups", ranks=2, strategy=name) for name in ("exact", "fsdp")},
+    **{f"every third batch, {name}": Case(every=3, ranks=2, strategy=name) for name in ("bucketed", "ddp", "fsdp")},
 }
 
 
@@ -268,8 +277,17 @@ def test_it_is_the_plain_loop(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.ranks
-def test_a_second_optimizer_of_divided_parameters_is_an_error(tmp_path: Path) -> None:
-    outcome = examine(Case(optimizer="two", strategy="zero", ranks=2), tmp_path)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(optimizer="two", strategy="zero", ranks=2),
+        Case(order="distributed", wrong="distributed", ranks=2),
+        Case(order="mining", wrong="mining", ranks=2),
+    ],
+    ids=["a second optimizer of sharded parameters", "a sampler that divides", "an order by losses of each rank"],
+)
+def test_it_is_rejected(tmp_path: Path, case: Case) -> None:
+    outcome = examine(case, tmp_path)
     assert outcome.word == "rejected", outcome.what
 
 

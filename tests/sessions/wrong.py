@@ -41,6 +41,12 @@ def ready(s: Any, **loading: Any) -> tuple[Any, Any, Any]:
     return model, optimizer, s.loader(DATA, global_batch=4, **loading)
 
 
+def step(s: Any, optimizer: Any, loss: torch.Tensor, *weight: Any) -> None:
+    optimizer.zero_grad()
+    s.backward(loss, *weight)
+    optimizer.step()
+
+
 @case()
 def torchs_own_backward(s: Any) -> None:
     model, optimizer, train = ready(s)
@@ -71,9 +77,7 @@ def scheduler_not_prepared(s: Any) -> None:
     model, optimizer, train = ready(s)
     scheduler = StepLR(optimizer, 1, 0.5)
     for x, y in train:
-        optimizer.zero_grad()
-        s.backward(F.cross_entropy(model(x), y))
-        optimizer.step()
+        step(s, optimizer, F.cross_entropy(model(x), y))
         scheduler.step()
 
 
@@ -173,9 +177,7 @@ def evaluated_with_the_buffers_of_one(s: Any) -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     model, optimizer = s.prepare(model, SGD(model.parameters(), lr=0.1))
     for x, y in s.loader(DATA, global_batch=8):
-        optimizer.zero_grad()
-        s.backward(F.cross_entropy(model(x), y))
-        optimizer.step()
+        step(s, optimizer, F.cross_entropy(model(x), y))
     model.eval()
     model(DATA.tensors[0])
 
@@ -252,9 +254,7 @@ def trained_on(s: Any, stream: Any, epochs: int = 1) -> None:
     train = s.loader(stream, global_batch=4)
     for _ in s.epochs(epochs):
         for x, y in train:
-            optimizer.zero_grad()
-            s.backward(F.cross_entropy(model(x), y))
-            optimizer.step()
+            step(s, optimizer, F.cross_entropy(model(x), y))
 
 
 @case()
@@ -325,9 +325,7 @@ def a_stream_read_twice_at_once(s: Any) -> None:
     model, optimizer, _ = ready(s)
     train = s.loader(Stream(), global_batch=2)
     for x, y in train:
-        optimizer.zero_grad()
-        s.backward(F.cross_entropy(model(x), y))
-        optimizer.step()
+        step(s, optimizer, F.cross_entropy(model(x), y))
         with torch.no_grad():
             for _ in train if s.last else ():
                 pass
@@ -402,9 +400,7 @@ def no_batch_size(s: Any) -> None:
 def not_finite(s: Any) -> None:
     model, optimizer, train = ready(s)
     for x, y in train:
-        optimizer.zero_grad()
-        s.backward(F.cross_entropy(model(x), y) * float("nan"))
-        optimizer.step()
+        step(s, optimizer, F.cross_entropy(model(x), y) * float("nan"))
 
 
 @case()
@@ -422,9 +418,7 @@ def not_finite_for_one_sample(s: Any) -> None:
 def not_finite_in_a_gradient(s: Any) -> None:
     model, optimizer, train = ready(s)
     for x, _ in train:
-        optimizer.zero_grad()
-        s.backward((model(x) * 0).sqrt().mean())
-        optimizer.step()
+        step(s, optimizer, (model(x) * 0).sqrt().mean())
 
 
 @case()

@@ -23,7 +23,7 @@ from typing import Any, TypeVar, cast
 import torch
 from msgspec import Struct, structs
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from paceline.data.arrays import GatherFunction, SampleRandomNumbers, batch_gatherer, dataset_arrays
 from paceline.data.plan import BatchPlan, MicroBatchPlan, plan_rank_micro_batches
@@ -56,6 +56,10 @@ class PrefetchTrigger:
     def __init__(self) -> None:
         self.start_batches = do_nothing
         """Start the batches of the next step. Errors appear when a batch is requested."""
+
+
+def is_stream(data: object) -> bool:
+    return isinstance(data, IterableDataset) or not hasattr(data, "__getitem__")
 
 
 def do_nothing() -> None:

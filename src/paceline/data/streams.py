@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from paceline.data.fingerprint import hash_of
-from paceline.data.loader import LoadingOptions, move_to_device
+from paceline.data.loader import LoadingOptions, is_stream, move_to_device
 from paceline.data.plan import BatchPlan
 from paceline.data.workers import iterate_loader, start_loader
 from paceline.errors import UsageError
@@ -51,10 +51,6 @@ class StreamPlan(BatchPlan):
         if not self.is_split:
             return "a stream that every rank reads, keeping its own samples"
         return f"a stream in {self.parts_of_stream} parts, one for each virtual rank"
-
-
-def is_stream(data: object) -> bool:
-    return isinstance(data, IterableDataset) or not hasattr(data, "__getitem__")
 
 
 def first_samples(data: Any, count: int) -> Any:

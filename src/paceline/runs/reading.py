@@ -45,7 +45,6 @@ def read_file(path: Path, *, limit_bytes: int = MAX_RECORD_BYTES, ours: bool = F
 
 
 def read_json(path: Path, kind: type[T], *, limit_bytes: int = MAX_RECORD_BYTES, ours: bool = False) -> T:
-    """The record of this type in a JSON file."""
     data = read_file(path, limit_bytes=limit_bytes, ours=ours)
     try:
         return msgspec.json.decode(data, type=kind)
@@ -60,7 +59,6 @@ def read_json_if_readable(path: Path, kind: type[T], *, limit_bytes: int = MAX_R
 
 
 def read_toml(path: Path, *, ours: bool = False) -> dict[str, Any]:
-    """The table in a TOML file."""
     data = read_file(path, limit_bytes=MAX_TOML_BYTES, ours=ours)
     if any(line.count(b".") > MAX_TOML_DOTS for line in data.splitlines()):
         raise UnreadableFileError(path, f"has a line with more than the limit of {MAX_TOML_DOTS} dots")

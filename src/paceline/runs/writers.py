@@ -33,7 +33,6 @@ class LineFile:
         self._descriptor, self._size_bytes = -1, 0
 
     def write(self, record: msgspec.Struct) -> None:
-        """Append `record`."""
         if self._descriptor < 0:
             self._open()
         line = self._encode(record) + b"\n"
@@ -97,8 +96,7 @@ class BoundedWriter(LineFile):
     ) -> None:
         super().__init__(path, limit_bytes, lambda old, _: old[::2], sync=False)
         self._warn, self._lock = warn, threading.Lock()
-        self.failed = False
-        """Whether an error has ended the writing."""
+        self.failed = False  # whether an error has ended the writing
 
     def write(self, record: msgspec.Struct) -> None:
         with self._lock:

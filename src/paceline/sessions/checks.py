@@ -1,4 +1,4 @@
-"""The checks of a training loop: that ranks agree, and that the loop trains only prepared models (`assumptions`)."""
+"""The checks of a training loop: that ranks agree, and that the loop trains only prepared models."""
 
 import time
 import weakref
@@ -22,17 +22,9 @@ from paceline.data.fingerprint import UNSTABLE_DATASET_TEXT
 from paceline.errors import UsageError
 from paceline.rank.world import World
 from paceline.seeding import preserve_generator_states
-from paceline.sessions.assumptions import (
-    GRADIENT_CHANGES,
-    LOSS_WEIGHTS,
-    PREPARED_PARAMETERS,
-    SAME_DATASET,
-    SAME_LOOP_POSITION,
-    SAMPLE_ORDER,
-)
 from paceline.sessions.containers import instances
 from paceline.sessions.loader import Loader
-from paceline.sessions.prepared import COMPARED_VALUE_NAMES
+from paceline.sessions.prepared import COMPARED_VALUE_NAMES, parameters_error
 from paceline.sessions.session_step import LoopPosition, SessionStep
 from paceline.sessions.state import SessionState
 from paceline.stepping.hooks import TensorHookTracker
@@ -82,7 +74,7 @@ class LoopChecks:
         texts = [str(rank_fingerprint) for rank_fingerprint, _ in by_rank]
         if len({*texts}) > 1:
             differences = "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(texts))
-            raise report_on_one_rank(SAME_DATASET.make_error(differences), self._world)
+            raise report_on_one_rank(UsageError(code="data-differ", what=differences), self._world)
         # a stream has no number of samples
         can_probe = "samples" in fingerprint and UNSTABLE_DATASET_TEXT not in fingerprint.values()
         can_probe = can_probe and not any(is_slow for _, is_slow in by_rank)
@@ -110,17 +102,17 @@ class LoopChecks:
         gradients = [part for part in self._state.models if f"gradients {part.number}" in differing]
         if places:
             positions = "; ".join(f"{name} {', '.join(map(str, differing[name]))}" for name in places)
-            return SAME_LOOP_POSITION.make_error(f"{positions} on ranks 0 to {self._world.size - 1}")
+            return UsageError(code="places-differ", what=f"{positions} on ranks 0 to {self._world.size - 1}")
         if "order" in differing:
-            return SAMPLE_ORDER.make_error(f"at {place} of a loop over the data")
+            return UsageError(code="order-differs", what=f"at {place} of a loop over the data")
         if gradients:
             self._state.is_damaged = True
-            return GRADIENT_CHANGES.make_error(gradients[0].first_differing_gradient())
+            return UsageError(code="gradients-differ", what=gradients[0].first_differing_gradient())
         if "data" in differing:
-            return SAME_DATASET.make_error(f"at {place}: the loop changed it differently on each rank")
+            return UsageError(code="data-differ", what=f"at {place}: the loop changed it differently on each rank")
         if any(name.startswith("trained") for name in differing):
             self._state.is_damaged = True
-            return PREPARED_PARAMETERS.make_error(f"some ranks have frozen parameters that others train, at {place}")
+            return parameters_error(f"some ranks have frozen parameters that others train, at {place}")
         if any(name.startswith("learning rates") for name in differing):
             self._state.is_damaged = True
             return UsageError(code="learning-rates-differ", place=place)
@@ -141,7 +133,7 @@ class LoopChecks:
             return
         trained = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
         if trained & {id(leaf) for leaf in self._step.foreign_leaves()}:
-            raise PREPARED_PARAMETERS.make_error(
+            raise parameters_error(
                 f"a {type(optimizer).__name__} that was not prepared trains a tensor that the loss depends on"
             )
 
@@ -193,7 +185,7 @@ class LoopChecks:
                 f"rank {rank}: " + ", ".join(f"{count:g} (weight {weight:g})" for count, weight, _ in rank_means)
                 for rank, rank_means in enumerate(by_rank)
             )
-            raise report_on_one_rank(LOSS_WEIGHTS.make_error(counts), self._world)
+            raise report_on_one_rank(UsageError(code="weights-not-of-targets", what=counts), self._world)
 
 
 class ForeignTensors:
@@ -208,7 +200,7 @@ class ForeignTensors:
             record, other_ref = self._seen.get(id(leaf)), self._others.get(id(leaf))
             is_changed = record is not None and record[0]() is leaf and record[1] != leaf._version  # pyright: ignore[reportPrivateUsage]
             if is_changed or (other_ref is not None and other_ref() is leaf):
-                raise PREPARED_PARAMETERS.make_error(
+                raise parameters_error(
                     f"the loss depends on a tensor of shape {tuple(leaf.shape)} that the loop itself updates. Make it "
                     "an nn.Parameter of a module, and prepare this module with an optimizer"
                 )

@@ -1,7 +1,8 @@
 """Creates loaders, prepared models and optimizers from the arguments of `Session.loader` and `Session.prepare`."""
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from torch import Tensor, nn
@@ -10,22 +11,23 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.collectives.control import all_gather_object, raise_on_all_ranks
-from paceline.data.loader import LoadingOptions
+from paceline.data.loader import LoadingOptions, is_stream
 from paceline.data.plan import BatchPlan, LastBatch
-from paceline.data.streams import ENDLESS_NUM_SAMPLES, StreamPlan, is_stream
 from paceline.errors import UsageError
 from paceline.rank.world import World
 from paceline.sessions.lifecycle import SessionRun
-from paceline.sessions.loader import IterateLoader, Loader, StreamLoader, adopt_worker_settings, check_dataloader
+from paceline.sessions.loader import IterateLoader, Loader, adopt_worker_settings, check_dataloader
 from paceline.sessions.order import covers_each_sample_once, dataloader_length, is_sequential
 from paceline.sessions.prepared import PreparedModel
 from paceline.sessions.session_step import SessionStep
 from paceline.sessions.sharded_tensors import invalidate_replaced_parameters
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.optimizers import each_optimizer
-from paceline.train.adapters import Adapters
 from paceline.train.compute_settings import apply_precision
 from paceline.train.optimizer import check_optimizer_type
+
+if TYPE_CHECKING:
+    from paceline.train.adapters import Adapters
 
 OptimizersLike = Sequence[Optimizer] | Callable[[Iterable[nn.Parameter]], Sequence[Optimizer]]
 OptimizerLike = Optimizer | MakeOptimizer
@@ -73,13 +75,12 @@ def make_loader(
         raise UsageError(code="no-batch-size")
     batch = global_batch or (batch_size or 0) * virtual_ranks * accumulation
     if is_stream(dataset):
-        split = split and virtual_ranks > 1
-        _check_stream(dataset, shuffle, last_batch, loading.num_workers if split else 1)
-        plan = StreamPlan(
-            ENDLESS_NUM_SAMPLES, batch, virtual_ranks, accumulation, seed, False, last_batch, is_split=split,
-            parts_of_stream=virtual_ranks if split else max(1, loading.num_workers), sets_epoch=data is dataset,
+        from paceline.sessions.stream_loader import make_stream_loader
+
+        return make_stream_loader(
+            iterate, dataset, run, split and virtual_ranks > 1, loading, existing,
+            batch=batch, accumulation=accumulation, shuffle=shuffle, last_batch=last_batch, sets_epoch=data is dataset,
         )  # fmt: skip
-        return StreamLoader(iterate, dataset, plan, loading, run.world, run.print, existing)
     if split:
         raise UsageError(code="samples-split")
     size: int = len(dataset)
@@ -87,17 +88,6 @@ def make_loader(
         raise UsageError(code="dataset-is-empty")
     plan = BatchPlan(size, batch, virtual_ranks, accumulation, seed, shuffle is not False, last_batch)
     return Loader(iterate, dataset, plan, loading, existing)
-
-
-def _check_stream(stream: object, shuffle: bool | None, last_batch: LastBatch, num_workers: int) -> None:
-    if not isinstance(stream, Iterable):
-        raise UsageError(code="not-data", kind=type(stream).__name__)
-    if shuffle:
-        raise UsageError(code="stream-shuffled")
-    if last_batch == "pad":
-        raise UsageError(code="stream-padded")
-    if num_workers > 1:
-        raise UsageError(code="stream-in-processes", value=num_workers)
 
 
 def prepare_model(
@@ -118,11 +108,11 @@ def prepare_model(
         if isinstance(scheduler, Optimizer):
             raise UsageError(code="optimizer-as-scheduler")
         make_optimizer = optimizer_factory(optimizer)
-        adapters = Adapters.of(model) if world.rank == 0 else None  # rank 0's weights are those of all ranks
+        adapters = _adapters_of(model) if world.rank == 0 else None  # rank 0's weights are those of all ranks
         model = model.to(world.device)
         apply_precision(precision, model, world.device)
     # on all ranks: a script may import peft on some ranks only
-    adapters = msgspec.convert(all_gather_object(msgspec.to_builtins(adapters), world)[0], Adapters | None)
+    adapters = _adapters_from(all_gather_object(msgspec.to_builtins(adapters), world)[0])
     original_parameters = [*model.parameters()]
     replica = strategy(model, make_optimizer, world)
     with raise_on_all_ranks(world):
@@ -130,6 +120,22 @@ def prepare_model(
             raise UsageError(code="adapter-needs-whole-weights", kind=odd.pop())
         invalidate_replaced_parameters(original_parameters, model)
         return PreparedModel(replica, schedulers_of(replica.optimizers, scheduler), number, gate, adapters)
+
+
+def _adapters_of(model: nn.Module) -> "Adapters | None":
+    if "peft" not in sys.modules:  # a script that has not imported it has no adapter
+        return None
+    from paceline.train.adapters import Adapters
+
+    return Adapters.of(model)
+
+
+def _adapters_from(gathered: Any) -> "Adapters | None":
+    if gathered is None:
+        return None
+    from paceline.train.adapters import Adapters
+
+    return msgspec.convert(gathered, Adapters)
 
 
 def prepare_optimizer(part: PreparedModel, optimizer: Any, scheduler: Any, world: World) -> Optimizer:

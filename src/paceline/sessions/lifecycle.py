@@ -90,11 +90,9 @@ class SessionRun:
             with raise_on_all_ranks(world):
                 every, has_agent = config.audit_every, spec is not None
                 check_can_audit(every, config.on_audit, config.strategy, world.size, has_agent=has_agent)
-        self.share = world.share(virtual_ranks)
-        """The virtual ranks that this rank computes."""
+        self.share = world.share(virtual_ranks)  # the virtual ranks that this rank computes
         own = {"virtual_ranks": virtual_ranks, "seed": config.seed or 0, "strategy": config.strategy}
-        self.definition: dict[str, Any] = own | config.strategy_arguments
-        """The arguments that define the result."""
+        self.definition: dict[str, Any] = own | config.strategy_arguments  # the arguments that define the result
         others = {"resume": config.resume, "threads": config.threads, "precision": config.precision}
         check_equal("session settings", self.definition | others, world)
         every = steps_or_seconds(config.checkpoint_every)

@@ -24,11 +24,9 @@ from paceline.data.loader import (
     load_planned_batches,
 )
 from paceline.data.plan import BatchPlan, MicroBatchPlan, plan_rank_micro_batches
-from paceline.data.streams import StreamPlan
 from paceline.errors import UsageError
 from paceline.rank.world import World
 from paceline.seeding import preserve_generator_states
-from paceline.sessions.assumptions import RESUMED_ORDER, SAMPLE_ORDER
 from paceline.sessions.order import (
     DataLoaderEpochPlan,
     SampleOrder,
@@ -36,14 +34,12 @@ from paceline.sessions.order import (
     check_not_sharded,
     covers_each_sample_once,
     dataloader_length,
-    draw_worker_seed,
     global_random_states,
     has_torch_sampler,
     is_sequential,
     merge_small_batches,
     restore_global_random_states,
 )
-from paceline.train.streaming import Stream
 
 MicroBatches = list[MicroBatch]
 IterateLoader = Callable[["Loader"], Iterator[Any]]
@@ -62,6 +58,8 @@ class Loader:
     ranks with `Session.sum` or `Session.mean`.
     """
 
+    is_stream = False
+
     def __init__(
         self,
         run: IterateLoader,
@@ -73,16 +71,14 @@ class Loader:
         self._run, self.plan, self.loading, self.existing = run, plan, loading, existing
         self.dataset = dataset
         self.order: SampleOrder | None = None
-        self.dealt: BatchPlan | None = None
-        """the plan of the current training epoch; None for a stream"""
+        self.dealt: BatchPlan | None = None  # the plan of the current training epoch; None for a stream
         self._streams: dict[str, Any] = {}  # random streams and state of the sampler at the start of the epoch
         self._sampler = None if existing is None else SamplerState(existing)
         self._is_torchs = existing is not None and has_torch_sampler(existing)
         self.short_epoch: Callable[[BatchPlan], tuple[int, int]] | None = None
         """of an observer: plan -> number of whole global batches of an epoch, and samples of its last, short batch"""
 
-        self.is_unsplit = False
-        """with micro_batch="auto": whether the number of micro-batches is not known yet"""
+        self.is_unsplit = False  # with micro_batch="auto": whether the number of micro-batches is not known yet
         self.found_accumulation: int | None = None
         """with micro_batch="auto": the number of micro-batches per virtual rank and step"""
 
@@ -163,14 +159,17 @@ class Loader:
             if len({length for length, _ in by_rank}) > 1:
                 lengths = ", ".join(f"{length} on rank {rank}" for rank, (length, _) in enumerate(by_rank))
                 raise report_on_one_rank(
-                    SAMPLE_ORDER.make_error(f"the lengths of their DataLoaders differ: {lengths} batches"), world
+                    UsageError(
+                        code="order-differs", what=f"the lengths of their DataLoaders differ: {lengths} batches"
+                    ),
+                    world,
                 )
             attributes = [rank_state["sampler"]["attributes"] for _, rank_state in by_rank]
             if any(values != attributes[0] for values in attributes):
                 names = {name for values in attributes for name in values}
                 differing = min(name for name in names if len({str(values.get(name)) for values in attributes}) > 1)
                 raise report_on_one_rank(
-                    SAMPLE_ORDER.make_error(f"the attribute {differing} differs between ranks"), world
+                    UsageError(code="order-differs", what=f"the attribute {differing} differs between ranks"), world
                 )
             saved_position = by_rank[0][1]
             if world.rank:
@@ -186,7 +185,9 @@ class Loader:
             self._streams = {name: value for name, value in saved_position.items() if name not in CHECKPOINT_KEYS}
             self.order = order
         if "order" in saved_position and order.hash_at(start - 1) != saved_position["order"]:
-            raise report_on_one_rank(RESUMED_ORDER.make_error(type(self.existing.sampler).__name__, batch=start), world)
+            raise report_on_one_rank(
+                UsageError(code="resumed-order-differs", what=type(self.existing.sampler).__name__, batch=start), world
+            )
         if "at_checkpoint" in saved_position:  # changes by the loop during the epoch
             self._sampler.restore(saved_position["at_checkpoint"]["sampler"])
         p, samples = self.plan, self.existing.batch_size or (len(order.batch_indices(0)) if order.has(0) else 1)
@@ -291,41 +292,6 @@ class Loader:
                     yield batch.batch, size
         if order is not None and order.has(COMPARED_BATCHES):
             check_equal(SAME_ORDER, order.hash_at(10**12), world)
-
-
-class StreamLoader(Stream, Loader):
-    """Batches of a stream, which has no length."""
-
-    plan: StreamPlan  # pyright: ignore[reportIncompatibleVariableOverride]
-
-    def __init__(
-        self,
-        run: IterateLoader,
-        stream: Any,
-        plan: StreamPlan,
-        loading: LoadingOptions,
-        world: World,
-        say: Callable[[str], None],
-        dataloader: DataLoader[Any] | None,
-    ) -> None:
-        """`dataloader`: of the script, which reads the stream."""
-        self._dataloader, self._has_workers = dataloader, False
-        Loader.__init__(self, run, stream, plan, loading, None)
-        Stream.__init__(self, stream, plan, loading, world, say)
-
-    def __len__(self) -> int:
-        """Raises TypeError: the length is unknown."""
-        raise TypeError("a stream has no length: count steps, and end the loop by `break` or at the end of the stream")
-
-    def draw_epoch_plan(
-        self, world: World, saved_position: dict[str, Any] | None, start: int = 0, *, is_training: bool = False
-    ) -> BatchPlan:
-        """The plan. The stream uses the state of a checkpoint when it is read."""
-        if self._dataloader is not None and not self._has_workers:
-            draw_worker_seed(self._dataloader)
-            self._has_workers = self._dataloader.persistent_workers
-        self.saved = saved_position or {}
-        return self.plan
 
 
 def check_dataloader(loader: DataLoader[Any]) -> None:

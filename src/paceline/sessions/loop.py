@@ -6,13 +6,11 @@ from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from paceline.collectives.control import all_gather_object, check_equal, raise_on_all_ranks, report_on_one_rank
-from paceline.compute.flops import can_count
-from paceline.compute.memory import is_out_of_memory
 from paceline.config.choices import current_name
 from paceline.config.definition import EXACT_ONLY_SETTINGS, check_same_definition
 from paceline.data.fingerprint import UNSTABLE_DATASET_TEXT
@@ -24,23 +22,23 @@ from paceline.rank.attach import record_failure
 from paceline.rank.world import World, device_name
 from paceline.runs import folder as run_folder
 from paceline.runs.progress import ProgressRecord, ProgressWriter
-from paceline.runs.summary import Summary
 from paceline.seeding import GeneratorStates, preserve_generator_states
 from paceline.sessions.arguments import SessionConfig, use_argument_names
 from paceline.sessions.checks import LoopChecks, check_no_scaler
 from paceline.sessions.lifecycle import SessionRun
-from paceline.sessions.loader import Loader, StreamLoader
+from paceline.sessions.loader import Loader
 from paceline.sessions.order import global_random_states, restore_global_random_states
 from paceline.sessions.session_step import POSITION_KEYS, LoopPosition, SessionStep
 from paceline.sessions.state import SessionState, json_copy
-from paceline.sessions.unsaved import counted_numbers, counters, counting_iterators, next_calls
-from paceline.stepping.audit import Audits
 from paceline.stepping.totals import ControlFlags
 from paceline.stepping.trained_model import make_loss_scale
 from paceline.train.determinism import hardware_facts
-from paceline.train.memory import MicroBatchSearch, explain_out_of_memory
 from paceline.train.step_record import PhaseClock, StepRecord, phase_events
 from paceline.train.wording import audit_line, batch_line, report_hint
+
+if TYPE_CHECKING:
+    from paceline.runs.summary import Summary
+    from paceline.train.memory import MicroBatchSearch
 
 TRACK_EVERY = 50  # steps between two reports of the loss
 CHANGED_DATA_ADVICE = (
@@ -69,6 +67,8 @@ class TrainingLoop:
         self.step.notes, self.step.saves, self.step.observer = state.notes, state.saves, run.observer
         self.step.loss_scale = make_loss_scale(run.precision)
         if config.audit_every is not None and run.observer is None and run.world.size > 1:
+            from paceline.stepping.audit import Audits
+
             save = partial(progress.save_before_stop, partial(self._checkpoint_values, run.world))
             self.step.audits = Audits(
                 config.audit_every, run.world, run.virtual_ranks, config.on_audit, save, run.print
@@ -89,16 +89,12 @@ class TrainingLoop:
         self._stopped = False
         self._exit: tuple[Any, int] | None = None  # (exit code, step) of a call of sys.exit
         self._iterators = 0  # that are open
-        self.search: MicroBatchSearch | None = None
-        """The last search for the largest micro-batch."""
-        self.in_trial = False
-        """Whether the loop body runs on a dummy batch of this search."""
-        self.in_epochs = False
-        """Whether the script is in a loop over `epochs`."""
+        self.search: MicroBatchSearch | None = None  # the last search for the largest micro-batch
+        self.in_trial = False  # whether the loop body runs on a dummy batch of this search
+        self.in_epochs = False  # whether the script is in a loop over `epochs`
         self.is_open = self.is_complete = self.is_closed = False
         """Whether the first batch has begun; whether the script has ended its training; whether the run has ended."""
-        self.failure: Exception | None = None
-        """An error in a loop that was left early. The next call raises it."""
+        self.failure: Exception | None = None  # an error in a loop that was left early. The next call raises it
         self._page.enter(Phase.USER)
 
     @property
@@ -193,7 +189,7 @@ class TrainingLoop:
                 for batch in step.run_micro_batches(position, micro_batches, one_each=one_each):
                     if step.audits is not None and step.audits.is_proving:
                         proves = True
-                        numbers += [counters(sys._getframe())] if batch.work.is_repeated or numbers else []  # pyright: ignore[reportPrivateUsage]
+                        numbers += [_counters()] if batch.work.is_repeated or numbers else []
                     try:
                         yield batch.inputs if observer is None else observer.on_batch(batch.inputs, batch.work)
                     except GeneratorExit:
@@ -202,12 +198,10 @@ class TrainingLoop:
                     if observer is not None:
                         observer.on_batch_end()
                     if len(micro_batches) > 1 and step.checks_losses and step.is_after_backward:
-                        frame = sys._getframe()  # pyright: ignore[reportPrivateUsage]
-                        if counting := next_calls(frame) or {*counting_iterators(frame)} & {"islice", "zip"}:
-                            raise UsageError(code="micro-batches-counted", how=", ".join(sorted(counting)))
+                        _check_micro_batches_not_counted()
                 self._end_step(loader, micro_batches, plan)
                 if proves:
-                    self._check_not_counted(*numbers, counters(sys._getframe()))  # pyright: ignore[reportPrivateUsage]
+                    self._check_not_counted(*numbers, _counters())
                 if run.progress.step >= run.max_steps:
                     break
                 if self._stopped:
@@ -228,16 +222,21 @@ class TrainingLoop:
 
         `numbers`: before the repeated body, after it, after the body that counts; fewer if no body was repeated.
         """
+        from paceline.sessions.unsaved import counted_numbers
+
         with raise_on_all_ranks(self._run.world):
             if len(numbers) > 2 and (names := counted_numbers(*numbers[:3])):
                 raise UsageError(code="audit-counted", names=names)
 
     def _split(self, loader: Loader) -> Generator[Any]:
         """Run the loop body on dummy batches, to find the largest micro-batch that fits (a collective)."""
+        from paceline.sessions.unsaved import counted_numbers, counting_iterators
+        from paceline.train.memory import MicroBatchSearch
+
         run, state, plan = self._run, self._state, loader.plan
         if run.observer is not None:
             raise UsageError(code="micro-batch-observed")
-        if isinstance(loader, StreamLoader):
+        if loader.is_stream:
             raise UsageError(code="micro-batch-of-stream-loader")
         if not state.models:
             raise UsageError(code="loop-without-model")
@@ -248,15 +247,15 @@ class TrainingLoop:
         if iterators := counting_iterators(sys._getframe(1)):  # pyright: ignore[reportPrivateUsage]
             with raise_on_all_ranks(run.world):
                 raise UsageError(code="micro-batch-in-iterator", names=", ".join(iterators))
-        numbers = [counters(sys._getframe())]  # pyright: ignore[reportPrivateUsage]
+        numbers = [_counters()]
         try:
             while size := search.next_size():
                 with search.trial():
                     yield from self._try(load(size))
                 if len(numbers) == 1:  # the same again, to find what the loop counts
-                    numbers.append(counters(sys._getframe()))  # pyright: ignore[reportPrivateUsage]
+                    numbers.append(_counters())
                     yield from self._try(load(size))
-                    numbers.append(counters(sys._getframe()))  # pyright: ignore[reportPrivateUsage]
+                    numbers.append(_counters())
         finally:
             self.in_trial = False
             self._page.enter(Phase.USER)
@@ -276,7 +275,11 @@ class TrainingLoop:
                 raise
 
     def explain_error(self, error: BaseException | None) -> PacelineError | None:
-        """An explanation of an error of the loop body."""
+        if error is None:
+            return None
+        from paceline.compute.memory import is_out_of_memory
+        from paceline.train.memory import explain_out_of_memory
+
         micro_step, search = self.step.micro_step, self.search
         in_trial = search is not None and not search.is_found  # the generator of the loop may be closed already
         if not is_out_of_memory(error) or isinstance(error, PacelineError) or not (in_trial or micro_step):
@@ -300,14 +303,15 @@ class TrainingLoop:
         with preserve_generator_states():
             self._open(loader, plan)
         if self.step.audits is not None:
-            if isinstance(loader, StreamLoader) or len(self._state.models) > 1:
-                code = "audit-of-stream" if isinstance(loader, StreamLoader) else "audit-of-several-models"
+            if loader.is_stream or len(self._state.models) > 1:
+                code = "audit-of-stream" if loader.is_stream else "audit-of-several-models"
                 raise report_on_one_rank(UsageError(code=code), self._run.world)
             if loader.loading.worker_init_fn is not None:
                 raise report_on_one_rank(UsageError(code="audit-with-worker-init"), self._run.world)
             self.step.audits.use(loader.load_again, plan)
         self._resumed, self.position.batch, self._loader, self._at_end = None, start, loader, False
-        self._run.progress.stream = loader if isinstance(loader, StreamLoader) else None
+        stream: Any = loader if loader.is_stream else None
+        self._run.progress.stream = stream
         return plan
 
     def _leave(self, loader: Loader, micro_batches: Sequence[MicroBatch], plan: BatchPlan) -> None:
@@ -360,8 +364,10 @@ class TrainingLoop:
         if config.audit_every is not None and run.observer is None:
             run.print(audit_line(config.audit_every, run.world))
         models = [model for part in state.models for model in (part.replica.model, part.replica.module)]
-        if run.observer is None and progress.use.given and not config.is_exact and can_count(models):
-            self.step.flop_counter = progress.use.count
+        if run.observer is None and progress.use.given and not config.is_exact:
+            from paceline.compute.flops import can_count
+
+            self.step.flop_counter = progress.use.count if can_count(models) else None
         state.check_saveable()
         is_sharded = any(part.replica.sharded for part in state.models)
         if run.precision == "fp16":
@@ -452,7 +458,7 @@ class TrainingLoop:
             for part in state.models:
                 part.check_state_after_first_step()
         if state.saves:
-            if state.unsaved.after_step():
+            if state.must_search_again():
                 self._restore_random_streams()
                 state.search_unsaved_state(only_known_containers=True)
             if state.values:
@@ -518,7 +524,7 @@ class TrainingLoop:
         finally:
             run.close(error)
 
-    def _result_lines(self, summary: Summary) -> list[str]:
+    def _result_lines(self, summary: "Summary") -> list[str]:
         if summary.exit == ExitCode.SAVED:
             return [f"stopped on request: saved after step {summary.steps}. Start the script again to resume"]
         assert self._run.progress.place is not None
@@ -550,10 +556,8 @@ class EvaluationLoop:
 
     def __init__(self, run: SessionRun, state: SessionState, step: SessionStep, checks: LoopChecks) -> None:
         self._run, self._state, self._step, self._checks = run, state, step, checks
-        self.is_running = False
-        """Whether the current loop body is that of an evaluation."""
-        self.samples = 0
-        """The number of samples of the current batch on all ranks; 0 outside of an evaluation."""
+        self.is_running = False  # whether the current loop body is that of an evaluation
+        self.samples = 0  # the number of samples of the current batch on all ranks; 0 outside of an evaluation
 
     def batches(self, loader: Loader) -> Generator[Any]:
         """This rank's part of each batch of a loader (a collective)."""
@@ -593,6 +597,22 @@ class EvaluationLoop:
                 yield
         finally:
             self._step.merged = was_merged
+
+
+def _counters() -> dict[str, float]:
+    """The numbers of the user's loop around the generator that calls this function."""
+    from paceline.sessions.unsaved import counters
+
+    return counters(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
+
+
+def _check_micro_batches_not_counted() -> None:
+    """Raise an error if the loop around the generator that calls this function takes a number of micro-batches."""
+    from paceline.sessions.unsaved import counting_iterators, next_calls
+
+    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    if counting := next_calls(frame) or {*counting_iterators(frame)} & {"islice", "zip"}:
+        raise UsageError(code="micro-batches-counted", how=", ".join(sorted(counting)))
 
 
 def _exit_code(error: BaseException) -> int:

@@ -53,8 +53,7 @@ class SampleOrder:
             draw_worker_seed(loader)
         self._drawn: dict[int, tuple[Tensor, int]] = {}
         self._next = self._hash = 0
-        self._is_over, self.needed = False, 0
-        """`needed`: the first batch that a reader may still request."""
+        self._is_over, self.needed = False, 0  # `needed`: the first batch that a reader may still request
         self._whole, self._rest = short or (None, 0)
 
     def has(self, batch: int) -> bool:

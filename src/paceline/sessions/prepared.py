@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -27,7 +27,6 @@ from paceline.collectives.buckets import is_present
 from paceline.collectives.checksum import checksum
 from paceline.collectives.control import Deferred, all_gather_object, report_on_one_rank
 from paceline.errors import UsageError
-from paceline.sessions.assumptions import GRADIENT_CHANGES, GRADIENTS_FROM_BACKWARD, PREPARED_PARAMETERS
 from paceline.sessions.session_step import SessionStep, is_mode_dependent
 from paceline.sessions.sharded_tensors import ShardedGradientPlaceholder, distribute_like, local_shard
 from paceline.stepping.trained_model import ModelInTraining
@@ -35,7 +34,6 @@ from paceline.strategies.base import Strategy
 from paceline.strategies.optimizer_state import load_states, optimizer_shards, saved_state
 from paceline.strategies.optimizers import OptimizerSequence
 from paceline.strategies.validation import check_optimizer_parameters
-from paceline.train.adapters import Adapters
 from paceline.train.json_values import (
     as_json,
     from_json,
@@ -44,6 +42,9 @@ from paceline.train.json_values import (
     optimizer_json_state,
     restore_type,
 )
+
+if TYPE_CHECKING:
+    from paceline.train.adapters import Adapters
 
 NO_OTHER_BACKWARD = (
     ". Or it was torch.autograd.grad, for example for a gradient penalty: strategy 'fsdp' gathers the weights only "
@@ -72,7 +73,6 @@ class PreparedOptimizer:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters that it trains."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def json_state(self) -> dict[str, Any]:
@@ -156,7 +156,6 @@ class ForwardHook:
         self._check = check
 
     def __call__(self, module: nn.Module, _: Any) -> None:
-        """Check a forward that begins."""
         if self._check is not None:
             self._check(module)
 
@@ -173,7 +172,7 @@ class PreparedModel(ModelInTraining):
         schedulers: Sequence[Any],
         number: int,
         gate: SessionStep,
-        adapters: Adapters | None = None,
+        adapters: "Adapters | None" = None,
     ) -> None:
         """`number` counts the models from 0; `gate` is the step of the session; `schedulers`: of each optimizer."""
         super().__init__(replica, number, gate.loss_scale)
@@ -205,8 +204,7 @@ class PreparedModel(ModelInTraining):
         if not replica.in_lockstep:
             for parameter in self._parameters:
                 parameter.register_post_accumulate_grad_hook(self.last_gradient.append)
-        self.must_check = False
-        """whether a module or parameter was added since the last check"""
+        self.must_check = False  # whether a module or parameter was added since the last check
         self._modules = {id(module) for module in replica.model.modules()}
         self._known = {id(parameter) for parameter in self._parameters}
         replica.on_gradient(self._on_gradient)
@@ -230,7 +228,6 @@ class PreparedModel(ModelInTraining):
 
     @property
     def optimizer(self) -> Any:
-        """The first of its optimizers."""
         return self.optimizers[0].optimizer
 
     def add_optimizer(self, optimizer: Any, scheduler: Any) -> None:
@@ -252,7 +249,6 @@ class PreparedModel(ModelInTraining):
         self.on_groups_changed()
 
     def on_groups_changed(self) -> None:
-        """The groups of an optimizer have changed."""
         trained = [{id(p) for p in opt.parameters} for opt in self.optimizers]
         self._untrained = [p for p in self._parameters if not any(id(p) in own for own in trained)]
         self._trained = [[i for i, p in enumerate(self._parameters) if id(p) in own] for own in trained]
@@ -271,7 +267,6 @@ class PreparedModel(ModelInTraining):
             raise UsageError(code="parameter-groups-missing")
 
     def begin_step(self) -> None:
-        """Begin a step."""
         self._is_single_rank_step = self.replica.world.size == 1 and self.gate.has_one_body
         self._at_begin, self._summed = self.current_gradients() if self._waiting else None, None
         self.replica.save_buffers()
@@ -358,7 +353,6 @@ class PreparedModel(ModelInTraining):
             self._note_left(self.current_gradients() if shown is None else shown)
 
     def abort_step(self) -> None:
-        """End the step early: restore gradients and buffers."""
         self.aside = self._carried = None
         self._put(self._at_begin)
         self._waiting = self._at_begin is not None
@@ -374,7 +368,6 @@ class PreparedModel(ModelInTraining):
         return super().state() + [replace(shard, name=self.prefix + shard.name) for shard in others] + gradient_shards
 
     def load(self, source: Source) -> None:
-        """Restore the result of `state`."""
         source = PrefixedSource(source, self.prefix) if self.prefix else source
         self.replica.load(source)
         for name, parameter in self.replica.model.named_parameters():
@@ -413,7 +406,7 @@ class PreparedModel(ModelInTraining):
             if name in frozen:  # the script froze it in a part that does not run again
                 parameter.requires_grad_(False)
         if self.adapters is not None and "adapters" in state and number == 0:
-            self.adapters, is_same = self.adapters.resumed(msgspec.convert(state["adapters"], Adapters))
+            self.adapters, is_same = self.adapters.resumed(msgspec.convert(state["adapters"], type(self.adapters)))
             if not is_same:
                 self.gate.notes.once(
                     "the base weights of the adapter differ from those of the saved run, which the checkpoint restores"
@@ -454,7 +447,7 @@ class PreparedModel(ModelInTraining):
             self._digests = {i: _digest(self._parameters[i].grad) for i in indices}
             self._digest = hash(tuple(self._digests.items()))
         if is_early and (differing := self.first_differing_gradient()):
-            raise report_on_one_rank(GRADIENT_CHANGES.make_error(differing), self.replica.world)
+            raise report_on_one_rank(UsageError(code="gradients-differ", what=differing), self.replica.world)
         return gradients
 
     def _changed_since(self) -> list[int]:
@@ -481,7 +474,6 @@ class PreparedModel(ModelInTraining):
         return next((self._names()[int(i)] for i in differing), "")
 
     def current_gradients(self) -> Grads:
-        """The current gradients."""
         return [*map(_grad, self._parameters)]
 
     def after_update(self, gradients: Grads) -> None:
@@ -524,20 +516,16 @@ class PreparedModel(ModelInTraining):
         """Raise UsageError if a group contains parameters of other models."""
         names = {id(parameter): name for name, parameter in self.replica.model.named_parameters()}
         if self.replica.sharded:
-            raise PREPARED_PARAMETERS.make_error(
-                "a group of parameters was added, and the strategy divides the optimizer's state"
-            )
+            raise parameters_error("a group of parameters was added, and the strategy divides the optimizer's state")
         for parameter in group["params"]:
             if id(parameter) in names and id(parameter) not in self._known:
-                raise PREPARED_PARAMETERS.make_error(
+                raise parameters_error(
                     f"optimizer.add_param_group was given {names[id(parameter)]}, which was frozen in s.prepare. Let "
                     "it require a gradient there, and freeze it after that"
                 )
             if id(parameter) not in names:
                 shape = tuple(parameter.shape)
-                raise PREPARED_PARAMETERS.make_error(
-                    f"optimizer.add_param_group was given a parameter of shape {shape} that is new"
-                )
+                raise parameters_error(f"optimizer.add_param_group was given a parameter of shape {shape} that is new")
 
     def check_parameters(self) -> None:
         """Raise UsageError if the model or its optimizers have other parameters than in `s.prepare`."""
@@ -547,23 +535,21 @@ class PreparedModel(ModelInTraining):
         for name, parameter in model.named_parameters():
             is_new = parameter.requires_grad and id(parameter) not in self._known
             if is_new and not self.replica.in_lockstep:
-                raise PREPARED_PARAMETERS.make_error(f"{name} is new, or was frozen then")
+                raise parameters_error(f"{name} is new, or was frozen then")
         if self.replica.sharded:
             return
         parameter_ids = {id(parameter) for parameter in model.parameters()}
         for opt in self.optimizers:
             for parameter in opt.parameters:
                 if id(parameter) not in parameter_ids:
-                    raise PREPARED_PARAMETERS.make_error(
-                        f"optimizer {opt.number + 1} trains one of shape {tuple(parameter.shape)}"
-                    )
+                    raise parameters_error(f"optimizer {opt.number + 1} trains one of shape {tuple(parameter.shape)}")
 
     def _foreign_backward_error(self) -> UsageError:
         parameter = self.last_gradient.pop()
         named = self.replica.model.named_parameters()
         name = next((name for name, p in named if p is parameter), "of a model")
         what = f"loss.backward() or torch.autograd.backward() has reached parameter {name}"
-        return GRADIENTS_FROM_BACKWARD.make_error(what)
+        return UsageError(code="gradient-not-from-backward", what=what)
 
     def begin_micro_batch(self) -> None:
         self._versions_at_begin = [*map(_tensor_version, self._parameters)]
@@ -598,7 +584,10 @@ class PreparedModel(ModelInTraining):
             return
         for number, (grad, session_ref) in enumerate(zip(grads, self._left, strict=True)):
             if grad is not None and (session_ref is None or session_ref() is not grad):
-                raise GRADIENTS_FROM_BACKWARD.make_error(f"parameter {self._names()[number]} was given one by the loop")
+                raise UsageError(
+                    code="gradient-not-from-backward",
+                    what=f"parameter {self._names()[number]} was given one by the loop",
+                )
 
     def _names(self) -> list[str]:
         names_by_id = {id(p): name for name, p in self.replica.model.named_parameters()}
@@ -620,6 +609,10 @@ class PreparedModel(ModelInTraining):
     def _on_gradient(self, _: Tensor) -> None:
         if not self.gate.in_backward:
             raise UsageError(code="torch-backward", more=self.replica.in_lockstep * NO_OTHER_BACKWARD)
+
+
+def parameters_error(what: str) -> UsageError:
+    return UsageError(code="parameters-differ", what=what)
 
 
 def _held_back(scheduler: Any, gate: SessionStep) -> None:

@@ -56,8 +56,6 @@ from paceline.sessions.state import SessionState
 from paceline.stepping.micro_step import Reduction
 from paceline.strategies import STRATEGIES
 from paceline.strategies.optimizers import OptimizerSequence, each_optimizer
-from paceline.train.metrics import compute_over_ranks, sort_rows, virtual_rank_order
-from paceline.train.weights import save
 
 
 class Session:
@@ -380,6 +378,8 @@ class Session:
         Raises:
             UsageError: with `adapter`, if the model has no adapter, or if parameters outside of it were trained.
         """
+        from paceline.train.weights import save
+
         part, target = self._part(model), Path(path)
         if adapter and part.adapters is None:
             error = UsageError(code="no-adapter", kind=type(part.replica.model).__name__)
@@ -433,6 +433,8 @@ class Session:
 
         In an evaluation loop, for one value per sample of the batch, the result is in the order of the batch.
         """
+        from paceline.train.metrics import sort_rows, virtual_rank_order
+
         moment = self._check_collective_position()
         values = values.detach()
         with raise_on_all_ranks(self.world):
@@ -463,6 +465,8 @@ class Session:
         Raises:
             UsageError: for any other object, and if no rank has updated it.
         """
+        from paceline.train.metrics import compute_over_ranks
+
         return compute_over_ranks(metric, self.world, self._loop.collective_position)
 
     def main(self, act: Callable[..., Any], *arguments: Any) -> Any:

@@ -53,15 +53,11 @@ class LoopPosition:
 class SessionStep(Step):
     """The step of a session. Outside a step every call is allowed."""
 
-    merged = False
-    """whether models have the buffers of all virtual ranks"""
+    merged = False  # whether models have the buffers of all virtual ranks
     notes = NotePrinter()
-    optimizer_ids: tuple[int, ...] = ()
-    """ids of the prepared optimizers"""
-    loss_scale: LossScale | None = None
-    """of the losses, with precision fp16"""
-    saves = False
-    """whether the session writes checkpoints"""
+    optimizer_ids: tuple[int, ...] = ()  # of the prepared optimizers
+    loss_scale: LossScale | None = None  # with precision fp16
+    saves = False  # whether the session writes checkpoints
     observer: Observer | None = None
 
     @property

@@ -4,7 +4,7 @@ import gc
 import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from torch import Tensor, nn
@@ -28,9 +28,11 @@ from paceline.sessions.order import RANDOM_GENERATOR_TYPES
 from paceline.sessions.prepared import PreparedModel
 from paceline.sessions.session_step import NotePrinter
 from paceline.sessions.sharded_tensors import is_dtensor, local_shard
-from paceline.sessions.unsaved import UnsavedStateSearch
 from paceline.train.consistency import check_replicas
 from paceline.train.json_values import as_json, from_json
+
+if TYPE_CHECKING:
+    from paceline.sessions.unsaved import UnsavedStateSearch
 
 TENSOR_KEY = "tensor of the state"
 
@@ -42,10 +44,8 @@ class SessionState:
         self._world, self._origin, saved = run.world, run.progress.origin, run.loop_state
         self.notes, self.saves = NotePrinter(run.progress.say), run.progress.place is not None
         """The notes for the user; whether the run writes checkpoints."""
-        self.values: dict[str, Any] = dict(saved.get("saved", {}))
-        """`Session.saved`."""
-        self.models: list[PreparedModel] = []
-        """The prepared models, in the order of `Session.prepare`."""
+        self.values: dict[str, Any] = dict(saved.get("saved", {}))  # `Session.saved`
+        self.models: list[PreparedModel] = []  # the prepared models, in the order of `Session.prepare`
         self.saved_models: list[dict[str, Any]] = list(saved.get("parts", []))
         """The values of each model in the checkpoint, except tensors."""
         self._registered: dict[str, Any] = {}
@@ -54,8 +54,7 @@ class SessionState:
         self._loaders: list[Loader] = []  # created before the first step, in order
         self._saved_loaders: dict[str, dict[str, Any]] = dict(saved.get("loaders", {}))  # states of samplers by number
         self._saved_accumulation: dict[str, int] = dict(saved.get("accumulation", {}))  # of loaders, by number
-        self.unsaved = UnsavedStateSearch(self.notes.once)
-        """The search for state that no checkpoint contains."""
+        self._unsaved: UnsavedStateSearch | None = None  # the search for state that no checkpoint contains
         self.is_damaged = False
         """Whether the state must not be saved, because an update was wrong or a part of the state is missing."""
 
@@ -125,6 +124,9 @@ class SessionState:
             part.check_all_optimizers_prepared()
             part.json_state()
         if self.saves:
+            from paceline.sessions.unsaved import UnsavedStateSearch
+
+            self._unsaved = UnsavedStateSearch(self.notes.once)
             self.search_unsaved_state()
             self._check_schedulers()
             for part in self.models:
@@ -146,12 +148,18 @@ class SessionState:
         if has_unknown() and (gc.collect() or True) and has_unknown():  # the first may be garbage
             raise UsageError(code="scheduler-not-prepared")
 
+    def must_search_again(self) -> bool:
+        """After a step: release containers that the loop no longer has, and return whether to search the others."""
+        return self._unsaved is not None and self._unsaved.after_step()
+
     def search_unsaved_state(self, *, only_known_containers: bool = False) -> None:
         """Search for state that would be lost. `only_known_containers`: only in the containers of the last search."""
+        if self._unsaved is None:
+            return
         models = [part.replica.model for part in self.models]
         optimizers = [prepared.optimizer for part in self.models for prepared in part.optimizers]
         try:
-            is_done = self.unsaved.search(models, optimizers, self._known(), only_known_containers)
+            is_done = self._unsaved.search(models, optimizers, self._known(), only_known_containers)
             for name, obj in self._registered.items() if is_done else ():
                 if isinstance(obj, TensorContainer) and obj.is_unreferenced:
                     raise UsageError(code="registered-replaced", name=name, kind=type(obj.thing).__name__)

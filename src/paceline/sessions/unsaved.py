@@ -24,8 +24,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from paceline.collectives.checksum import checksum
+from paceline.errors import UsageError
 from paceline.rank.sites import LIBRARY, USER, code_owner
-from paceline.sessions.assumptions import COMPLETE_STATE
 from paceline.sessions.containers import (
     elements_of,
     instances,
@@ -94,12 +94,13 @@ class UnsavedStateSearch:
             fingerprint, previous = _fingerprint(other), self._modules.get(id(other))
             if previous is not None and previous[0]() is other:
                 if fingerprint and previous[1] != fingerprint:
-                    raise COMPLETE_STATE.make_error(
-                        f"a module that is not in a prepared model, {_outermost(other, others)},"
+                    raise UsageError(
+                        code="state-not-saved",
+                        what=f"a module that is not in a prepared model, {_outermost(other, others)},",
                     )
             elif self._searches > 1:
                 if isinstance(other, AveragedModel) and int(other.n_averaged):
-                    raise COMPLETE_STATE.make_error("an AveragedModel")
+                    raise UsageError(code="state-not-saved", what="an AveragedModel")
                 if any(type(other) is type(root) and other is not root for root in roots) and not self._has_warned:
                     self._has_warned = True
                     self._say(
@@ -139,7 +140,7 @@ class UnsavedStateSearch:
                 containers[id(value)] = _SeenContainer(value, sums, is_created_in_training=self._step > 0)
                 continue
             if previous.sums != sums:
-                raise COMPLETE_STATE.make_error(f"a {kind} of tensors, {name},")
+                raise UsageError(code="state-not-saved", what=f"a {kind} of tensors, {name},")
             if previous.is_new and previous.is_created_in_training:
                 self._say(
                     f"the loop created a {kind} of tensors, {name}: no checkpoint has it, and it is missing after a "

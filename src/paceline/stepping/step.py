@@ -121,11 +121,21 @@ class Step:
     """counts the operations of the first micro-batch that counts"""
 
     def __init__(
-        self, world: World, virtual_ranks: int, enter: Callable[[Phase], object], *,
-        votes: Callable[[], ControlFlags] = ControlFlags, order: CollectiveOrderCheck | None = None,
-        ahead: PrefetchTrigger | None = None, may_skip: bool = False, way_out: str = "", exact: bool = False,
-        max_norm: float | None = None, forward: nonfinite.LossSumFunction | None = None, audits: "Audits | None" = None,
-    ) -> None:  # fmt: skip
+        self,
+        world: World,
+        virtual_ranks: int,
+        enter: Callable[[Phase], object],
+        *,
+        votes: Callable[[], ControlFlags] = ControlFlags,
+        order: CollectiveOrderCheck | None = None,
+        ahead: PrefetchTrigger | None = None,
+        may_skip: bool = False,
+        way_out: str = "",
+        exact: bool = False,
+        max_norm: float | None = None,
+        forward: nonfinite.LossSumFunction | None = None,
+        audits: "Audits | None" = None,
+    ) -> None:
         """The caller adds the models to `parts`. `votes` to `may_skip` are for tasks.
 
         `way_out`: the option that skips steps, for errors. `exact`: the order of additions does not depend on the

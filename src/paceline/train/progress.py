@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -40,8 +40,10 @@ from paceline.train.checkpointing import CheckpointedModels, CheckpointManager, 
 from paceline.train.preemption import StopRequest
 from paceline.train.records import RunRecorder, StepTraces
 from paceline.train.step_record import StepRecord
-from paceline.train.streaming import Stream
 from paceline.train.weights import save, save_in_any_folder, save_weights_on_one_rank
+
+if TYPE_CHECKING:
+    from paceline.train.streaming import Stream
 
 CheckpointValues = Callable[[], dict[str, Any]]
 """Returns the values that a checkpoint contains in addition to tensors, metrics and the definition."""

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from paceline.checkpoint.resume import RunLocation
 from paceline.collectives.control import all_gather_object
-from paceline.compute.memory import storage_bytes
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan
 from paceline.protocol.control import WorkerSpec
@@ -194,6 +193,8 @@ def collective_bytes(shapes: str, dtypes: str) -> int:
 
 
 def memory_breakdown(replicas: Sequence[Strategy]) -> MemoryBreakdown:
+    from paceline.compute.memory import storage_bytes
+
     named = [pair for replica in replicas for pair in replica.model.named_parameters()]
     trained = [p for _, p in named if p.requires_grad]
     gradients = [shard.tensor for replica in replicas for shard in replica.gradients()]
