@@ -52,6 +52,7 @@ from paceline.train.determinism import hardware_facts, use_deterministic_kernels
 from paceline.train.prepare import TrainingComponents, prepare
 from paceline.train.step_record import StepRecord
 from paceline.train.training import TaskTrainer
+from paceline.train.weights import load_initial_weights
 
 SAME_LOSS = 1e-2  # relative difference of a loss and the mean over samples, which bf16 can round
 OTHER_SAMPLES = "the run has used different samples in this step: their order has no seed, or the data differ"
@@ -339,7 +340,7 @@ def replay_task(watch: ReplayObserver) -> ReplayResult:
         if origin is not None:
             parts.load(origin)
         elif config.model.init_from is not None:
-            parts.load_initial_weights(config.model.init_from, trust=source.trust, report=print_to_stderr)
+            load_initial_weights(parts.replica, config.model.init_from, trust=source.trust, report=print_to_stderr)
         watch.attach(parts.replica)
         if config.model.batchnorm == "sync" and parts.stream is None:
             place = divmod(request.step - 1, parts.plan.steps_per_epoch)
