@@ -349,7 +349,8 @@ def _deferred_totals(loss: float | Tensor, weight: float | Tensor, votes: list[f
 
     def totals(numbers: list[float]) -> Totals:
         rest = iter(numbers)
-        return Totals(*(next(rest) if isinstance(number, Tensor) else number for number in (loss, weight)), votes)
+        loss_sum, total_weight = (next(rest) if isinstance(number, Tensor) else number for number in (loss, weight))
+        return Totals(loss_sum, total_weight, votes)
 
     numbers = on_device[0].view(1) if len(on_device) == 1 else torch.stack(on_device)
     return DeferredTotals(numbers, totals, weight.view(1) if isinstance(weight, Tensor) else weight)
