@@ -218,7 +218,8 @@ def _train_as_rank(settings: Path) -> int:
     import_without_gc(TRAINING_MODULES)  # the first import of torch
     from paceline.train.run import train
 
-    return train(config).code
+    _, code = train(config)
+    return code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -231,8 +231,7 @@ def _train_here(config: TrainConfig) -> tuple[Path, int]:
     import_without_gc(TRAINING_MODULES)  # the first import of torch
     from paceline.train.run import train
 
-    ended = train(config)
-    return ended.folder, ended.code
+    return train(config)
 
 
 def _train_elsewhere(config: TrainConfig, job: JobSpec) -> int:

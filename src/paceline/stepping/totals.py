@@ -189,7 +189,8 @@ class StepTotals:
         self._reduction = reduction
         self._samples, self._plain = micro_step.work.global_samples, self._plain and plain
         self._counts_all = self._counts_all and weighed.has_unit_sample_weights and micro_step.batch.samples is None
-        if is_shared and (first := micro_step.weights[-1]) is not (other := weighed.weight) and first != other:
+        first, other = micro_step.weights[-1] if is_shared else weighed.weight, weighed.weight
+        if first is not other and torch.as_tensor(first) != torch.as_tensor(other):  # in float32
             raise UsageError(code="weights-differ", first=float(first), other=float(other))
         if self._is_counted:
             self._losses, self._weights = [0.0] * self._virtual_ranks, [0.0] * self._virtual_ranks
@@ -349,7 +350,8 @@ def _deferred_totals(loss: float | Tensor, weight: float | Tensor, votes: list[f
 
     def totals(numbers: list[float]) -> Totals:
         rest = iter(numbers)
-        return Totals(*(next(rest) if isinstance(number, Tensor) else number for number in (loss, weight)), votes)
+        loss_sum, total_weight = (next(rest) if isinstance(number, Tensor) else number for number in (loss, weight))
+        return Totals(loss_sum, total_weight, votes)
 
     numbers = on_device[0].view(1) if len(on_device) == 1 else torch.stack(on_device)
     return DeferredTotals(numbers, totals, weight.view(1) if isinstance(weight, Tensor) else weight)

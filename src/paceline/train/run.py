@@ -5,7 +5,7 @@ import platform
 import socket
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +36,11 @@ from paceline.train.training import TaskTrainer
 from paceline.train.weights import load_initial_weights
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The run folder and the exit code: DONE (trained to the end) or SAVED (stopped on request)."""
+def train(config: TrainConfig) -> tuple[Path, ExitCode]:
+    """Train with `config`, as the rank that the environment variables specify.
 
-    folder: Path
-    code: ExitCode
-
-
-def train(config: TrainConfig) -> Outcome:
-    """Train with `config`, as the rank that the environment variables specify."""
+    Returns the run folder and the exit code: DONE (trained to the end) or SAVED (stopped on request).
+    """
     guard = HangGuard.of_process()
     guard.detach_probes()
     guard.page.enter(Phase.INIT)
@@ -109,7 +104,7 @@ def train(config: TrainConfig) -> Outcome:
             if stall_error is not None:
                 raise stall_error from error
             raise
-    return Outcome(location.folder, code)
+    return location.folder, code
 
 
 def restore_auto_settings(config: TrainConfig, place: RunLocation) -> TrainConfig:
