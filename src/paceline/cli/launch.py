@@ -101,17 +101,17 @@ def main(arguments: Sequence[str]) -> int:
     if typed.ignored_options_text:
         print_to_stderr(f"ignored: {typed.ignored_options_text}")
     misplaced = [name for word in script[1:] if (name := word.partition("=")[0]) in NPROC_OPTION_NAMES]
-    if misplaced and "--nproc" not in typed.paceline_values and typed.torchrun_value("--nproc-per-node") is None:
+    if misplaced and "--nproc" not in typed.paceline_values and "--nproc-per-node" not in typed.torchrun:
         print_to_stderr(f"the script receives {', '.join(misplaced)}. Put options of paceline launch before the script")
     job = _script_job(options, script)
-    job = replace(job, rdzv_id=typed.torchrun_value("--rdzv-id") or "", role=typed.torchrun_value("--role") or job.role)
+    job = replace(job, rdzv_id=typed.torchrun.get("--rdzv-id") or "", role=typed.torchrun.get("--role") or job.role)
     if BOOTSTRAP not in job.argv and not job.hang_timeout.off:
         print_to_stderr(
             f"{script[0]} is not a Python script: the hang guard cannot watch it. To use the guard, pass the .py file"
         )
     _check_collectives(options, job)
     jobs.check_balance(job)
-    cluster, run_dir, log_dir = options.cluster, options.script.run_dir, typed.torchrun_value("--log-dir")
+    cluster, run_dir, log_dir = options.cluster, options.script.run_dir, typed.torchrun.get("--log-dir")
     if run_dir is None and log_dir is not None:
         run_dir = new_run_dir(job.name, Path(log_dir))
     if options.script.check:
@@ -159,7 +159,7 @@ def launch_options() -> dict[str, bool]:
 def _exec_torchrun(typed: LaunchArguments, *, dry_run: bool) -> int:
     """Replace this process by torchrun, if its options start several nodes: our agents would have no common secret."""
     command, env = typed.torchrun_command(sys.executable)
-    if typed.torchrun_value("--no-python") is None:
+    if "--no-python" not in typed.torchrun:
         worker_command(typed.script)  # raises an error for a wrong script
     shown = shlex.join(("torchrun", *command[4:]))
     if not dry_run:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
 from paceline.cli import command_line
@@ -22,7 +23,7 @@ from paceline.guard.sentences import format_ranks
 from paceline.launch.output import LogTail
 from paceline.launch.plan import last_submission
 from paceline.report.logs import MAX_SHOWN_BYTES, LineFilter, MergedLine, RankLine, RankLogs, merge_lines, rank_logs
-from paceline.runs.console import format_timestamp, join_ranges, remove_controls
+from paceline.runs.console import format_timestamp, join_ranges, remove_controls, sparkline
 from paceline.runs.folder import attempt_dirs
 from paceline.runs.owners import warn_if_shared
 from paceline.runs.reading import is_file, is_folder, real_path
@@ -244,10 +245,6 @@ def read_analysis(asked: str) -> Analysis:
 
 
 def _analysis_page(analysis: Analysis) -> str:
-    from statistics import median
-
-    from paceline.runs.console import sparkline
-
     formats = ", ".join(f"{name} {count:,}" for name, count in analysis.formats.items())
     lines = [f"{analysis.name}: {plural(analysis.lines, 'line')} ({formats}); {plural(len(analysis.ranks), 'rank')}"]
     if not any(name.endswith(("/s", "(counted)")) for name in analysis.values):

@@ -113,8 +113,6 @@ def _indices(texts: Sequence[str]) -> frozenset[int]:
 
 def open_replay_source(run: str, step: int, *, device: Device | None, eager: bool, trust: bool) -> ReplaySource:
     """Find a run, with its settings for one process and its log of a step. `eager`: without compiled code."""
-    from paceline.cli.run_state import find_run
-
     run_dir = find_run(run)
     if not trust:
         check_owned_by_us(run_dir)

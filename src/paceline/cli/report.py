@@ -16,7 +16,7 @@ from paceline.cli.options import out_path
 from paceline.cli.run_state import find_run, newest_run, read_run_status
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.report.figures import make_drawings
-from paceline.report.page import render_html
+from paceline.report.page import PAGE_MARK, render_html
 from paceline.report.run import PHASES, RankLog, RunData, pick_evenly, read_run
 from paceline.runs import writing
 from paceline.runs.console import remove_controls
@@ -86,8 +86,6 @@ def main(arguments: Sequence[str]) -> int:
 
 def _check_out(out: Path) -> None:
     """Raise UsageError if the file exists and is not a report, to protect it from being overwritten."""
-    from paceline.report.page import PAGE_MARK
-
     with suppress(OSError):
         if is_file(out):
             with out.open("rb") as file:

@@ -1,7 +1,7 @@
 """Find a run, its owner, its agent and its state.
 
 paceline only displays a run of another user: it signals no process, queries no host, and writes no file for it. The
-modules for settings, checkpoints and Slurm are imported only for a state, since many commands only find a run.
+modules for settings and Slurm are imported only for a state, since many commands only find a run.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from paceline.checkpoint.manager import Checkpoints
 from paceline.cli.options import split_command, ssh_command
 from paceline.errors import ExitCode, PacelineError, UsageError, first_few, unknown_name_error
 from paceline.host.procfs import PROC
@@ -231,8 +232,6 @@ class _Progress(NamedTuple):
 
 
 def run_state(run_dir: Path, access: RunAccess = NO_ACCESS) -> RunState:
-    from paceline.checkpoint.manager import Checkpoints
-
     current = read_run_status(run_dir, access)
     submission = current.submission
     saved = Checkpoints(run_dir / CHECKPOINTS).entries()

@@ -13,7 +13,7 @@ from paceline.cli.options import print_json
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.report.outcome import find_bottleneck
 from paceline.report.run import read_run
-from paceline.runs.console import format_timestamp, remove_controls
+from paceline.runs.console import format_timestamp, remove_controls, shorten, table_console
 from paceline.runs.events import event_files
 from paceline.runs.folder import ADAPTER, AVERAGE_WEIGHTS, BEST_WEIGHTS, WEIGHTS
 from paceline.runs.owners import warn_if_shared
@@ -146,7 +146,6 @@ def _print(states: Sequence[RunState]) -> None:
     from rich.text import Text
 
     from paceline.report.watch_lines import STATE_STYLES
-    from paceline.runs.console import shorten, table_console
 
     rows = [[shorten(cell, MAX_CELL_CHARACTERS) for cell in _cells(state)] for state in states]
     widths = [max(map(cell_len, column)) for column in zip(TITLES, *rows, strict=True)]

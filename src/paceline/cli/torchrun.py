@@ -8,7 +8,7 @@ An option of torchrun corresponds to an option of paceline, has no effect, or re
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.cli.options import unknown_option_error
@@ -62,15 +62,12 @@ class LaunchArguments:
 
     paceline_options: tuple[str, ...]  # paceline's options, as typed
     paceline_values: Mapping[str, str]  # the values of paceline's options, by name
-    torchrun: Mapping[str, str]  # the values of torchrun's options, by name; "" for a flag
-    environment_values: Mapping[str, str]  # the values of torchrun's options in environment variables
+    torchrun: Mapping[str, str]  # the values of torchrun's options, typed or in variables, by name; "" for a flag
+    typed: Collection[str]  # the names of torchrun's options that are not from environment variables
     script_words: tuple[str, ...]  # the script and its arguments
 
-    def torchrun_value(self, name: str) -> str | None:
-        return self.torchrun.get(name, self.environment_values.get(name))
-
     def value_origin(self, name: str) -> str:
-        return name if name in self.torchrun else _variable(name)
+        return name if name in self.typed else _variable(name)
 
     @property
     def launcher(self) -> str:
@@ -80,29 +77,29 @@ class LaunchArguments:
     def need_torchrun(self) -> bool:
         """Whether torchrun must start the script: its options start several nodes, or only torchrun supports one."""
         if self.launcher != "local":
-            if options := [name for name in ("--standalone", "--node-rank") if name in self.torchrun]:
+            if options := [name for name in ("--standalone", "--node-rank") if name in self.typed]:
                 raise UsageError(code="nodes-started-twice", launcher=self.launcher, options=" and ".join(options))
             return False
-        text = self.torchrun_value("--nnodes") or "1"
+        text = self.torchrun.get("--nnodes") or "1"
         if not re.fullmatch(r"\d+(:\d+)?", text) or not 1 <= int(text.split(":")[0]) <= int(text.split(":")[-1]):
             raise UsageError(code="nnodes-not-a-number", setting=self.value_origin("--nnodes"), value=text)
         several = int(text.split(":")[-1]) > 1
-        if several and self.torchrun_value("--standalone") is not None:
-            if "--nnodes" in self.torchrun and "--standalone" in self.torchrun:
+        if several and "--standalone" in self.torchrun:
+            if "--nnodes" in self.typed and "--standalone" in self.typed:
                 raise UsageError(code="standalone-with-nodes", value=text)
-            several = "--nnodes" in self.torchrun
-        if not several and self.torchrun_value("--node-rank") not in (None, "0"):
-            where = f"{self.value_origin('--node-rank')} {self.torchrun_value('--node-rank')}"
+            several = "--nnodes" in self.typed
+        if not several and self.torchrun.get("--node-rank") not in (None, "0"):
+            where = f"{self.value_origin('--node-rank')} {self.torchrun.get('--node-rank')}"
             raise UsageError(code="node-rank-alone", where=where)
-        return several or self.torchrun_value("--virtual-local-rank") is not None
+        return several or "--virtual-local-rank" in self.torchrun
 
     @property
     def script(self) -> tuple[str, ...]:
         if not self.script_words:
             raise UsageError(code="no-script")
-        if self.torchrun_value("--module") is None:
+        if "--module" not in self.torchrun:
             return self.script_words
-        if self.torchrun_value("--no-python") is not None:
+        if "--no-python" in self.torchrun:
             raise UsageError(code="module-with-no-python")
         if not re.fullmatch(r"[\w.]+", self.script_words[0]):
             raise UsageError(code="not-a-module", value=self.script_words[0])
@@ -112,7 +109,7 @@ class LaunchArguments:
     def paceline_arguments(self) -> list[str]:
         options, ignored = list(self.paceline_options), self._ignored()
         for name, ours in PACELINE_EQUIVALENTS.items():
-            value = self.torchrun_value(name)
+            value = self.torchrun.get(name)
             if value is None or name in ignored or (name == "--nnodes" and self.launcher == "local"):
                 continue
             choices = NON_NUMERIC_VALUES.get(name, ())
@@ -122,7 +119,7 @@ class LaunchArguments:
             value = "rank 0" if name == "--local-ranks-filter" else value
             if ours not in self.paceline_values:
                 options.append(f"{ours}={value}")
-            elif name in self.torchrun and value != self.paceline_values[ours]:
+            elif name in self.typed and value != self.paceline_values[ours]:
                 raise UsageError(
                     code="conflicting-options", ours=ours, our_value=self.paceline_values[ours], name=name,
                     value=self.torchrun[name],
@@ -134,11 +131,11 @@ class LaunchArguments:
         reasons = {name: why for why, names in IGNORED_OPTIONS.items() for name in names}
         if "--run-dir" in self.paceline_values:
             reasons["--log-dir"] = "--run-dir is set"
-        if self.torchrun_value("--standalone") is not None:
+        if "--standalone" in self.torchrun:
             reasons["--master-port"] = RENDEZVOUS
-        if self.torchrun_value("--local-ranks-filter") not in (None, "0"):
+        if self.torchrun.get("--local-ranks-filter") not in (None, "0"):
             reasons["--local-ranks-filter"] = "--show supports only all ranks, or rank 0"
-        return {name: why for name, why in reasons.items() if self.torchrun_value(name) is not None}
+        return {name: why for name, why in reasons.items() if name in self.torchrun}
 
     @property
     def ignored_options_text(self) -> str:
@@ -150,9 +147,9 @@ class LaunchArguments:
     def torchrun_command(self, python: str) -> tuple[tuple[str, ...], dict[str, str]]:
         """The equivalent command of torchrun, with the guard around the script, and its environment variables."""
         _ = self.paceline_arguments  # raises errors for wrong values
-        options = {name: value for name, value in self.torchrun.items() if name not in ("--module", "--run-path")}
-        guard: list[str] = []
-        env = {"PET_RUN_PATH": "0"} if "--run-path" in self.environment_values else {}
+        names = [name for name in self.typed if name not in ("--module", "--run-path")]
+        options, guard = {name: self.torchrun[name] for name in names}, list[str]()
+        env = {"PET_RUN_PATH": "0"} if "--run-path" in self.torchrun else {}
         for ours, value in self.paceline_values.items():
             if ours in ("--nproc", "--port", "--max-restarts"):
                 options[next(name for name, translated in PACELINE_EQUIVALENTS.items() if translated == ours)] = value
@@ -165,7 +162,7 @@ class LaunchArguments:
         typed = [f"{name}={value}" if value else name for name, value in options.items()]
         # --end: the guard ends a run that hangs, as under paceline's launcher
         watchover = ("-m", "paceline", "watchover", "--end", *guard)
-        watchover = watchover if self.torchrun_value("--no-python") is None else ()
+        watchover = watchover if "--no-python" not in self.torchrun else ()
         return (python, "-P", "-m", "torch.distributed.run", *typed, *watchover, *self.script), env
 
 
@@ -193,7 +190,7 @@ def read_arguments(
             raise UsageError(code="option-needs-a-value", setting=name)
         own += [word, *after] if is_ours else []
     rest = remaining[1:] if remaining[:1] == ["--"] else remaining
-    return LaunchArguments(tuple(own), given, torchrun, _variables(environ), tuple(rest))
+    return LaunchArguments(tuple(own), given, _variables(environ) | torchrun, [*torchrun], tuple(rest))
 
 
 def _split_option(word: str) -> tuple[str, bool, str]:

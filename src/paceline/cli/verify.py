@@ -78,8 +78,8 @@ def main(arguments: Sequence[str]) -> int:
     config: VerifyConfig = command_line("verify").parse(arguments[:separator])
     loop_arguments = list(arguments[separator + 1 :])
     ranks = parse_whole_numbers("--ranks", config.ranks)
-    meshes = [Mesh.parse(mesh) for mesh in config.mesh]
-    if meshes and (config.bitwise or is_session_loop(config.task)):
+    meshes, is_loop = [Mesh.parse(mesh) for mesh in config.mesh], is_session_loop(config.task)
+    if meshes and (config.bitwise or is_loop):
         subject = "--bitwise" if config.bitwise else f"{config.task}, a custom loop"
         raise UsageError(code="verify-mesh", what=subject)
     if config.sequence_parallel and not any(mesh.size_of("tensor") > 1 for mesh in meshes):
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str]) -> int:
     options = {name: str(value) for name in ("data_dir", "stem") if (value := getattr(config, name)) is not None}
     options |= parse_task_args(config.task_arg)
     check_task(config.task, {**options, **({"data_dir": config.data_dir} if config.data_dir else {})})
-    if is_session_loop(config.task):
+    if is_loop:
         return _verify_loop(config, ranks, strategies if config.strategies else [""], loop_arguments)
     if loop_arguments:
         raise UsageError(code="verify-arguments-of-task", arguments=" ".join(loop_arguments), task=config.task)

@@ -17,7 +17,6 @@ import re
 import resource
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -262,14 +261,12 @@ def check_shared_memory(batch: Any, samples: int, *, largest_batch: int, num_wor
     """
     if not num_workers:
         return
-    if sys.platform == "linux" and not Path(SHARED_MEMORY_FOLDER).is_dir():
+    if not Path(SHARED_MEMORY_FOLDER).is_dir():
         raise UsageError(code="no-shared-memory", folder=SHARED_MEMORY_FOLDER)
     sizes = [tensor.nbytes for tensor in tensors(batch)]
     batches = PREFETCH_FACTOR * num_workers + 1
     needed_bytes = sum(sizes) * largest_batch // samples * batches * local_ranks
-    free_bytes = needed_bytes
-    with suppress(OSError):  # not Linux: the limit of shared memory is unknown
-        free_bytes = shutil.disk_usage(SHARED_MEMORY_FOLDER).free
+    free_bytes = shutil.disk_usage(SHARED_MEMORY_FOLDER).free
     if free_bytes < needed_bytes:
         raise UsageError(
             code="shared-memory-too-small", folder=SHARED_MEMORY_FOLDER, free=_mib(free_bytes), num_workers=num_workers,

@@ -27,11 +27,11 @@ def check_reference(kind: str, name: str) -> None:
     folder, file = find_source(kind, name)
     if file is not None and file.suffix == ".py":
         try:
-            ast.parse(file.read_bytes(), str(file))
+            tree = ast.parse(file.read_bytes(), str(file))
         except SyntaxError as error:
             line = f"{file}:{error.lineno}: {(error.text or '').strip()}"
             raise UsageError(code="syntax-error", line=line, reason=error.msg) from None
-        check_defined(kind, name)
+        check_defined(kind, name, tree)
     if writers := other_writers(folder.resolve()):
         print(
             f"paceline: {writers}. The {kind} can import modules from this folder, so these users can run code as you",
@@ -51,11 +51,10 @@ def import_object(name: str) -> Any:
     return getattr(import_module(module_name), attribute, None)
 
 
-def check_defined(kind: str, name: str) -> None:
+def check_defined(kind: str, name: str, tree: ast.Module) -> None:
     """Raise UsageError if the file of `module:name` certainly does not define the name at its top level."""
     module_name, _, attribute = name.rpartition(":")
-    tree = parse_source(kind, name)
-    names = None if tree is None else top_level_names(tree)
+    names = top_level_names(tree)
     if names is not None and attribute not in names:
         choices = task_names(tree) if kind == "task" else sorted(n for n in names if not n.startswith("_"))
         raise unknown_name_error(f"{kind} in {module_name}", attribute, choices or [NONE_FOUND])

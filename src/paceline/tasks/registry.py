@@ -102,7 +102,7 @@ def is_session_loop(name: str) -> bool:
     tree = None if name in TASKS else parse_source("loop", name)
     if tree is None or "session(" not in ast.unparse(tree):
         return False
-    finding.check_defined("loop", name)
+    finding.check_defined("loop", name, tree)
     functions = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name.rpartition(":")[2]]
     return any("Task(" not in ast.unparse(node) for node in functions)
 
