@@ -95,6 +95,11 @@ def windows(
     return lambda rank: right(rank, steps=steps, loaders=[trained(rank, batches=batches)])
 
 
+def short_window(factors: Callable[[int], dict[str, Any]]) -> Callable[[int], ScriptFacts]:
+    steps = [step(backwards=n, epoch=e, **factors(n)) for n, e in zip(BACKWARDS, EPOCHS, strict=True)]
+    return lambda rank: right(rank, steps=steps)
+
+
 def by_rank(**of: tuple[Any, Any]) -> Callable[[int], ScriptFacts]:
     """Ranks that differ in these facts from what is right, and from each other."""
     return lambda rank: right(rank, **{name: values[rank] for name, values in of.items()})
@@ -399,20 +404,10 @@ CLEAN: dict[str, Callable[[int], ScriptFacts]] = {
         steps=([step(parameters="p", after="q"), step(parameters="q", after="r", learning_rate=0.1)],) * 2
     ),
     "windows that end with the epoch": windows(4, 4, 4, 4, epochs=(1, 1, 2, 2), batches=8),
-    "a short window divided by its length": lambda rank: right(
-        rank,
-        loaders=[trained(rank)],
-        steps=[step(backwards=n, factors=[1 / n], epoch=e) for n, e in zip(BACKWARDS, EPOCHS, strict=True)],
-    ),
-    "a short window scaled by its length": lambda rank: right(
-        rank,
-        loaders=[trained(rank)],
-        steps=[step(backwards=n, scaled=1 / n, epoch=e) for n, e in zip(BACKWARDS, EPOCHS, strict=True)],
-    ),
-    "a short window divided by its length, and a constant that is as large as a window": lambda rank: right(
-        rank,
-        loaders=[trained(rank)],
-        steps=[step(backwards=n, factors=[1 / n, 0.25], epoch=e) for n, e in zip(BACKWARDS, EPOCHS, strict=True)],
+    "a short window divided by its length": short_window(lambda n: {"factors": [1 / n]}),
+    "a short window scaled by its length": short_window(lambda n: {"scaled": 1 / n}),
+    "a short window divided by its length, and a constant that is as large as a window": short_window(
+        lambda n: {"factors": [1 / n, 0.25]}
     ),
     "scores without padding": by_rank(metrics=([PaddedMetric("t.py:40 in scores")],) * 2),
     "a short window that only the cut made": windows(*BACKWARDS, epochs=EPOCHS, batches=8),

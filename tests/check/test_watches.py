@@ -37,6 +37,16 @@ from paceline.rank.check.steps import FULLY_SHARD_MODULES, MAX_UNJOINED_STEPS, M
 from paceline.rank.probes import Hooks
 
 
+def watching() -> tuple[ScriptFacts, LoaderWatch, StepWatch]:
+    facts = ScriptFacts(0, 2, 2, "n1", cores=2)
+    loading = LoaderWatch(facts)
+    return facts, loading, StepWatch(facts, loading)
+
+
+def ddp_of(module: torch.nn.Module, parameters: list[torch.nn.Parameter], **more: Any) -> SimpleNamespace:
+    return SimpleNamespace(module=module, _module_parameters=parameters, **({"find_unused_parameters": False} | more))
+
+
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(())
@@ -163,8 +173,7 @@ def test_whether_samplers_are_torch_s_own_is_known() -> None:
 
 
 def test_a_loader_that_is_dropped_in_its_own_loop_is_seen_to_the_end() -> None:
-    facts = ScriptFacts(0, 2, 2, "n1", cores=2)
-    watch, loader = LoaderWatch(facts), DataLoader(Stream())
+    (facts, watch, _), loader = watching(), DataLoader(Stream())
     batches = SimpleNamespace(of_loader=weakref.ref(loader))
     watch.on_epoch_begin(batches)
     del loader  # as in `for batch in DataLoader(data):`
@@ -174,12 +183,10 @@ def test_a_loader_that_is_dropped_in_its_own_loop_is_seen_to_the_end() -> None:
 
 
 def test_a_head_that_ddp_does_not_know_leaves_the_old_one_unused() -> None:
-    facts, body, old = ScriptFacts(0, 2, 2, "n1", cores=2), torch.nn.Linear(2, 2), torch.nn.Linear(2, 3)
-    new = torch.nn.Linear(2, 4)
-    seeing = StepWatch(facts, LoaderWatch(facts))
+    (facts, _, seeing), body, old, new = watching(), *(torch.nn.Linear(2, width) for width in (2, 3, 4))
     own = [*body.parameters(), *old.parameters()]
     inner = torch.nn.Sequential(body, new)  # the script has put its own head in place of the old one
-    ddp = SimpleNamespace(module=inner, _module_parameters=own, find_unused_parameters=True, training=True)
+    ddp = ddp_of(inner, own, find_unused_parameters=True, training=True)
     seeing.on_replica_created(ddp)
     seeing.on_forward_end(ddp, inner(torch.ones(1, 2)))
     inner(torch.ones(1, 2)).sum().backward()
@@ -200,10 +207,8 @@ class Towers(torch.nn.Module):
 
 
 def test_a_method_of_a_replica_s_model_is_called_past_it_at_the_line_outside_of_the_model() -> None:
-    facts, model = ScriptFacts(0, 2, 2, "n1", cores=2), Towers()
-    seeing = StepWatch(facts, LoaderWatch(facts))
-    ddp = SimpleNamespace(module=model, _module_parameters=[*model.parameters()], find_unused_parameters=False)
-    seeing.on_replica_created(ddp)
+    (facts, _, seeing), model = watching(), Towers()
+    seeing.on_replica_created(ddp_of(model, [*model.parameters()]))
     hook = torch.nn.modules.module.register_module_forward_pre_hook(seeing._on_module_forward)
     try:
         with torch.no_grad():
@@ -226,8 +231,7 @@ def clipping_by(seeing: StepWatch, monkeypatch: pytest.MonkeyPatch) -> Callable[
 
 
 def test_what_is_clipped_is_told_of_the_optimizer_that_steps_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = ScriptFacts(0, 2, 2, "n1", cores=2)
-    seeing = StepWatch(facts, LoaderWatch(facts))
+    facts, _, seeing = watching()
     clip = clipping_by(seeing, monkeypatch)
     weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
     optimizers = [SimpleNamespace(param_groups=[{"params": [weight]}]) for weight in weights]
@@ -246,13 +250,10 @@ def test_what_is_clipped_is_told_of_the_optimizer_that_steps_with_it(monkeypatch
 def test_gradients_that_are_scaled_after_the_last_backward_are_seen_to_be_whatever_is_clipped_then(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    facts = ScriptFacts(0, 2, 2, "n1", cores=2)
-    seeing = StepWatch(facts, LoaderWatch(facts))
+    facts, _, seeing = watching()
     clip, weight = clipping_by(seeing, monkeypatch), torch.nn.Parameter(torch.zeros(3))
     optimizer = SimpleNamespace(param_groups=[{"params": [weight]}])
-    seeing.on_replica_created(
-        SimpleNamespace(module=torch.nn.Identity(), _module_parameters=[], find_unused_parameters=False)
-    )
+    seeing.on_replica_created(ddp_of(torch.nn.Identity(), []))
     for factor in (1.0, 0.25, 0.5):
         weight.grad = torch.tensor([3.0, -4.0, 1.0])
         seeing.on_backward_end()
@@ -264,13 +265,9 @@ def test_gradients_that_are_scaled_after_the_last_backward_are_seen_to_be_whatev
 
 
 def test_gradients_that_are_not_finite_are_facts_that_can_be_read_again() -> None:
-    facts = ScriptFacts(0, 2, 2, "n1", cores=2)
-    loading = LoaderWatch(facts)
-    seeing, weight = StepWatch(facts, loading), torch.nn.Parameter(torch.zeros(3))
+    (facts, _, seeing), weight = watching(), torch.nn.Parameter(torch.zeros(3))
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    seeing.on_replica_created(
-        SimpleNamespace(module=torch.nn.Identity(), _module_parameters=[], find_unused_parameters=False)
-    )
+    seeing.on_replica_created(ddp_of(torch.nn.Identity(), []))
     for value in (1.0, math.nan, math.inf, 1.0):
         weight.grad = torch.full((3,), value)
         seeing.on_backward_end()
@@ -284,9 +281,7 @@ def windows(how: str, *, optimizers: int = 1) -> list[tuple[int, int]]:
 
     No loader is needed: the batches are counted.
     """
-    facts = ScriptFacts(0, 2, 2, "n1", cores=2)
-    loading = LoaderWatch(facts)
-    seeing, model = StepWatch(facts, loading), torch.nn.Linear(2, 1)
+    (facts, loading, seeing), model = watching(), torch.nn.Linear(2, 1)
     stepping = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(optimizers)]
 
     def backward(size: float = 1.0) -> None:
@@ -339,9 +334,7 @@ def test_gradients_that_are_cleared_rightly_or_on_purpose_are_not_lost(how: str)
 
 
 def test_a_batch_of_another_loader_or_epoch_begins_anew() -> None:
-    facts = ScriptFacts(0, 2, 2, "n1", cores=2)
-    loading = LoaderWatch(facts)
-    seeing, model = StepWatch(facts, loading), torch.nn.Linear(2, 1)
+    (facts, loading, seeing), model = watching(), torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(Stream())
     for _ in range(3):  # an epoch ends within a window: what is left over is the business of another rule
@@ -490,8 +483,7 @@ def test_a_schedule_is_as_long_as_until_it_is_constant() -> None:
 
 
 def test_of_a_session_steps_are_counted_and_no_gradient_is_looked_at() -> None:
-    facts = ScriptFacts(0, 2, 2, "n1", cores=2)
-    seeing, model = StepWatch(facts, LoaderWatch(facts)), torch.nn.Linear(2, 1)
+    (facts, _, seeing), model = watching(), torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     hooks = Hooks(print).add_listeners(seeing)
     hooks.remove_listeners()  # as when a session begins

@@ -241,23 +241,22 @@ def estimates_of(points: StepPartsByPoint, machine: TrainingProperties, weak: in
     """Estimate steps on more machines like this one over `link`, for `weak` also with settings that reduce traffic."""
     estimates = list[ScalingEstimate]()
     ranks_each = _ranks_each(points, machine)
-
-    def add(count: int, mode: str, batch: int, traffic: NodeTraffic, where: str) -> None:
+    modes = [(mode, batch) for mode, batch in (("weak", weak), ("strong", strong)) if batch]
+    each = f"{plural(ranks_each, 'rank')} each"
+    cases = [
+        (count, mode, batch, each, NodeTraffic(1.0, ring_messages(count)))
+        for count in ESTIMATED_NODE_COUNTS for mode, batch in modes
+    ] + [
+        (count, "weak", weak, setting, traffic)
+        for count in COMPARED_MACHINES if weak for setting, traffic in traffic_reducing_settings(machine, count)
+    ]  # fmt: skip
+    for count, mode, batch, setting, traffic in cases:
         work = 1 if mode == "weak" else count * ranks_each
         if per_rank := batch // work:
             seconds = estimated_step(points, machine, count, per_rank, link, traffic)
             seconds_alone = _single_rank_seconds(points, batch) / work
-            at = ScalePoint(count * ranks_each, per_rank)
+            at, where = ScalePoint(count * ranks_each, per_rank), f"{count} machines, {setting}"
             estimates.append(ScalingEstimate(mode, at, where, seconds, seconds_alone / seconds if seconds else 0.0))
-
-    for count in ESTIMATED_NODE_COUNTS:
-        for mode, batch in (("weak", weak), ("strong", strong)):
-            if batch:
-                where = f"{count} machines, {plural(ranks_each, 'rank')} each"
-                add(count, mode, batch, NodeTraffic(1.0, ring_messages(count)), where)
-    for count in COMPARED_MACHINES if weak else ():
-        for setting, traffic in traffic_reducing_settings(machine, count):
-            add(count, "weak", weak or 0, traffic, f"{count} machines, {setting}")
     return estimates
 
 

@@ -154,7 +154,7 @@ class WatchApp(App[None]):
         width = self.size.width
         columns = [column for column in COLUMNS if column.min_terminal_width <= width and _is_used(column.title, now)]
         ranks = sorted(now.ranks, key=ORDERS[self._order][1])
-        rows = [(rank.rank, [column.make_cell(rank) for column in columns]) for rank in ranks]
+        rows = [(rank.rank, [Text.assemble(column.make_cell(rank)) for column in columns]) for rank in ranks]
         widths = [max(len(c.title), *(cells[n].cell_len for _, cells in rows), 0) for n, c in enumerate(columns)]
         if (
             self._titles != (titles := [column.title for column in columns])
@@ -174,7 +174,7 @@ class WatchApp(App[None]):
         else:
             for number, ((_, cells), (_, before)) in enumerate(zip(rows, self._shown, strict=True)):
                 for column, cell, old in zip(columns, cells, before, strict=True):
-                    if cell.plain != old.plain or cell.style != old.style:
+                    if cell != old:
                         table.update_cell(str(number), column.title, _aligned(column, cell))
         self._shown = rows
 

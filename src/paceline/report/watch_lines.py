@@ -73,43 +73,38 @@ def footer_text(now: RunSnapshot, *, may_act: bool) -> Text:
     return Text("  ·  ".join(notes), "yellow" if now.slow_rank_message else "dim")
 
 
+Cell = str | Text | tuple[str, str]  # (text, style)
+
+
 @dataclass(frozen=True)
 class Column:
     title: str
-    make_cell: Callable[[RankSnapshot], Text]
+    make_cell: Callable[[RankSnapshot], Cell]
     is_right_aligned: bool = False
     min_terminal_width: int = 0  # of a terminal that shows the column
 
 
-def _rank_cell(rank: RankSnapshot) -> Text:
-    return Text(f"{'▶' if rank.is_slowest else ' '}{rank.rank}", "bold yellow" if rank.is_slowest else "")
-
-
-def _phase(rank: RankSnapshot) -> Text:
+def _phase(rank: RankSnapshot) -> Cell:
     if rank.end_description:
-        return Text(shorten(rank.end_description, 12), "green" if rank.end_description == "done" else "bold red")
-    return Text(shorten(rank.phase, 12), PHASE_STYLES.get(rank.phase, ""))
+        return shorten(rank.end_description, 12), "green" if rank.end_description == "done" else "bold red"
+    return shorten(rank.phase, 12), PHASE_STYLES.get(rank.phase, "")
 
 
-def _work(rank: RankSnapshot) -> Text:
+def _work(rank: RankSnapshot) -> Cell:
     duration = format_duration(rank.work_seconds[-1]) if rank.work_seconds else ""
-    return Text(duration, "yellow" if rank.is_slowest else "")
+    return duration, "yellow" if rank.is_slowest else ""
 
 
-def _waiting_cell(rank: RankSnapshot) -> Text:
+def _waiting_cell(rank: RankSnapshot) -> Cell:
     if rank.waiting_fraction is None:
-        return Text()
+        return ""
     percent = f"{rank.waiting_fraction:.0%}" if rank.waiting_fraction >= MIN_WAITING_FRACTION else "-"
-    return Text(percent, "" if rank.waiting_fraction < 0.3 else "yellow")
+    return percent, "" if rank.waiting_fraction < 0.3 else "yellow"
 
 
-def _no_progress_cell(rank: RankSnapshot) -> Text:
+def _no_progress_cell(rank: RankSnapshot) -> Cell:
     still = rank.no_progress_seconds if not rank.end_description else 0.0
-    return Text(format_duration(still) if still >= MIN_NO_PROGRESS_SECONDS else "", "bold red" if still > 60 else "red")
-
-
-def _gpu(rank: RankSnapshot) -> Text:
-    return Text("" if rank.gpu is None or rank.gpu.busy is None else f"{rank.gpu.busy:.0%}")
+    return format_duration(still) if still >= MIN_NO_PROGRESS_SECONDS else "", "bold red" if still > 60 else "red"
 
 
 def format_gpu_use(gpu: GpuUtilization) -> Text:
@@ -124,35 +119,23 @@ def format_gpu_use(gpu: GpuUtilization) -> Text:
 
 
 COLUMNS = (
-    Column(" rank", _rank_cell),
-    Column("host", lambda rank: Text(shorten(rank.host, 14))),
+    Column(" rank", lambda rank: (f"▶{rank.rank}", "bold yellow") if rank.is_slowest else f" {rank.rank}"),
+    Column("host", lambda rank: shorten(rank.host, 14)),
     Column("phase", _phase),
-    Column("step", lambda rank: Text(f"{rank.step:,}" if rank.step else ""), is_right_aligned=True),
-    Column(
-        "virtual",
-        lambda rank: Text(f"{rank.virtual_ranks or ''}"),
-        is_right_aligned=True,
-        min_terminal_width=90,
-    ),
+    Column("step", lambda rank: f"{rank.step:,}" if rank.step else "", is_right_aligned=True),
+    Column("virtual", lambda rank: f"{rank.virtual_ranks or ''}", is_right_aligned=True, min_terminal_width=90),
     Column("work", _work, is_right_aligned=True),
-    Column("history", lambda rank: Text(sparkline(rank.work_seconds, 12), "yellow" if rank.is_slowest else "cyan")),
+    Column("history", lambda rank: (sparkline(rank.work_seconds, 12), "yellow" if rank.is_slowest else "cyan")),
     Column("waits", _waiting_cell, is_right_aligned=True),
     Column("still", _no_progress_cell, is_right_aligned=True),
-    Column(
-        "cores", lambda rank: Text(f"{rank.resource_use.cores:.1f}" if rank.resource_use else ""), is_right_aligned=True
-    ),
-    Column(
-        "memory",
-        lambda rank: Text(format_size(rank.resource_use.memory_bytes) if rank.resource_use else ""),
-        is_right_aligned=True,
-    ),
-    Column("GPU", _gpu, is_right_aligned=True),
-    Column(
-        "GPU memory, power, heat, clock",
-        lambda rank: format_gpu_use(rank.gpu) if rank.gpu else Text(),
-        min_terminal_width=120,
-    ),
-)
+    Column("cores", lambda rank: f"{rank.resource_use.cores:.1f}" if rank.resource_use else "", is_right_aligned=True),
+    Column("memory", lambda rank: format_size(rank.resource_use.memory_bytes) if rank.resource_use else "",
+           is_right_aligned=True),
+    Column("GPU", lambda rank: f"{rank.gpu.busy:.0%}" if rank.gpu and rank.gpu.busy is not None else "",
+           is_right_aligned=True),
+    Column("GPU memory, power, heat, clock", lambda rank: format_gpu_use(rank.gpu) if rank.gpu else "",
+           min_terminal_width=120),
+)  # fmt: skip
 
 ORDERS: tuple[tuple[str, Callable[[RankSnapshot], tuple[float, ...]]], ...] = (
     ("rank", lambda rank: (rank.rank,)),

@@ -29,7 +29,7 @@ def stub(name: str, script: str) -> Command:
         ("echo its end >&2; exit 3", "exit code 3: its end"),
         ("exec sleep 60", "did not answer in time"),
         ('read line; echo \'{"refused": "never heard of it"}\'; exec cat', "never heard of it"),
-        ("yes noise", "did not answer in time"),
+        ("yes noise", "not an answer: 'noise'"),
         ("tr '\\0' x < /dev/zero", "did not answer in time|exit code"),
     ],
 )

@@ -40,12 +40,9 @@ NOTICE_RULES = {
     "few steps": NoticeRule(
         "wrong", "the same number of batches on each rank: DistributedSampler", frozenset({"uneven steps"})
     ),
-    "shadowed": NoticeRule("note"),  # --check shortens epochs, and Join supports ranks with fewer batches
-    "slow": NoticeRule("note"),  # depends on the other load of the machine
-    "left": NoticeRule("note"),
-    "round-off": NoticeRule("note"),
+    # --check shortens epochs, Join supports ranks with fewer batches, and speed depends on other load of the machine
+    **dict.fromkeys(("shadowed", "slow", "left", "round-off"), NoticeRule("note")),
 }
-DEFAULT_NOTICE_RULE = NoticeRule("wrong")
 
 
 def check_findings(ranks: Sequence[ScriptFacts], notices: Sequence[ScriptNotice] = ()) -> list[Finding]:
@@ -73,7 +70,7 @@ def _notice_findings(notices: Sequence[ScriptNotice], wrong_rules: AbstractSet[s
     for notice in notices:
         if not notice.kind:
             continue
-        rule = NOTICE_RULES.get(notice.kind, DEFAULT_NOTICE_RULE)
+        rule = NOTICE_RULES.get(notice.kind, NoticeRule("wrong"))
         level = "note" if rule.explained_by & reported else rule.level
         yield Finding(notice.kind, level, notice.words, "", rule.fix if level == "wrong" else "")
 

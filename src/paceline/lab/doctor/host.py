@@ -88,11 +88,9 @@ Request = FactsRequest | TimeRequest | ConnectRequest | FolderProbeRequest
 
 
 class FactsAnswer(msgspec.Struct, frozen=True):
-    """The facts, the port at which the host listens, and the disk of the run folder or its nearest parent."""
-
     facts: Facts
-    port: int
-    disk_path: str
+    port: int  # at which the host listens
+    disk_path: str  # the run folder, or its nearest parent
     disk_free: int  # bytes
     disk_size: int  # bytes
 
@@ -102,23 +100,17 @@ class TimeAnswer(msgspec.Struct, frozen=True):
 
 
 class LinkMeasurement(msgspec.Struct, frozen=True):
-    """The reason why a connection failed, or the shortest round trip and the measured throughput."""
-
-    error: str = ""
-    round_trip_seconds: float = 0.0
+    error: str = ""  # the reason why the connection failed
+    round_trip_seconds: float = 0.0  # the shortest
     bytes_per_second: float = 0.0
 
 
 class ConnectAnswer(msgspec.Struct, frozen=True):
-    """A link for each target, in their order."""
-
-    links: tuple[LinkMeasurement, ...]
+    links: tuple[LinkMeasurement, ...]  # one for each target, in their order
 
 
 class FolderProbeAnswer(msgspec.Struct, frozen=True):
-    """The error; empty if there was none."""
-
-    error: str = ""
+    error: str = ""  # empty if there was none
 
 
 def _examine(request: FactsRequest) -> FactsAnswer:

@@ -25,11 +25,9 @@ STYLES = {"ok": "green", "warning": "yellow", "error": "bold red", "-": "dim"}
 
 
 class Check(msgspec.Struct, frozen=True):
-    """One check: its `findings` are the faults; `summary` is printed if there are none."""
-
     status: str  # error, warning, ok, or - if it could not be checked
     name: str
-    summary: str
+    summary: str  # printed if there are no findings
     findings: tuple[Finding, ...] = ()
 
 
@@ -57,15 +55,6 @@ class Host(Node):
         """The seconds by which its clock is ahead of the median of all clocks, including this machine's."""
         offsets = self.survey.clock_offsets
         return [offset - median([*offsets.values(), 0.0]) for name, offset in offsets.items() if name == self.name]
-
-    def folder(self) -> list[tuple[str, str]]:
-        """The run folder, and the error of this host's access to it."""
-        run_dir = self.survey.wanted.run_dir
-        return [(run_dir, done.error) for name, done in self.survey.folder_access.items() if name == self.name]
-
-    def outgoing_link_speeds(self) -> list[tuple[str, float]]:
-        links = self.survey.measured_links.items()
-        return [(target, link.bytes_per_second) for (source, target), link in links if source == self.name]
 
 
 def hosts_of(survey: Survey) -> list[Host]:
@@ -114,14 +103,18 @@ RULES: tuple[Rule[Any], ...] = (
          lambda ahead: f"its clock is {abs(ahead):.1f} s {'ahead' if ahead > 0 else 'behind'}: log times are wrong, "
          "and the rendezvous of torchrun can start only a part of a job",
          "synchronise it: timedatectl set-ntp true, or chronyc makestep"),
-    Rule("run folder", "error", Host.folder, lambda access: access[1], "{0[0]}: {0[1]}".format,
+    Rule("run folder", "error",
+         lambda h: [(h.survey.wanted.run_dir, f.error) for name, f in h.survey.folder_access.items() if name == h.name],
+         lambda access: access[1], "{0[0]}: {0[1]}".format,
          "choose a writable --run-dir on a file system that all hosts mount (NFS, Lustre). Only `paceline train --on "
          "ssh` also works with separate file systems"),
     Rule("disk", "error", lambda h: [h.survey.hosts[h.name]], lambda disk: disk.disk_free < NO_SPACE_BYTES,
          _free_space, FREE_SPACE_ADVICE),
     Rule("disk", "warning", lambda h: [h.survey.hosts[h.name]],
          lambda disk: NO_SPACE_BYTES <= disk.disk_free < LOW_SPACE_BYTES, _free_space, FREE_SPACE_ADVICE),
-    Rule("bandwidth", "warning", Host.outgoing_link_speeds, lambda link: link[1] < SLOW_BYTES_PER_SECOND,
+    Rule("bandwidth", "warning",
+         lambda h: [(b, link.bytes_per_second) for (a, b), link in h.survey.measured_links.items() if a == h.name],
+         lambda link: link[1] < SLOW_BYTES_PER_SECOND,
          lambda link: f"sends {_rate(link[1])} to {link[0]}; {_rate(SLOW_BYTES_PER_SECOND)} is needed",
          "check the negotiated speed (ethtool), cable and switch port of both; all ranks wait for the slowest link"),
 )  # fmt: skip

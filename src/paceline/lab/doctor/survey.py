@@ -6,6 +6,7 @@ import secrets
 import shutil
 import signal
 import time
+from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from paceline.protocol.control import STOP_SIGNALS, signal_wakeup
 
 T = TypeVar("T")
 PROGRAM = ("-P", "-m", "paceline.lab.doctor.host")
+MAX_NOISE_LINES = 1000  # of a login shell's start-up files: more would delay the answers of other hosts
 FIRST_ANSWER_TIMEOUT_SECONDS = 20.0  # to log in and start Python, perhaps from a slow file system
 ANSWER_TIMEOUT_SECONDS = 10.0
 CONNECT_SECONDS = 1.3  # a lost SYN is sent again after 1 s
@@ -59,6 +61,7 @@ class HostPrograms:
         self.lost, self._sessions = lost, sessions
         self._unread: dict[str, bytes] = {}  # the beginning of the next line, by host
         self._answered: set[str] = set()
+        self._noise: Counter[str] = Counter()  # number of lines that are no answers
 
     def ask(self, requests: Mapping[str, m.Request], answer_type: type[T], seconds: float) -> dict[str, T]:
         """Send requests to several hosts in parallel. Return the answers of the next `seconds`, by host."""
@@ -94,6 +97,10 @@ class HostPrograms:
             if line.startswith(b"{"):
                 self._answered.add(name)
                 yield line
+        self._noise[name] += sum(not line.startswith(b"{") for line in lines)
+        if self._noise[name] > MAX_NOISE_LINES:
+            shown = lines[-1][:80].decode(errors="replace")
+            self._lose(piece.session, f"writes output that is not an answer: {shown!r}")
         if len(self._unread[name]) > m.MAX_LINE_BYTES:
             self._lose(piece.session, self._why_silent(piece.session))
 

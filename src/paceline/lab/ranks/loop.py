@@ -52,9 +52,8 @@ class LoopStep(StepValues):
     epoch: int = 0
     micro_batches: int = 0
     rates: list[float] = field(default_factory=list[float])  # learning rates
-    input_sum: float = 0.0  # a sum over the inputs of the models
-    output_sum: float = 0.0
-    num_summed_values: float = 0.0  # the number of values in these sums, which depends on the padding of a micro-batch
+    sums: dict[str, float] = field(default_factory=dict[str, float])
+    """Over the inputs and the outputs of the models, and the number of values, which depends on the padding."""
     updates: bool = False  # whether an optimizer has updated a model
     # parameters whose .grad changed before s.backward
     externally_changed_grads: list[str] = field(default_factory=list[str])
@@ -238,10 +237,9 @@ class _Recorder(Observer):
         step.scalars = {"loss": record.result.loss}
         step.rates = [rate for part in self.models for rate in part.learning_rates()]
         step.epoch, step.micro_batches = batches[0].work.epoch, len(batches)
-        step.input_sum = sum(sums.get("input", 0.0) for sums in self._sums.values())
-        step.num_summed_values = sum(sums.get("values", 0.0) for sums in self._sums.values())
-        if self._passes == 1:  # otherwise a later pass recomputed them, after a model had stepped
-            step.output_sum = sum(sums.get("output", 0.0) for sums in self._sums.values())
+        # a later pass recomputes the outputs, after a model has stepped
+        names = ("input", "output", "values") if self._passes == 1 else ("input", "values")
+        step.sums = {name: sum(sums.get(name, 0.0) for sums in self._sums.values()) for name in names}
         for part in self.models:
             step.parameters = {**step.parameters, **self._values(part, parameters_of(part.replica))}
         if self.case.exact:

@@ -124,9 +124,9 @@ def _explain(
         rates = ", ".join(str(rank.rates[0]) for rank in ranks)
         return "settings", "", f"learning rates {rates}; one process {want.rates[0]}"
     # padded differently in each micro-batch: the sums differ
-    is_padded = sum(rank.num_summed_values for rank in ranks) != want.num_summed_values
+    is_padded = sum(rank.sums["values"] for rank in ranks) != want.sums["values"]
     for name in () if is_padded else ("input", "output"):
-        total, expected = sum(getattr(rank, f"{name}_sum") for rank in ranks), getattr(want, f"{name}_sum")
+        total, expected = sum(rank.sums.get(name, 0.0) for rank in ranks), want.sums.get(name, 0.0)
         if not abs(total - expected) <= max(1e-8, tolerance) * max(1.0, abs(expected)):  # also if NaN
             return name, "", f"the sum over all samples is {total:.12g}; one process has {expected:.12g}"
     loss, expected = got.scalars["loss"], want.scalars["loss"]
