@@ -291,7 +291,6 @@ class PreparedModel(ModelInTraining):
             used = {id(grad): version for ref, version in self._used if (grad := ref()) is not None}
             is_used = any(used.get(id(grad)) == _version(grad) for grad in grads if id(grad) in used)
             self._adds_to_used = is_used or (self._adds_to_used and bool(local_shard(first).any()))
-            self._has_added = self._has_added or self._adds_to_used
             self._carried = grads
             self._put(None)
         elif self._carried is None:
@@ -329,6 +328,7 @@ class PreparedModel(ModelInTraining):
         result = super().sync_gradients(divisor, agreed=agreed)
         self._waiting = True
         if self._carried is not None:
+            self._has_added |= self._adds_to_used  # not earlier: only some ranks may take a backward that is dropped
             for parameter, carried in zip(self._parameters, self._carried, strict=True):
                 if carried is not None:
                     parameter.grad = carried if parameter.grad is None else parameter.grad.add_(carried)
