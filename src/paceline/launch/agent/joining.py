@@ -275,14 +275,14 @@ class JoinQueue:
         node.hello = replace(hello, node=number)
         check_compatible(plan, self._facts, [node])
 
-    def check_waiting_nodes(self, attempt_dir: str, proof: str) -> None:
-        """Continue to check the waiting hosts. They must see `proof` in a file of the attempt."""
+    def check_waiting_nodes(self) -> None:
+        """Continue to check the waiting hosts."""
         cluster = self._cluster
         for node in [node for node in cluster.waiting if node.lost or node.leaves]:
             print_to_stderr(f"{node.name} has left before it could join: {node.lost or node.leaves}")
             self._reject(node, "", "left" if node.leaves else "lost")
         if self._tried is None:
-            self._check_next(attempt_dir, proof)
+            self._check_next()
         elif reason := self._why_not(self._tried):
             print_to_stderr(f"{self._tried.name} cannot join: {reason}")
             self._reject(self._tried, reason, "refused")
@@ -292,14 +292,14 @@ class JoinQueue:
             self._tried = None
         elif self._failures and time.monotonic() > self._sent_seconds + JOIN_RECHECK_SECONDS:
             self._test_connections(self._tried)  # a lost node may have caused the failures: test again
-        self._write(Path(attempt_dir))
+        self._write()
 
-    def _check_next(self, attempt_dir: str, proof: str) -> None:
+    def _check_next(self) -> None:
         node = next((node for node in self._cluster.waiting if node not in self.ready), None)
         if node is None:
             return
         self._tried, self._deadline_seconds = node, time.monotonic() + CHECK_SECONDS
-        node.link.send(JoinOrder(node.hello.node, attempt_dir, proof))
+        node.link.send(JoinOrder(node.hello.node, self._plan.attempt_dir, self._cluster.proof))
         self._test_connections(node)
 
     def _test_connections(self, node: RemoteNode) -> None:
@@ -360,7 +360,7 @@ class JoinQueue:
         number, host = node.hello.node, node.hello.facts.host
         self._gone[number, host] = NodeStatus(number, host, state, reason)
 
-    def _write(self, attempt_dir: Path) -> None:
+    def _write(self) -> None:
         cluster, plan = self._cluster, self._plan
         if not plan.elastic:
             return
@@ -373,7 +373,7 @@ class JoinQueue:
         status = NodesStatus(plan.min_nodes, plan.nodes, (*present, *self._gone.values()))
         if status != self._written:
             self._written = status
-            write_nodes(attempt_dir, status)
+            write_nodes(Path(plan.attempt_dir), status)
 
     def invite(self, plan: NodePlan) -> None:
         """Let hosts join from now on. `plan` is complete.
@@ -394,6 +394,6 @@ class JoinQueue:
         with suppress(OSError):  # a full disk must not stop the run
             writing.replace_file(Path(plan.attempt_dir) / JOIN_FILE, msgspec.json.encode(invitation))
 
-    def withdraw(self, attempt_dir: str) -> None:
+    def withdraw(self) -> None:
         with suppress(OSError):
-            writing.remove(Path(attempt_dir) / JOIN_FILE)
+            writing.remove(Path(self._plan.attempt_dir) / JOIN_FILE)
