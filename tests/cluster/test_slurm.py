@@ -3,11 +3,11 @@
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from tests.cluster.slurm import Slurm
+from tests.launch.launch_harness import wait_until
 
 pytestmark = pytest.mark.sample(2)
 
@@ -35,10 +35,7 @@ def notes(run: Path) -> list[str]:
 
 
 def wait_for(run: Path, text: str, count: int = 1, timeout: float = 90) -> None:
-    deadline = time.monotonic() + timeout
-    while sum(text in line for line in notes(run)) < count:
-        assert time.monotonic() < deadline, f"{text!r} is not among {notes(run)}"
-        time.sleep(0.05)
+    wait_until(lambda: sum(text in line for line in notes(run)) >= count, f"{text!r} in the notes", timeout)
 
 
 def test_slurm_accepts_the_script_and_starts_an_agent_on_each_node(slurm: Slurm, run: Path) -> None:

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from paceline.errors import ExitCode, PacelineError
 from paceline.guard.deaths import diagnosis_due_seconds, first_to_fail
 from paceline.guard.sentences import format_ranks, format_subject_verb
-from paceline.host.procfs import PROC, read_process
+from paceline.host.procfs import PROC, read_process, start_ticks
 from paceline.host.sweep import RosterWorker
 from paceline.launch.agent.channel import Link, StartOrder, StartReply
 from paceline.launch.agent.cluster import Generation, RemoteNodes
@@ -76,13 +76,13 @@ class ForeignProcess:
     def __init__(self, pid: int) -> None:
         self.pid, self.pidfd = pid, os.pidfd_open(pid)
         process = read_process(pid)
-        self.start, self.parent = (process.start_ticks, process.parent) if process else (0, 0)
+        self._parent = process.parent if process else 0
         self.code: int | None = None  # its exit code, or the code that it has announced
 
     @property
     def is_orphan(self) -> bool:
-        process = read_process(self.pid) if self.code is None else None
-        return process is not None and process.runs and process.parent != self.parent
+        process = read_process(self.pid)
+        return process is not None and process.runs and process.parent != self._parent
 
     def fileno(self) -> int:
         return self.pidfd  # readable once the process has ended
@@ -203,7 +203,7 @@ class AttachedWorkers(Workers, control.StopOrders):
         except OSError:  # it has ended already
             return False
         status_page, record = descriptors
-        member = RosterWorker(rank, pid, process.start)
+        member = RosterWorker(rank, pid, start_ticks(pid))
         self._processes.append(process)
         self._workers.append(Worker(member, process, Path(os.devnull), 0, (), record, status_page))
         self._workers.sort(key=lambda worker: worker.rank)
