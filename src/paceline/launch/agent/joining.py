@@ -29,7 +29,7 @@ from msgspec.structs import replace
 from paceline.errors import ExitCode, PacelineError, TrainingError, UsageError, first_few, plural
 from paceline.host.facts import Facts, compare_hosts
 from paceline.host.facts import gather_facts as gather_facts
-from paceline.host.reach import is_connected_to_itself, resolve_addresses, why_unreachable
+from paceline.host.reach import resolve_addresses, why_unreachable
 from paceline.launch.agent.channel import JoinOrder, Link, PeerAddress, ReachabilityRequest, authenticate_to_coordinator
 from paceline.launch.agent.cluster import RemoteNode, RemoteNodes
 from paceline.protocol.control import StopOrders
@@ -204,7 +204,7 @@ def _try_all(plan: NodePlan, other_programs: dict[int, str]) -> Link | None:
         while pending and (remaining := deadline - time.monotonic()) > 0:
             for connection in select.select([], list(pending), [], remaining)[1]:
                 port = pending.pop(connection)
-                if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or is_connected_to_itself(connection):
+                if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or _is_itself(connection):
                     connection.close()
                     continue
                 try:
@@ -215,6 +215,13 @@ def _try_all(plan: NodePlan, other_programs: dict[int, str]) -> Link | None:
     finally:
         for connection in pending:
             connection.close()
+
+
+def _is_itself(connection: socket.socket) -> bool:
+    # a loopback socket can connect to itself, if the kernel assigns it the port to which it connects
+    with suppress(OSError):
+        return connection.getsockname()[:2] == connection.getpeername()[:2]
+    return True
 
 
 def _why(plan: NodePlan, other_programs: dict[int, str]) -> str:
