@@ -24,8 +24,8 @@ from msgspec.structs import replace
 from paceline.errors import ExitCode, PacelineError
 from paceline.guard.deaths import diagnosis_due_seconds, first_to_fail
 from paceline.guard.sentences import format_ranks, format_subject_verb
-from paceline.host.procfs import PROC, read_process, start_ticks
-from paceline.host.sweep import RosterWorker
+from paceline.host.procfs import read_process
+from paceline.host.sweep import RosterWorker, start_ticks
 from paceline.launch.agent.channel import Link, StartOrder, StartReply
 from paceline.launch.agent.cluster import Generation, RemoteNodes
 from paceline.launch.agent.coordinator import POLL_FAILING_SECONDS
@@ -58,10 +58,8 @@ def exit_code(pid: int, pidfd: int) -> int | None:
 
     /proc has the code until the parent waits for the process. Since Linux 6.15, the descriptor has it afterwards.
     """
-    with suppress(OSError, ValueError):
-        fields = (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
-        if fields[0] in "ZX":
-            return os.waitstatus_to_exitcode(int(fields[-1]))
+    if (process := read_process(pid)) is not None and not process.runs:
+        return os.waitstatus_to_exitcode(process.wait_status)
     info = bytearray(struct.pack(f"=Q{PIDFD_INFO_BYTES - 8}x", PIDFD_INFO_EXIT))
     with suppress(OSError):
         fcntl.ioctl(pidfd, PIDFD_GET_INFO, info)
@@ -322,10 +320,10 @@ class AttachedCoordinator:
 
     def _wait_for_ranks(self) -> None:
         deadline = time.monotonic() + ARRIVAL_SECONDS
-        while not self.workers.all_here and (remaining := deadline - time.monotonic()) > 0:
-            if not self.workers.running:  # also if no rank has attached yet
-                deadline = min(deadline, time.monotonic() + (LATE_SECONDS if self.workers.ranks else remaining))
-            self.workers.wait(min(remaining, 0.25))
+        while not self.workers.all_here and time.monotonic() < deadline:
+            if self.workers.ranks and not self.workers.running:
+                deadline = min(deadline, time.monotonic() + LATE_SECONDS)
+            self.workers.wait(0.25)
         if not self.workers.all_here and self.workers.running:
             attached = format_ranks(self.workers.ranks)
             print_to_stderr(
