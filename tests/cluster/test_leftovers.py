@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from tests.cluster import cgroups
-from tests.cluster.conftest import need
 from tests.cluster.lab import Lab
 from tests.cluster.slurm import Slurm
 
@@ -75,12 +74,3 @@ def _namespaces_of_hosts(folder: Path) -> set[Path]:
             if os.fsencode(folder) in words:
                 found.add((process / "ns/net").readlink())
     return found - {Path("/proc/self/ns/net").readlink()}
-
-
-def test_a_cluster_that_cannot_be_is_skipped_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    with pytest.raises(pytest.skip.Exception, match=r"needs no-such-program: as root, \.ci/install installs it"):
-        need("sh", "no-such-program")
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(pytest.skip.Exception, match="needs root"):
-        need("sh")

@@ -7,14 +7,6 @@ from pathlib import Path
 import pytest
 
 from paceline.host import cgroup
-from paceline.host.cgroup import (
-    free_memory,
-    memory_limit,
-    oom_kills,
-    quota_used_seconds,
-    threads_per_rank,
-    usable_cores,
-)
 
 MIB = 1 << 20
 SLURM_VARIABLES = ("SLURM_CPUS_ON_NODE", "SLURM_STEP_NUM_TASKS", "SLURM_CPUS_PER_TASK")
@@ -52,10 +44,10 @@ def write_group(machine: Path, group: str, files: Mapping[str, object]) -> None:
 def test_slurms_grant_counts_where_it_is_smaller(
     machine: Path, monkeypatch: pytest.MonkeyPatch, env: dict[str, str], cores: int | None
 ) -> None:
-    everything = usable_cores()
+    everything = cgroup.usable_cores()
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    assert usable_cores() == (cores or everything)
+    assert cgroup.usable_cores() == (cores or everything)
 
 
 @pytest.mark.parametrize(
@@ -77,16 +69,16 @@ def test_free_memory_is_the_machines_or_what_a_containers_limit_leaves(
 ) -> None:
     (machine / "meminfo").write_text(f"MemTotal: 9999999 kB\nMemAvailable:   {1000 << 10} kB\n")
     write_group(machine, group, files)
-    assert free_memory() == free_mib * MIB
+    assert cgroup.free_memory() == free_mib * MIB
 
 
 @pytest.mark.usefixtures("machine")
 def test_a_kernel_that_says_nothing_of_memory() -> None:
-    assert free_memory() is None
+    assert cgroup.free_memory() is None
 
 
 def test_threads_per_rank() -> None:
-    assert [threads_per_rank(cores, nproc) for cores, nproc in ((8, 2), (2, 4), (7, 2))] == [4, 1, 3]
+    assert [cgroup.threads_per_rank(cores, nproc) for cores, nproc in ((8, 2), (2, 4), (7, 2))] == [4, 1, 3]
 
 
 @pytest.mark.parametrize(
@@ -105,26 +97,26 @@ def test_threads_per_rank() -> None:
 def test_usable_cores(machine: Path, group: str, files: dict[str, str], quota: int | None) -> None:
     write_group(machine, group, files)
     allowed = len(os.sched_getaffinity(0))
-    assert usable_cores() == (allowed if quota is None else min(allowed, quota))
+    assert cgroup.usable_cores() == (allowed if quota is None else min(allowed, quota))
 
 
 def test_oom_kills_are_counted_from_the_cgroup(machine: Path) -> None:
     write_group(machine, "4:memory:/a\n0::/", {"memory/a/memory.usage_in_bytes": 0})
-    assert oom_kills() is None
+    assert cgroup.oom_kills() is None
     write_group(machine, "4:memory:/a", {"memory/a/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 3"})
-    assert oom_kills() == 3
+    assert cgroup.oom_kills() == 3
 
 
 def test_in_a_container_its_own_quota_and_limit_count(machine: Path) -> None:
     (machine / "meminfo").write_text("MemTotal: 4096 kB\n")
     write_group(machine, "0::/a/b", {"a/b/cgroup.type": "domain"})
-    assert quota_used_seconds() is None
-    assert memory_limit() == 4 << 20
+    assert cgroup.quota_used_seconds() is None
+    assert cgroup.memory_limit() == 4 << 20
     quota = {"a/cpu.max": "150000 100000", "a/cpu.stat": "usage_usec 2500000\nuser_usec 1"}
     write_group(machine, "0::/a/b", {**quota, "a/b/memory.max": 1 << 20})
-    assert quota_used_seconds() == 2.5
-    assert memory_limit() == 1 << 20
+    assert cgroup.quota_used_seconds() == 2.5
+    assert cgroup.memory_limit() == 1 << 20
     # version 1, each controller mounted for itself
     quota = {"cpu/a/cpu.cfs_quota_us": "100000", "cpu/a/cpu.cfs_period_us": "100000"}
     write_group(machine, "2:cpuacct:/a\n1:cpu:/a", {**quota, "cpuacct/a/cpuacct.usage": "7000000000"})
-    assert quota_used_seconds() == 7.0
+    assert cgroup.quota_used_seconds() == 7.0

@@ -20,7 +20,6 @@ from paceline.launch.slurm.plan import batch_script, plan_slurm
 from paceline.launch.slurm.queue import (
     CurrentAllocation,
     JobState,
-    NodeSet,
     allocation_problem,
     check_allocation,
     current_allocation,
@@ -256,15 +255,6 @@ gpu|6|32|gpu:4|2-00:00:00|up
 old|9|8|(null)|infinite|down
 nonsense
 """
-
-
-def test_sinfo_is_understood() -> None:
-    assert parse_sinfo(CLUSTER) == [
-        NodeSet("main", 4, 2, 0, 60, up=True, default=True),
-        NodeSet("gpu", 2, 64, 8, 2880, up=True, default=False),
-        NodeSet("gpu", 6, 32, 4, 2880, up=True, default=False),
-        NodeSet("old", 9, 8, 0, float("inf"), up=False, default=False),
-    ]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -209,9 +208,8 @@ def _start_slurm(cluster: ClusterConfig, job: JobSpec) -> int:
     if not cluster.follow:
         print_to_stderr(FOLLOW_UP_HINT.format(job.run_dir))
         return ExitCode.DONE
-    show_text = partial(print, end="", flush=True)
     output = submit_dir / f"slurm-{job_id}.out"
-    return queue.follow_job(job_id, output, print_to_stderr, show_text, cancel_on_interrupt=cluster.cancel_on_interrupt)
+    return queue.follow_job(job_id, output, cancel_on_interrupt=cluster.cancel_on_interrupt)
 
 
 def _record(cluster: ClusterConfig, job: JobSpec, slurm_job: str = "") -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 
@@ -38,7 +38,6 @@ SMALL_SHM_BYTES = 64 << 20  # Docker's default, which a few batches of loader wo
 # versions must be equal on all hosts
 PACKAGES_WITH_EQUAL_VERSIONS = ("paceline", "torch", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 
-T = TypeVar("T")
 Severity = Literal["error", "warning"]
 
 
@@ -195,15 +194,15 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Rule(Generic[T]):
+class Rule:
     """One row of the table of rules: each of the `facts` of a node for which `is_wrong` is true gives a finding."""
 
     check: str
     severity: Severity
-    select_facts: Callable[[Any], Iterable[T]]
-    is_wrong: Callable[[T], object]
-    describe_problem: Callable[[T], str]
-    remedy: Callable[[T], str] | str
+    select_facts: Callable[[Any], Iterable[Any]]
+    is_wrong: Callable[[Any], object]
+    describe_problem: Callable[[Any], str]
+    remedy: Callable[[Any], str] | str
 
     def findings(self, node: Node) -> Iterator[Finding]:
         for fact in self.select_facts(node):
@@ -227,7 +226,7 @@ def _fewer(node: Node) -> str:
     return f"use {fewer}, or have more cores granted (Slurm: --cpus-per-rank)"
 
 
-NODE_RULES: tuple[Rule[Any], ...] = (
+NODE_RULES: tuple[Rule, ...] = (
     Rule("resources", "warning", node_as_fact, lambda n: n.workers * n.threads > n.facts.cores,
          lambda n: f"{n.workers} workers x {n.threads} threads = {n.workers * n.threads} on {n.facts.cores} available "
          "cores", _fewer),

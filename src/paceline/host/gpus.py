@@ -132,12 +132,10 @@ def query_nvml(nvml: Any, question: Callable[[], T], otherwise: T) -> T:
 def gpu_handles(nvml: Any) -> Iterator[tuple[int, Any, str]]:
     """The index and the handle of each GPU; for a lost one None, and the driver's message."""
     for index in range(int(nvml.nvmlDeviceGetCount())):
-        handle, lost = None, ""
         try:
-            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            yield index, nvml.nvmlDeviceGetHandleByIndex(index), ""
         except nvml.NVMLError as error:
-            lost = str(error)
-        yield index, handle, lost
+            yield index, None, str(error)
 
 
 def count_ecc_errors(nvml: Any, gpu: Any) -> int:
@@ -158,15 +156,14 @@ def _gpus(nvml: Any) -> tuple[Gpu, ...]:
 def _gpu(nvml: Any, driver: str, index: int, handles: list[Any]) -> Gpu:
     handle = handles[index]
     memory = query_nvml(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle), None)
+    processes = query_nvml(nvml, lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle), ())
     return Gpu(
         index=index,
         name=query_nvml(nvml, lambda: str(nvml.nvmlDeviceGetName(handle)), "?"),
         driver=driver,
         memory=int(memory.total) if memory else 0,
         memory_used=int(memory.used) if memory else 0,
-        processes=query_nvml(
-            nvml, lambda: tuple(int(p.pid) for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle)), ()
-        ),
+        processes=tuple(int(process.pid) for process in processes),
         ecc_errors=count_ecc_errors(nvml, handle),
         links=tuple("-" if i == index else _link(nvml, handle, other) for i, other in enumerate(handles)),
     )

@@ -52,7 +52,6 @@ class NodeSampler:
     def __init__(self) -> None:
         self.gpus = GpuReader()
         self._host, self._cores = os.uname().nodename, usable_cores()
-        self._limited = quota_used_seconds() is not None
         self._own = {f"cpu{core}" for core in os.sched_getaffinity(0)}
         self._before = self._count()
         self._cpu_before: dict[int, tuple[float, float]] = {}  # pid -> its CPU seconds, and the time of the reading
@@ -88,7 +87,7 @@ class NodeSampler:
 
     def _count(self) -> _MachineCounters:
         received, sent = _network()
-        quota = quota_used_seconds() if self._limited else None
+        quota = quota_used_seconds()
         return _MachineCounters(time.monotonic(), _busy_seconds(self._own) if quota is None else quota, received, sent)
 
 

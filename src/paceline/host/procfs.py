@@ -30,6 +30,7 @@ class Process:
     session: int
     start_ticks: int
     cpu_seconds: float = 0.0  # used by all its threads
+    wait_status: int = 0  # of a zombie, as from `os.waitpid`
 
     @property
     def runs(self) -> bool:
@@ -45,12 +46,7 @@ def read_process(pid: int) -> Process | None:
     # The command name is in parentheses and may contain spaces and parentheses.
     fields = text.rpartition(")")[2].split()
     cpu_seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return Process(pid, fields[0], int(fields[1]), int(fields[3]), int(fields[19]), cpu_seconds)
-
-
-def start_ticks(pid: int) -> int:
-    process = read_process(pid)
-    return process.start_ticks if process else 0
+    return Process(pid, fields[0], int(fields[1]), int(fields[3]), int(fields[19]), cpu_seconds, int(fields[-1]))
 
 
 def queued_seconds(pid: int) -> float:

@@ -66,11 +66,10 @@ def resolve_addresses(names: Iterable[str]) -> list[tuple[socket.AddressFamily, 
 
 
 def is_loopback(address: str) -> bool:
-    try:
+    with suppress(ValueError):
         parsed = ipaddress.ip_address(address)
-    except ValueError:
-        return False
-    return parsed.is_loopback or parsed.is_unspecified
+        return parsed.is_loopback or parsed.is_unspecified
+    return False
 
 
 def _plain(family: socket.AddressFamily, address: str) -> tuple[socket.AddressFamily, str]:
@@ -85,18 +84,12 @@ def _refusal(family: socket.AddressFamily, address: str, port: int, timeout_seco
         with closing(socket.socket(family, socket.SOCK_STREAM)) as connection:
             connection.settimeout(timeout_seconds)
             connection.connect((address, port))
-            return _REFUSED if is_connected_to_itself(connection) else ""
+            # Linux may connect a loopback socket to itself, if its local port happens to be `port`
+            return _REFUSED if connection.getsockname()[:2] == connection.getpeername()[:2] else ""
     except TimeoutError:
         return f"no answer within {timeout_seconds:.2g} s: filtered by a firewall, or the machine is off"
     except OSError as error:
         return _REASONS.get(error.errno or 0) or error.strerror or str(error)
-
-
-def is_connected_to_itself(connection: socket.socket) -> bool:
-    """Whether Linux has given a loopback socket the port to which it connects; also if the connection has ended."""
-    with suppress(OSError):
-        return connection.getsockname()[:2] == connection.getpeername()[:2]
-    return True
 
 
 def sign_tcp_packets(connection: socket.socket, key: bytes) -> bool:

@@ -17,7 +17,7 @@ from typing import Annotated
 
 import msgspec
 
-from paceline.host.procfs import PROC, Process, processes, start_ticks
+from paceline.host.procfs import PROC, Process, processes, read_process
 from paceline.protocol.control import AGENT_MARK, STOP_SIGNALS
 from paceline.runs.reading import list_names, read_json
 
@@ -44,6 +44,11 @@ class Roster(msgspec.Struct, frozen=True):
 
 def roster_path(attempt_dir: Path, node: int = 0) -> Path:
     return attempt_dir / f"agent-{node}.json"
+
+
+def start_ticks(pid: int) -> int:
+    process = read_process(pid)
+    return process.start_ticks if process else 0
 
 
 def agent_mark(generation: object) -> str:

@@ -124,15 +124,12 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     seen: dict[tuple[str, int | None], str] = {}
     for place, entry in _file_entries(path) if is_file else entries:
         try:
-            host = _host(entry)
+            hosts.append(host := _host(entry))
+            first = seen.setdefault((host_name(host).lower(), host.port), place)
+            if first != place:
+                raise ValueError(f"{entry[0]} is listed twice (see {first}). For more workers: slots=N or --nproc")
         except ValueError as error:
             wrong.append(f"{place}: {error}")
-            continue
-        key = (host_name(host).lower(), host.port)
-        if key in seen:
-            wrong.append(f"{place}: {entry[0]} is listed twice (see {seen[key]}). For more workers: slots=N or --nproc")
-        seen.setdefault(key, place)
-        hosts.append(host)
     if wrong:
         source = f"the hosts file {text}" if is_file else f"--hosts {text}"
         raise UsageError(code="hosts-wrong", value=source, wrong="\n  ".join(wrong))

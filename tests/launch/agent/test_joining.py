@@ -165,25 +165,29 @@ def test_who_cannot_reach_one_that_is_just_lost_is_tried_again(tmp_path: Path, m
         old, off, new = nodes
         here, told = [old, off], list[str]()
         cluster = SimpleNamespace(
-            present_nodes=here, members={1: old, 2: off}, waiting=[new], dismiss=lambda *_: told.append("off")
+            proof="p",
+            present_nodes=here,
+            members={1: old, 2: off},
+            waiting=[new],
+            dismiss=lambda *_: told.append("off"),
         )
-        newcomers = JoinQueue(NodePlan(argv=(), nproc=1, nodes=4, min_nodes=1), cast(Any, cluster))
-        newcomers.check_waiting_nodes(str(tmp_path), "proof")
+        newcomers = JoinQueue(NodePlan((), 1, nodes=4, min_nodes=1, attempt_dir=str(tmp_path)), cast(Any, cluster))
+        newcomers.check_waiting_nodes()
         new.started, new.reached, old.reached = (
             StartReply(-1),
             ReachabilityReply(("new cannot reach off",)),
             ReachabilityReply(()),
         )
-        newcomers.check_waiting_nodes(str(tmp_path), "proof")
+        newcomers.check_waiting_nodes()
         assert not newcomers.ready and not told  # `off` has not answered
         off.reached = ReachabilityReply(())
-        newcomers.check_waiting_nodes(str(tmp_path), "proof")
-        newcomers.check_waiting_nodes(str(tmp_path), "proof")
+        newcomers.check_waiting_nodes()
+        newcomers.check_waiting_nodes()
         assert not newcomers.ready and not told and new.reached is None  # it is tested again
         off.lost = "powered off"
         here.remove(off)
         new.reached = old.reached = ReachabilityReply(())
-        newcomers.check_waiting_nodes(str(tmp_path), "proof")
+        newcomers.check_waiting_nodes()
         assert len(newcomers.ready) == 1 and not told
 
 

@@ -75,7 +75,7 @@ def _free_space(disk: FactsAnswer) -> str:
     return f"only {disk.disk_free / 1e9:.3g} GB free of {disk.disk_size / 1e9:.3g} GB at {disk.disk_path}"
 
 
-RULES: tuple[Rule[Any], ...] = (
+RULES: tuple[Rule, ...] = (
     *NODE_RULES,
     Rule("gpus", "error", node_as_fact, lambda h: 0 < len(h.facts.gpus) < h.workers,
          lambda h: f"{h.workers} workers, but {len(h.facts.gpus)} GPUs",

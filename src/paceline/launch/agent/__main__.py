@@ -129,10 +129,9 @@ def prepare_environment(plan: NodePlan) -> NodePlan:
             host, strerror = os.uname().nodename, error.strerror
             raise UsageError(code="folder-not-entered", folder=plan.cwd, host=host, strerror=strerror) from None
     if plan.modules or plan.activate or plan.env:
-        changed = load_shell_environment(plan.modules, plan.activate, plan.env, dict(os.environ))
-        for name in os.environ.keys() - changed.keys():
-            del os.environ[name]
-        os.environ.update(changed)
+        env = load_shell_environment(plan.modules, plan.activate, plan.env, dict(os.environ))
+        os.environ.clear()
+        os.environ.update(env)
     return replace(plan, threads=plan.threads or threads_per_rank(usable_cores(), plan.nproc))
 
 

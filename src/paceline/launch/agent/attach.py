@@ -24,8 +24,8 @@ from msgspec.structs import replace
 from paceline.errors import ExitCode, PacelineError
 from paceline.guard.deaths import diagnosis_due_seconds, first_to_fail
 from paceline.guard.sentences import format_ranks, format_subject_verb
-from paceline.host.procfs import PROC, read_process
-from paceline.host.sweep import RosterWorker
+from paceline.host.procfs import read_process
+from paceline.host.sweep import RosterWorker, start_ticks
 from paceline.launch.agent.channel import Link, StartOrder, StartReply
 from paceline.launch.agent.cluster import Generation, RemoteNodes
 from paceline.launch.agent.coordinator import POLL_FAILING_SECONDS
@@ -58,10 +58,8 @@ def exit_code(pid: int, pidfd: int) -> int | None:
 
     /proc has the code until the parent waits for the process. Since Linux 6.15, the descriptor has it afterwards.
     """
-    with suppress(OSError, ValueError):
-        fields = (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
-        if fields[0] in "ZX":
-            return os.waitstatus_to_exitcode(int(fields[-1]))
+    if (process := read_process(pid)) is not None and not process.runs:
+        return os.waitstatus_to_exitcode(process.wait_status)
     info = bytearray(struct.pack(f"=Q{PIDFD_INFO_BYTES - 8}x", PIDFD_INFO_EXIT))
     with suppress(OSError):
         fcntl.ioctl(pidfd, PIDFD_GET_INFO, info)
@@ -76,13 +74,13 @@ class ForeignProcess:
     def __init__(self, pid: int) -> None:
         self.pid, self.pidfd = pid, os.pidfd_open(pid)
         process = read_process(pid)
-        self.start, self.parent = (process.start_ticks, process.parent) if process else (0, 0)
+        self._parent = process.parent if process else 0
         self.code: int | None = None  # its exit code, or the code that it has announced
 
     @property
     def is_orphan(self) -> bool:
-        process = read_process(self.pid) if self.code is None else None
-        return process is not None and process.runs and process.parent != self.parent
+        process = read_process(self.pid)
+        return process is not None and process.runs and process.parent != self._parent
 
     def fileno(self) -> int:
         return self.pidfd  # readable once the process has ended
@@ -203,7 +201,7 @@ class AttachedWorkers(Workers, control.StopOrders):
         except OSError:  # it has ended already
             return False
         status_page, record = descriptors
-        member = RosterWorker(rank, pid, process.start)
+        member = RosterWorker(rank, pid, start_ticks(pid))
         self._processes.append(process)
         self._workers.append(Worker(member, process, Path(os.devnull), 0, (), record, status_page))
         self._workers.sort(key=lambda worker: worker.rank)
@@ -322,10 +320,10 @@ class AttachedCoordinator:
 
     def _wait_for_ranks(self) -> None:
         deadline = time.monotonic() + ARRIVAL_SECONDS
-        while not self.workers.all_here and (remaining := deadline - time.monotonic()) > 0:
-            if not self.workers.running:  # also if no rank has attached yet
-                deadline = min(deadline, time.monotonic() + (LATE_SECONDS if self.workers.ranks else remaining))
-            self.workers.wait(min(remaining, 0.25))
+        while not self.workers.all_here and time.monotonic() < deadline:
+            if self.workers.ranks and not self.workers.running:
+                deadline = min(deadline, time.monotonic() + LATE_SECONDS)
+            self.workers.wait(0.25)
         if not self.workers.all_here and self.workers.running:
             attached = format_ranks(self.workers.ranks)
             print_to_stderr(

@@ -90,10 +90,10 @@ class NodeHeartbeat(msgspec.Struct, frozen=True, tag=True):
 
 
 class EvidenceReply(msgspec.Struct, frozen=True, tag=True):
-    """The details of one worker, because they can be large; None at the end."""
+    """The details of one worker, because they can be large."""
 
     question: int
-    evidence: Evidence | None
+    evidence: Evidence
 
 
 class StopSignalNotice(msgspec.Struct, frozen=True, tag=True):

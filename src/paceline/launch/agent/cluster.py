@@ -42,9 +42,8 @@ class RemoteNode:
         self.ranks: Sequence[int] = hello.ranks  # in this generation
         self.beat = channel.NodeHeartbeat(-1)
         self._news: tuple[object, ...] = ()  # of the last beat
-        self.asked = 0  # number of the last question
-        self.shown: list[Evidence] | None = None  # the answer, once it is complete
-        self._partial_answer: list[Evidence] = []
+        self._asked = 0  # number of the last question
+        self.evidence: dict[int, Evidence] = {}  # the answers so far, by rank
         self._samples: dict[int, WorkerSample] = {}  # by rank
         # (`_samples`, `lost`, result of `samples()`)
         self._cached: tuple[object, str, Sequence[WorkerSample]] | None = None
@@ -80,7 +79,7 @@ class RemoteNode:
         return replace(sample, lost_reason=lost, ended_seconds=self.link.heard_seconds, failure=None, error_text="")
 
     def request_evidence(self, question: channel.EvidenceRequest) -> None:
-        self.asked, self.shown, self._partial_answer = question.question, None, []
+        self._asked, self.evidence = question.question, {}
         self.link.send(question)
 
     def handle_message(self, message: channel.Message) -> bool:
@@ -89,10 +88,8 @@ class RemoteNode:
             case channel.NodeHeartbeat():
                 return self._process_beat(message)
             case channel.EvidenceReply(question, evidence):
-                if question == self.asked and evidence is None:
-                    self.shown = self._partial_answer
-                elif question == self.asked and evidence and len(self._partial_answer) < self.hello.nproc:
-                    self._partial_answer.append(evidence.swap_times_and_ages(time.monotonic()))
+                if question == self._asked and evidence.rank in self.ranks:
+                    self.evidence[evidence.rank] = evidence.swap_times_and_ages(time.monotonic())
                 return False  # the caller of `request_evidence` polls ten times a second
             case channel.StartReply():
                 self.started = message
@@ -130,13 +127,17 @@ class RemoteNodes:
         self.members: dict[int, RemoteNode] = {}
         self.gate: StoreProxy | None = None  # to the store of the present generation
         self.files: FileServer | None = None  # for nodes that do not see the run folder
+        self.proof = ""  # see `StartOrder.proof`
         self.waiting: list[RemoteNode] = []  # nodes that came while the run is running, and are not members yet
         self.place_for: Callable[[RemoteNode], object] | None = None  # assigns a number to such a node; see `JoinQueue`
         self.wrong: list[str] = []  # errors of nodes that have the secret but cannot be accepted
         self._plan, self._orders = plan, orders
         self._listener: channel.Listener | None = None
-        if must_share_folder(plan):
+        if plan.nodes > 1 and plan.run_dir and not plan.plain_store and plan.attach < 0:
             self.files = FileServer(Path(plan.attempt_dir).resolve())
+            # the other nodes read this file to check that they see the folder
+            self.proof = secrets.token_hex(8)
+            writing.replace_file(Path(plan.attempt_dir) / channel.PROOF_FILE, self.proof.encode(), sync=True)
         if plan.nodes > 1:  # the ranks of a single node keep the limit of the user
             raise_open_file_limit(NUM_OTHER_OPEN_FILES + plan.nodes)
             self._listener = channel.Listener(plan.node0_ports, bytes.fromhex(plan.secret))
@@ -320,8 +321,8 @@ class Generation:
     other nodes of `cluster` have been ordered to start their workers.
     """
 
-    def __init__(self, plan: NodePlan, own: Workers, cluster: RemoteNodes, proof: str = "") -> None:
-        self.plan, self.own, self.cluster, self.proof = plan, own, cluster, proof
+    def __init__(self, plan: NodePlan, own: Workers, cluster: RemoteNodes) -> None:
+        self.plan, self.own, self.cluster = plan, own, cluster
         self.regroups = False  # the ranks have been asked to save and end, because hosts join or leave
         self.members: Sequence[RemoteNode] = cluster.present_nodes  # some may be lost later
         self._question = 0
@@ -336,15 +337,14 @@ class Generation:
         speeds = speeds_of_ranks(plan.ranks.speeds, nprocs) if plan.ranks.speeds else ()
         ranks = replace(plan.ranks, world_size=total, groups=1 + len(members), speeds=speeds)
         plan = replace(plan, ranks=ranks)
-        proof = _proof(plan)
         own_workers = Workers.start(plan, number, inherited)
         cluster.gate = own_workers.gate
         first = plan.nproc
         for group_rank, member in enumerate(members, 1):
             node_ranks = replace(ranks, first=first, group_rank=group_rank, master_port=own_workers.port)
-            member.start(channel.StartOrder(number, node_ranks, plan.attempt_dir, proof))
+            member.start(channel.StartOrder(number, node_ranks, plan.attempt_dir, cluster.proof))
             first += member.hello.nproc
-        return cls(plan, own_workers, cluster, proof)
+        return cls(plan, own_workers, cluster)
 
     def wait_started(self) -> bool:
         """Wait until all other nodes have started their workers; return False if an order comes first."""
@@ -394,12 +394,13 @@ class Generation:
         for member in self.cluster.present_nodes:
             member.request_evidence(channel.EvidenceRequest(self._question, patience_seconds))
         deadline = time.monotonic() + patience_seconds + NATIVE_STACK_SECONDS + NETWORK_ANSWER_SECONDS
-        while not collection.advance() or any(m.shown is None for m in self.cluster.present_nodes):
+        while not collection.advance() or any(len(m.evidence) < len(m.ranks) for m in self.cluster.present_nodes):
             self.cluster.wait(ADVANCE_INTERVAL_SECONDS / 2)
             if time.monotonic() > deadline or (self.interrupted and not to_its_end):
                 break
         by_rank = {evidence.rank: evidence for evidence in collection.evidence(self.own.samples())}
-        by_rank |= {evidence.rank: evidence for member in self.cluster.present_nodes for evidence in member.shown or ()}
+        for member in self.cluster.present_nodes:
+            by_rank |= member.evidence
         completed: list[Evidence] = []
         for sample in sorted(self.samples(), key=lambda sample: sample.rank):
             evidence = by_rank.get(sample.rank) or Evidence.from_sample(sample)
@@ -494,16 +495,3 @@ class Generation:
         for member in self.cluster.present_nodes:
             member.link.send(order)
         self.own.execute(order)
-
-
-def must_share_folder(plan: NodePlan) -> bool:
-    return plan.nodes > 1 and bool(plan.run_dir) and not plan.plain_store
-
-
-def _proof(plan: NodePlan) -> str:
-    """Write a random proof into the attempt's folder. The other nodes read it to check that they share the folder."""
-    if not must_share_folder(plan):
-        return ""
-    proof = secrets.token_hex(8)
-    writing.replace_file(Path(plan.attempt_dir) / channel.PROOF_FILE, proof.encode(), sync=True)
-    return proof

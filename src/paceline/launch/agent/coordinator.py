@@ -261,7 +261,7 @@ class Coordinator:
             with suppress(Exception):  # an event never changes the end of the run
                 self._send_end(code)
             self.cluster.end(code)
-            self._queue.withdraw(self.plan.attempt_dir)
+            self._queue.withdraw()
             if self.plan.attempt_dir:
                 write_attempt_end(Path(self.plan.attempt_dir), AttemptEnd(int(code), self._cause_of(code)))
         return code
@@ -363,7 +363,7 @@ class Coordinator:
             if due is None and not save_times and (stall := monitor.check()) is not None:
                 return stall
             if due is None:
-                self._queue.check_waiting_nodes(self.plan.attempt_dir, generation.proof)
+                self._queue.check_waiting_nodes()
                 if self._queue.is_regroup_wanted:
                     generation.regroup()
                 self._balance(generation, ranks)

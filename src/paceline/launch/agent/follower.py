@@ -174,7 +174,6 @@ class Follower:
                 self._collection, now = None, time.monotonic()
                 for evidence in collection.evidence(workers.samples()):
                     link.send(channel.EvidenceReply(collection.question, evidence.swap_times_and_ages(now)))
-                link.send(channel.EvidenceReply(collection.question, None))
         except Exception as error:  # an error of the guard must not end the run
             self._collection = None
             print_to_stderr(

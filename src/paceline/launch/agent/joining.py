@@ -29,7 +29,7 @@ from msgspec.structs import replace
 from paceline.errors import ExitCode, PacelineError, TrainingError, UsageError, first_few, plural
 from paceline.host.facts import Facts, compare_hosts
 from paceline.host.facts import gather_facts as gather_facts
-from paceline.host.reach import is_connected_to_itself, resolve_addresses, why_unreachable
+from paceline.host.reach import resolve_addresses, why_unreachable
 from paceline.launch.agent.channel import JoinOrder, Link, PeerAddress, ReachabilityRequest, authenticate_to_coordinator
 from paceline.launch.agent.cluster import RemoteNode, RemoteNodes
 from paceline.protocol.control import StopOrders
@@ -204,7 +204,7 @@ def _try_all(plan: NodePlan, other_programs: dict[int, str]) -> Link | None:
         while pending and (remaining := deadline - time.monotonic()) > 0:
             for connection in select.select([], list(pending), [], remaining)[1]:
                 port = pending.pop(connection)
-                if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or is_connected_to_itself(connection):
+                if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or _is_itself(connection):
                     connection.close()
                     continue
                 try:
@@ -215,6 +215,13 @@ def _try_all(plan: NodePlan, other_programs: dict[int, str]) -> Link | None:
     finally:
         for connection in pending:
             connection.close()
+
+
+def _is_itself(connection: socket.socket) -> bool:
+    # a loopback socket can connect to itself, if the kernel assigns it the port to which it connects
+    with suppress(OSError):
+        return connection.getsockname()[:2] == connection.getpeername()[:2]
+    return True
 
 
 def _why(plan: NodePlan, other_programs: dict[int, str]) -> str:
@@ -275,14 +282,14 @@ class JoinQueue:
         node.hello = replace(hello, node=number)
         check_compatible(plan, self._facts, [node])
 
-    def check_waiting_nodes(self, attempt_dir: str, proof: str) -> None:
-        """Continue to check the waiting hosts. They must see `proof` in a file of the attempt."""
+    def check_waiting_nodes(self) -> None:
+        """Continue to check the waiting hosts."""
         cluster = self._cluster
         for node in [node for node in cluster.waiting if node.lost or node.leaves]:
             print_to_stderr(f"{node.name} has left before it could join: {node.lost or node.leaves}")
             self._reject(node, "", "left" if node.leaves else "lost")
         if self._tried is None:
-            self._check_next(attempt_dir, proof)
+            self._check_next()
         elif reason := self._why_not(self._tried):
             print_to_stderr(f"{self._tried.name} cannot join: {reason}")
             self._reject(self._tried, reason, "refused")
@@ -292,14 +299,14 @@ class JoinQueue:
             self._tried = None
         elif self._failures and time.monotonic() > self._sent_seconds + JOIN_RECHECK_SECONDS:
             self._test_connections(self._tried)  # a lost node may have caused the failures: test again
-        self._write(Path(attempt_dir))
+        self._write()
 
-    def _check_next(self, attempt_dir: str, proof: str) -> None:
+    def _check_next(self) -> None:
         node = next((node for node in self._cluster.waiting if node not in self.ready), None)
         if node is None:
             return
         self._tried, self._deadline_seconds = node, time.monotonic() + CHECK_SECONDS
-        node.link.send(JoinOrder(node.hello.node, attempt_dir, proof))
+        node.link.send(JoinOrder(node.hello.node, self._plan.attempt_dir, self._cluster.proof))
         self._test_connections(node)
 
     def _test_connections(self, node: RemoteNode) -> None:
@@ -360,7 +367,7 @@ class JoinQueue:
         number, host = node.hello.node, node.hello.facts.host
         self._gone[number, host] = NodeStatus(number, host, state, reason)
 
-    def _write(self, attempt_dir: Path) -> None:
+    def _write(self) -> None:
         cluster, plan = self._cluster, self._plan
         if not plan.elastic:
             return
@@ -373,7 +380,7 @@ class JoinQueue:
         status = NodesStatus(plan.min_nodes, plan.nodes, (*present, *self._gone.values()))
         if status != self._written:
             self._written = status
-            write_nodes(attempt_dir, status)
+            write_nodes(Path(plan.attempt_dir), status)
 
     def invite(self, plan: NodePlan) -> None:
         """Let hosts join from now on. `plan` is complete.
@@ -394,6 +401,6 @@ class JoinQueue:
         with suppress(OSError):  # a full disk must not stop the run
             writing.replace_file(Path(plan.attempt_dir) / JOIN_FILE, msgspec.json.encode(invitation))
 
-    def withdraw(self, attempt_dir: str) -> None:
+    def withdraw(self) -> None:
         with suppress(OSError):
-            writing.remove(Path(attempt_dir) / JOIN_FILE)
+            writing.remove(Path(self._plan.attempt_dir) / JOIN_FILE)

@@ -22,8 +22,7 @@ from paceline.errors import UsageError
 from paceline.guard.collect import EvidenceCollection, IdleClock
 from paceline.host.cgroup import oom_kills
 from paceline.host.machine_log import NodeLog
-from paceline.host.procfs import start_ticks
-from paceline.host.sweep import Roster, RosterWorker, agent_mark, roster_path, sweep
+from paceline.host.sweep import Roster, RosterWorker, agent_mark, roster_path, start_ticks, sweep
 from paceline.launch.agent.channel import Order, StopOrder, StopStep, UnblockOrder, port_taken_error
 from paceline.launch.agent.preload import ForkedProcess, Preloader
 from paceline.launch.output import relay_output

@@ -10,7 +10,7 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from paceline.launch.plan import Plan
 from paceline.launch.slurm.plan import SCRIPT_FILE
 from paceline.protocol.control import STOP_SIGNALS, read_stop_signals, signal_wakeup
 from paceline.protocol.job import JobSpec
+from paceline.runs.console import print_to_stderr
 
 ANSWER_SECONDS = 60.0  # a controller with thousands of jobs may take that long
 POLL_SECONDS = 1.0
@@ -163,27 +164,24 @@ def cancel(job_id: str, *, now: bool = False) -> None:
         raise PacelineError(code="slurm-cancel", job=job_id, reason=slurm_error(done))
 
 
-def follow_job(
-    job_id: str, output: Path, say: Callable[[str], None], show: Callable[[str], None], *, cancel_on_interrupt: bool
-) -> int:
+def follow_job(job_id: str, output: Path, *, cancel_on_interrupt: bool) -> int:
     """Show the states and the output of a job until its end, or Ctrl-C. Return its exit code, or 130 if it continues.
 
-    `say` gets every change of state, `show` new output in complete lines. With `cancel_on_interrupt`, Ctrl-C cancels
-    the job, and a second Ctrl-C stops following.
+    With `cancel_on_interrupt`, Ctrl-C cancels the job, and a second Ctrl-C stops following.
     """
     tail = LogTail(output)
     try:
-        return _watch(job_id, tail, say, show)
+        return _watch(job_id, tail)
     except KeyboardInterrupt:
         if not cancel_on_interrupt:
-            say(f"job {job_id} continues. To end it: scancel {job_id}")
+            print_to_stderr(f"job {job_id} continues. To end it: scancel {job_id}")
             return INTERRUPTED
-    say(f"cancelling job {job_id}: it saves its state and ends")
+    print_to_stderr(f"cancelling job {job_id}: it saves its state and ends")
     cancel(job_id)
-    return _watch(job_id, tail, say, show)
+    return _watch(job_id, tail)
 
 
-def _watch(job_id: str, tail: LogTail, say: Callable[[str], None], show: Callable[[str], None]) -> int:
+def _watch(job_id: str, tail: LogTail) -> int:
     last = ""
     while True:
         job_state, has_ended = None, False
@@ -196,10 +194,9 @@ def _watch(job_id: str, tail: LogTail, say: Callable[[str], None], show: Callabl
         except PacelineError as error:  # for example, Slurm's controller is being restarted: the job continues
             line = f"{error}; trying again"
         if line != last:
-            say(line)
+            print_to_stderr(line)
             last = line
-        if text := tail.read(to_the_end=has_ended):
-            show(text)
+        print(tail.read(to_the_end=has_ended), end="", flush=True)
         if has_ended:
             return job_state.exit_code if job_state is not None else ExitCode.FAILED
         time.sleep(POLL_SECONDS)

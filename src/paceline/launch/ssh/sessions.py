@@ -6,7 +6,7 @@
 import math
 import os
 import re
-import select
+import selectors
 import shlex
 import signal
 import socket
@@ -14,7 +14,7 @@ import subprocess
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import IO, NamedTuple
 
 import msgspec
@@ -24,7 +24,7 @@ from paceline.host.facts import Facts
 from paceline.host.procfs import raise_open_file_limit
 from paceline.launch.output import sanitize_line
 from paceline.launch.plan import Command
-from paceline.protocol.control import read_stop_signals
+from paceline.protocol.control import read_stop_signals, wait_readable
 from paceline.runs.console import MAX_NAMES, print_to_stderr
 
 # clients that log in at the same time: each login costs this machine about 50 ms of CPU time
@@ -48,7 +48,6 @@ class HostSession:
     greeting: bytes = b""  # its stdout until the agent has announced itself
     stderr: bytes = b""  # the end of its stderr
     is_drained: bool = False  # it has ended, and its output was read to the end
-    pipes: dict[IO[bytes], int] = field(default_factory=dict[IO[bytes], int])  # open pipe -> 1 (stdout) or 2 (stderr)
 
     @property
     def name(self) -> str:
@@ -68,6 +67,11 @@ class HostSession:
     def stdin(self) -> IO[bytes] | None:
         stdin = self.process.stdin if self.process is not None else None
         return None if stdin is None or stdin.closed else stdin
+
+    @property
+    def open_pipes(self) -> list[tuple[int, IO[bytes]]]:
+        pipes = ((1, self.process.stdout), (2, self.process.stderr)) if self.process is not None else ()
+        return [(descriptor, pipe) for descriptor, pipe in pipes if pipe is not None and not pipe.closed]
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to the client and its helpers (e.g. the client for a jump host), if it still runs."""
@@ -90,9 +94,8 @@ class Sessions:
         self._queue, self._fan_out = list(reversed(self.all)), fan_out
         self._wakeup = wakeup
         self._heartbeat_seconds = 0.0  # time of the last heartbeat
-        self._pipes: dict[int, tuple[HostSession, IO[bytes]]] = {}
-        self._poll = select.poll()
-        self._poll.register(wakeup, select.POLLIN)
+        self._selector = selectors.PollSelector()  # each pipe with its session and descriptor
+        self._selector.register(wakeup, selectors.EVENT_READ)
 
     def start_more(self) -> None:
         """Start further sessions, up to the limit of concurrent logins. Raises UsageError if the program is missing."""
@@ -113,13 +116,12 @@ class Sessions:
             )
         except FileNotFoundError as error:
             raise UsageError(code="no-ssh", value=command.argv[0]) from error
-        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-        for stream in (process.stdin, process.stdout, process.stderr):
-            os.set_blocking(stream.fileno(), False)
-        session.process, session.pipes = process, {process.stdout: 1, process.stderr: 2}
-        for pipe in session.pipes:
-            self._pipes[pipe.fileno()] = session, pipe
-            self._poll.register(pipe, select.POLLIN)
+        session.process = process
+        assert process.stdin is not None
+        os.set_blocking(process.stdin.fileno(), False)
+        for descriptor, pipe in session.open_pipes:
+            os.set_blocking(pipe.fileno(), False)
+            self._selector.register(pipe, selectors.EVENT_READ, (session, descriptor, pipe))
 
     def send_line(self, session: HostSession, line: bytes) -> None:
         if session.process is None or session.stdin is not None:
@@ -136,17 +138,17 @@ class Sessions:
         for session in self.all:
             self._send(session)
             seconds = min(seconds, RESEND_SECONDS) if session.unsent else seconds
-        poll = self._poll
-        if not read:
-            poll = select.poll()
-            poll.register(self._wakeup, select.POLLIN)
         until_heartbeat = self._heartbeat_seconds + HEARTBEAT_SECONDS - time.monotonic()
         self._poll_processes()
         ending = any(session.has_ended and not session.is_drained for session in self.all)
-        ready = poll.poll(0 if ending else 1000 * max(0.0, min(seconds, until_heartbeat)))
-        signals = read_stop_signals(self._wakeup)
-        readable = [self._pipes[fd] for fd, _ in ready if fd in self._pipes]
-        return [piece for session, pipe in readable for piece in self._read(session, pipe)], signals
+        seconds = 0.0 if ending else max(0.0, min(seconds, until_heartbeat))
+        pieces: list[Output] = []
+        if read:
+            for key, _ in self._selector.select(seconds):
+                pieces += self._read(*key.data) if key.data else ()
+        else:
+            wait_readable([self._wakeup], seconds)
+        return pieces, read_stop_signals(self._wakeup)
 
     def _poll_processes(self) -> None:
         """Poll all clients if any has ended. If none has, this costs a single system call."""
@@ -162,12 +164,12 @@ class Sessions:
         pieces: list[Output] = []
         for session in ended_sessions:
             session.is_drained = session.answered = True
-            for pipe in list(session.pipes):
+            for descriptor, pipe in session.open_pipes:
                 size = 0
-                while size < LAST_OUTPUT_BYTES and (new_pieces := self._read(session, pipe)):
+                while size < LAST_OUTPUT_BYTES and (new_pieces := self._read(session, descriptor, pipe)):
                     pieces += new_pieces
                     size += len(new_pieces[0].data)
-                self._close(session, pipe)
+                self._close(pipe)
             self._close_lifeline(session)
         return ended_sessions, pieces
 
@@ -196,8 +198,9 @@ class Sessions:
         self.close_lifelines()
         self.kill()
         for session in self.all:
-            for pipe in list(session.pipes):
-                self._close(session, pipe)
+            for _, pipe in session.open_pipes:
+                self._close(pipe)
+        self._selector.close()
 
     def _send_heartbeats(self) -> None:
         now = time.monotonic()
@@ -219,27 +222,23 @@ class Sessions:
         except OSError:  # the client is ending; its exit code has the reason
             session.unsent = b""
 
-    def _read(self, session: HostSession, pipe: IO[bytes]) -> list[Output]:
+    def _read(self, session: HostSession, descriptor: int, pipe: IO[bytes]) -> list[Output]:
         try:
             data = os.read(pipe.fileno(), READ_BYTES)
         except BlockingIOError:
             return []
-        except OSError:
-            data = b""
         if not data:
-            self._close(session, pipe)
+            self._close(pipe)
             return []
-        session.answered = session.answered or session.pipes[pipe] == 1
-        if session.pipes[pipe] == 2:
+        session.answered = session.answered or descriptor == 1
+        if descriptor == 2:
             session.stderr = (session.stderr + data)[-KEPT_STDERR_BYTES:]
-        return [Output(session, session.pipes[pipe], data)]
+        return [Output(session, descriptor, data)]
 
-    def _close(self, session: HostSession, pipe: IO[bytes]) -> None:
-        if session.pipes.pop(pipe, None) is None:
-            return  # already closed
-        if self._pipes.pop(pipe.fileno(), None) is not None:
-            self._poll.unregister(pipe)
-        pipe.close()
+    def _close(self, pipe: IO[bytes]) -> None:
+        if not pipe.closed:
+            self._selector.unregister(pipe)
+            pipe.close()
 
     def _close_lifeline(self, session: HostSession) -> None:
         session.unsent = b""
