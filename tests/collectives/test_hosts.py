@@ -27,7 +27,7 @@ from paceline.collectives.communicator import get_communicator as exchange
 from paceline.collectives.communicator import make_communicator
 from paceline.collectives.control import all_gather_object
 from paceline.collectives.hosts import HierarchicalBucketReduction, NodeTopology
-from paceline.collectives.reducer import Reducer, make_leaf_reducer, make_rank_reducer
+from paceline.collectives.reducer import Reducer, make_reducer
 from paceline.collectives.replicate import broadcast_module
 from paceline.collectives.shared_memory import (
     MemoryLayout,
@@ -132,7 +132,7 @@ def compare(rank: int, world_size: int, folder: Path, cases: list[tuple[int, lis
             partition = LeafPartition([(share.start, share.stop) for share in shares], rank)
             for left_out in (None, virtual_ranks - 1):
                 models = [Odd(), Odd()]
-                sums = make_leaf_reducer(models[0], partition)
+                sums = make_reducer(models[0], partition, in_order=True)
                 assert isinstance(sums._transport, HierarchicalBucketReduction)
                 for step in range(2):
                     found = by_leaf(sums, models[0], shares[rank], left_out)
@@ -142,7 +142,7 @@ def compare(rank: int, world_size: int, folder: Path, cases: list[tuple[int, lis
                     assert found["of_nobody"] is None and found["of_two"] is not None and found["large"] is not None
                     compared += 1
         model = Odd()
-        sums = make_rank_reducer(model, LeafPartition.one_leaf_per_rank(world_size, rank))
+        sums = make_reducer(model, LeafPartition.one_leaf_per_rank(world_size, rank), in_order=False)
         assert isinstance(sums._transport, HierarchicalBucketReduction)
         for _ in range(2):
             model.zero_grad(set_to_none=True)
@@ -211,9 +211,9 @@ def sends(rank: int, world_size: int, folder: Path) -> list[object]:
     assert all_gather_object(rank, world) == [0, 1, 2, 3]
     partition = LeafPartition.one_leaf_per_rank(4, rank)
     sent: list[float | None] = []
-    for make in (make_leaf_reducer, make_rank_reducer):
+    for in_order in (True, False):
         model = nn.Linear(999, 1000)
-        sums = make(model, partition)
+        sums = make_reducer(model, partition, in_order=in_order)
         assert isinstance(sums._transport, HierarchicalBucketReduction)
         model.zero_grad(set_to_none=True)
         counted = TrafficCounter(HangGuard.of_process().page, world, None)

@@ -40,10 +40,10 @@ for number in range(100):
 STEPS = f"""{TORCH}
 from paceline.collectives import shared_memory as handshake
 handshake.node_key = lambda: str(rank // 2)
-from paceline.collectives.reducer import make_leaf_reducer
+from paceline.collectives.reducer import make_reducer
 from paceline.collectives.tree import LeafPartition
 model = torch.nn.Linear(300, 300)
-sums = make_leaf_reducer(model, LeafPartition.one_leaf_per_rank(4, rank))
+sums = make_reducer(model, LeafPartition.one_leaf_per_rank(4, rank), in_order=True)
 def step():
     sums.begin_backward(rank, is_last=True)
     model(torch.ones(1, 300)).sum().backward()

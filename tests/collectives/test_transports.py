@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from paceline.collectives import communicator
 from paceline.collectives.communicator import SharedMemoryBucketReduction, make_communicator
-from paceline.collectives.reducer import make_leaf_reducer, make_rank_reducer
+from paceline.collectives.reducer import make_reducer
 from paceline.collectives.tree import LeafPartition
 from paceline.data.plan import virtual_ranks_of
 
@@ -26,7 +26,7 @@ def compare(rank: int, world_size: int, leaves: list[int]) -> int:
         partition = LeafPartition([(share.start, share.stop) for share in shares], rank)
         for left_out in (None, virtual_ranks - 1):
             models = [Odd() for _ in range(3)]
-            shared = make_leaf_reducer(models[0], partition)
+            shared = make_reducer(models[0], partition, in_order=True)
             assert isinstance(shared._transport, SharedMemoryBucketReduction)
             for step in range(2):
                 found = by_leaf(shared, models[0], shares[rank], left_out)
@@ -41,7 +41,7 @@ def compare(rank: int, world_size: int, leaves: list[int]) -> int:
     if world_size == 2:  # a sum of two has one order only
         models = [Odd(), Odd()]
         partition = LeafPartition.one_leaf_per_rank(world_size, rank)
-        several = [make_rank_reducer(models[0], partition), over_torch(models[1], partition, in_order=False)]
+        several = [make_reducer(models[0], partition, in_order=False), over_torch(models[1], partition, in_order=False)]
         assert isinstance(several[0]._transport, SharedMemoryBucketReduction)
         for model, sums in zip(models, several, strict=True):
             for part in range(2):
@@ -71,7 +71,7 @@ def odd_strides_of_one_rank(rank: int, world_size: int, in_memory: bool) -> bool
     if rank == 1:
         model = model.to(memory_format=torch.channels_last)
     partition = LeafPartition.one_leaf_per_rank(world_size, rank)
-    sums = make_rank_reducer(model, partition) if in_memory else over_torch(model, partition, in_order=False)
+    sums = make_reducer(model, partition, in_order=False) if in_memory else over_torch(model, partition, in_order=False)
     (model.weight.square().sum() * (rank + 1)).backward()
     sums.finish(1.0)
     grad = model.weight.grad
@@ -90,7 +90,7 @@ def goes_on(rank: int, world_size: int) -> Tensor | None:
     assert make_communicator().memory is not None
     model = nn.Linear(2, 1, bias=False)
     partition = LeafPartition([(0, 2), (2, 4)], rank)
-    sums = make_leaf_reducer(model, partition)
+    sums = make_reducer(model, partition, in_order=True)
     for attempt in range(2):
         try:
             for leaf in range(*partition.ranges[rank]):

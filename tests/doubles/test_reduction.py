@@ -20,7 +20,7 @@ from tests.doubles.test_syncs import begin
 from tests.run_ranks import run_ranks
 from torch import Tensor, nn
 
-from paceline.collectives.reducer import make_rank_reducer
+from paceline.collectives.reducer import make_reducer
 from paceline.collectives.tree import LeafPartition
 from paceline.tasks.mnist import ResNet18
 
@@ -64,7 +64,8 @@ def alone(model: nn.Module, parameters: list[nn.Parameter]) -> Callable[[Tensor]
 
 
 def bucketed(model: nn.Module, parameters: list[nn.Parameter]) -> Callable[[Tensor], None]:
-    reducer, backward = make_rank_reducer(model, LeafPartition.one_leaf_per_rank(2, 0)), alone(model, parameters)
+    reducer = make_reducer(model, LeafPartition.one_leaf_per_rank(2, 0), in_order=False)
+    backward = alone(model, parameters)
 
     def step(batch: Tensor) -> None:
         reducer.begin_backward(0, is_last=True)

@@ -25,7 +25,7 @@ from paceline.errors import UsageError
 class Reducer:
     """Sums gradients over all leaves.
 
-        reducer = make_leaf_reducer(model, LeafPartition([(0, 2), (2, 3)], rank))
+        reducer = make_reducer(model, LeafPartition([(0, 2), (2, 3)], rank), in_order=True)
         for virtual_rank in my_virtual_ranks:
             reducer.begin_backward(virtual_rank, is_last=virtual_rank == my_virtual_ranks[-1])
             loss(...).backward()
@@ -184,14 +184,18 @@ def check_gradients(
     return is_any
 
 
-def make_leaf_reducer(module: nn.Module, partition: LeafPartition) -> Reducer:
-    """A reducer over the leaves of `partition`, in the order of the tree: it gives the bits of one process."""
-    return _reducer(module, partition, in_order=True)
+def make_reducer(module: nn.Module, partition: LeafPartition, group: Group = None, *, in_order: bool) -> Reducer:
+    """A reducer over the leaves of `partition` (a collective). `group`: default: all ranks.
 
-
-def make_rank_reducer(module: nn.Module, partition: LeafPartition, group: Group = None) -> Reducer:
-    """A reducer over ranks, each with one leaf, in the cheapest order (a collective). `group`: default: all ranks."""
-    return _reducer(module, partition, in_order=False, group=group)
+    `in_order` of the tree, it gives the bits of one process. Otherwise each rank has one leaf, and the order is the
+    cheapest one.
+    """
+    parameters, single_leaf = trainable_parameters(module), None if in_order else partition.ranges[partition.rank][0]
+    if len(partition.ranges) == 1:
+        transport: BucketReduction = SharedMemoryBucketReduction(parameters, None, partition)
+    else:
+        transport = make_communicator(group=group).make_bucket_reduction(parameters, partition, in_order=in_order)
+    return Reducer(partition, transport, module=module, single_leaf=single_leaf)
 
 
 def make_node_reducer(module: nn.Module, hosts: NodeTopology, across: InterNodeSum | None = None) -> Reducer:
@@ -202,18 +206,8 @@ def make_node_reducer(module: nn.Module, hosts: NodeTopology, across: InterNodeS
 
 
 def make_shard_reducer(shards: ParameterShards, partition: LeafPartition) -> Reducer:
-    """A reducer that sums like `make_leaf_reducer`, and sets the gradient of each piece of this rank."""
+    """A reducer that sums in the order of the tree, and sets the gradient of each piece of this rank."""
     return Reducer(partition, ShardBucketReduction(shards, partition), at_start=shards.begin_step, module=shards.module)
-
-
-def _reducer(module: nn.Module, partition: LeafPartition, *, in_order: bool, group: Group = None) -> Reducer:
-    parameters, single_leaf = trainable_parameters(module), None if in_order else partition.ranges[partition.rank][0]
-    if len(partition.ranges) == 1:
-        return Reducer(
-            partition, SharedMemoryBucketReduction(parameters, None, partition), module=module, single_leaf=single_leaf
-        )
-    transport = make_communicator(group=group).make_bucket_reduction(parameters, partition, in_order=in_order)
-    return Reducer(partition, transport, module=module, single_leaf=single_leaf)
 
 
 def _named(module: nn.Module | None) -> tuple[dict[nn.Parameter, str], set[nn.Parameter]]:

@@ -7,8 +7,8 @@ reduced and which state is sharded. The training step itself does not depend on 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Protocol
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -93,7 +93,7 @@ class Strategy:
         self.average: WeightAverage | None = None
         self._named = [*model.named_parameters()]
         self._frozen = {name: p for name, p in self._named if not p.requires_grad}
-        self._ignoring: AbstractContextManager[None] | None = None  # during a dummy batch
+        self._inside: ExitStack | None = None
         if trained is None:
             check_optimizer_parameters(model, optimizer)
         if self.virtual_ranks > 1:
@@ -106,22 +106,31 @@ class Strategy:
 
     # a micro-batch
 
-    def enter(self, batch: MicroBatch, is_last: bool) -> None:
-        """Begin a micro-batch: load its buffers into the model. `is_last`: it is this rank's last one of the step."""
+    def enter(self, batch: MicroBatch, is_last: bool, around: AbstractContextManager[Any] | None = None) -> None:
+        """Begin a micro-batch: load its buffers into the model.
+
+        `is_last`: it is this rank's last one of the step. `around`: a context of a strategy, until `leave`.
+        """
         work = batch.work
-        if not self.buffers.is_idle:
+        is_dummy = not (work.is_counted or work.is_repeated)
+        if around is not None or is_dummy:
+            with ExitStack() as stack:
+                stack.enter_context(self.buffers.micro_batch_context(work))
+                if around is not None:
+                    stack.enter_context(around)
+                if is_dummy:
+                    stack.enter_context(ignore_batch(self.model, self.parameters))
+                self._inside = stack.pop_all()
+        elif not self.buffers.is_idle:
             self.buffers.enter(work)
-        if not (work.is_counted or work.is_repeated):
-            self._ignoring = ignore_batch(self.model, self.parameters)
-            self._ignoring.__enter__()
 
     def leave(self, error: BaseException | None = None) -> None:
         """End the micro-batch. With an `error`, drop its changes of buffers."""
-        ignoring, self._ignoring = self._ignoring, None
-        if ignoring is not None:
-            ignoring.__exit__(None, None, None)
-        if not self.buffers.is_idle:
+        inside, self._inside = self._inside, None
+        if inside is None and not self.buffers.is_idle:
             self.buffers.leave(failed=error is not None)
+        elif inside is not None:
+            inside.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
     @contextmanager
     def alone(self, batch: MicroBatch) -> Generator[None]:

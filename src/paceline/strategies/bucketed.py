@@ -8,7 +8,7 @@ from paceline.checkpoint.state import Source
 from paceline.collectives.buckets import grad_of
 from paceline.collectives.communicator import print_on_rank_0
 from paceline.collectives.control import Deferred, scale_gradients
-from paceline.collectives.reducer import check_gradients, make_rank_reducer
+from paceline.collectives.reducer import check_gradients, make_reducer
 from paceline.collectives.replicate import broadcast_module
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
@@ -47,8 +47,8 @@ class Bucketed(Strategy):
     def __init__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
     ) -> None:
-        is_alone = world.size == 1
-        reducer = None if is_alone else make_rank_reducer(model, virtual_rank_partition(world, world.size), world.group)
+        partition = virtual_rank_partition(world, world.size)
+        reducer = make_reducer(model, partition, world.group, in_order=False) if world.size > 1 else None
         optimizer = make_optimizer(model.parameters())
         super().__init__(model, optimizer, world, virtual_ranks=virtual_ranks, reducer=reducer)
         self._names = {p: name for name, p in model.named_parameters()}

@@ -1,6 +1,7 @@
 """torch's DistributedDataParallel, with the same training step as all other strategies."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from inspect import signature
 from typing import Any
 
@@ -58,9 +59,8 @@ class DDP(Strategy):
         self._accumulators = {p: get_gradient_edge(p).node for p in self.parameters}
         self._pointers = [p.data_ptr() for p in self.parameters]
 
-    def enter(self, batch: MicroBatch, is_last: bool) -> None:
-        super().enter(batch, is_last)
-        self.module.require_backward_grad_sync = is_last  # as `no_sync`
+    def enter(self, batch: MicroBatch, is_last: bool, around: AbstractContextManager[Any] | None = None) -> None:
+        super().enter(batch, is_last, None if is_last else self.module.no_sync())
 
     def end_backward(self, error: BaseException | None = None) -> None:
         if isinstance(error, NotImplementedError) and "SparseTensorImpl" in str(error):

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from paceline.collectives.buckets import trainable_parameters
 from paceline.collectives.control import Deferred
 from paceline.collectives.norm import ShardedNorm, split_evenly
-from paceline.collectives.reducer import make_leaf_reducer
+from paceline.collectives.reducer import make_reducer
 from paceline.collectives.replicate import broadcast_module
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
@@ -27,7 +27,7 @@ class Exact(Strategy):
     ) -> None:
         check_model(model, "exact", world)
         broadcast_module(model)
-        reducer = make_leaf_reducer(model, virtual_rank_partition(world, virtual_ranks or world.size))
+        reducer = make_reducer(model, virtual_rank_partition(world, virtual_ranks or world.size), in_order=True)
         # every rank holds all gradients, so each one computes the norm of a part of them only
         sizes = [parameter.numel() for parameter in trainable_parameters(model)]
         shares = split_evenly(sizes, world.size)

@@ -10,8 +10,8 @@ The optimizer trains this rank's contiguous elements as plain tensors. Names, ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -105,13 +105,8 @@ class FSDP(Strategy):
         trained = [[parameters[name] for names in members for name in names] for members in groups]
         super().__init__(model, optimizer, world, virtual_ranks=virtual_ranks, trained=trained)
 
-    def enter(self, batch: MicroBatch, is_last: bool) -> None:
-        super().enter(batch, is_last)
-        self._used.begin(batch.work)
-
-    def leave(self, error: BaseException | None = None) -> None:
-        self._used.end()
-        super().leave(error)
+    def enter(self, batch: MicroBatch, is_last: bool, around: AbstractContextManager[Any] | None = None) -> None:
+        super().enter(batch, is_last, self._used.watching(batch.work))
 
     def begin_backward(self, work: MicroBatchPlan, is_last: bool) -> None:
         self._used.begin_backward()
@@ -329,12 +324,14 @@ class _UsedParameters:
             hook = self._at_forward(f"{name}." if name else "")
             block.register_forward_pre_hook(hook)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
 
-    def begin(self, work: MicroBatchPlan) -> None:
+    @contextmanager
+    def watching(self, work: MicroBatchPlan) -> Generator[None]:
         self._counted = work.is_counted
-
-    def end(self) -> None:
-        self._counted = None
-        self._called.clear()
+        try:
+            yield
+        finally:
+            self._counted = None
+            self._called.clear()
 
     def begin_backward(self) -> None:
         self._recomputed.clear()
