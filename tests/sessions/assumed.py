@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_gather
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import (
@@ -1477,7 +1479,7 @@ def hook_after_dummy_batch() -> Any:
         for x, i in loader:
             if s.batch == 2 and not seen:
                 seen = len([p.register_hook(lambda grad: grad.clamp(-0.01, 0.01)) for p in model.parameters()])
-            step(s, optimizer, loss_of(model, x, i), weight=float(len(x)) if s.samples else 0.0)
+            step(s, optimizer, loss_of(model, x, i), float(len(x)) if s.samples else 0.0)
         return [len(handles) == seen, apart(flat(model), flat(plain))]
 
 
@@ -1545,6 +1547,146 @@ def seeded() -> Any:
     model, optimizer = s.prepare(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)), sgd)
     trained(s, model, optimizer, lambda x, i: s.backward(loss_of(model, x, i)))
     return [numbers, float(flat(model).sum())]
+
+
+# ---- losses that are no mean over samples, as docs/own-loop.md says to write them
+
+
+def sam(model: nn.Module, optimizer: Any, x: Tensor, backward: Callable[..., Any]) -> None:
+    optimizer.zero_grad()
+    backward(model(x).square().mean())
+    moved = [0.1 * p.grad for p in model.parameters() if p.grad is not None]
+    with torch.no_grad():
+        for parameter, by in zip(model.parameters(), moved, strict=True):
+            parameter.add_(by)
+    optimizer.zero_grad()
+    backward(model(x).square().mean())
+    with torch.no_grad():
+        for parameter, by in zip(model.parameters(), moved, strict=True):
+            parameter.sub_(by)
+    optimizer.step()
+
+
+def contrastive(model: nn.Module, x: Tensor, _: Tensor) -> Tensor:
+    """Each row is to be near the one with noise, and far from all others of the batch."""
+    own, noisy = (nn.functional.normalize(model(one)) for one in (x, x + 0.1 * x.flip(1)))
+    everything, first = noisy, 0
+    if len(x) < 12 and dist.get_world_size() > 1:  # a part of a batch
+        everything, first = torch.cat(all_gather(noisy)), dist.get_rank() * len(x)
+    return nn.functional.cross_entropy(own @ everything.T * 5, torch.arange(first, first + len(x)))
+
+
+def repeated(model: nn.Module, x: Tensor, i: Tensor) -> tuple[Tensor, int]:
+    out = model(torch.repeat_interleave(x, i % 4 + 1, 0))
+    return out.square().mean(), len(out)
+
+
+LOSSES: dict[str, Callable[[nn.Module, Tensor, Tensor], Any]] = {  # a loss, or with its weight
+    "crops": lambda model, x, i: model(torch.cat([x, -x, 2 * x])).square().mean(),
+    "rows": repeated,
+    "penalty": lambda model, x, i: model(x).square().mean() + 0.1 * sum(p.square().sum() for p in model.parameters()),
+    "kept": lambda model, x, i: model(x).square().mean().reshape(1),
+    "contrastive": contrastive,
+}
+
+
+@cases("loss", *LOSSES, "sam")
+def written(kind: str) -> Any:
+    def update(model: nn.Module, optimizer: Any, x: Tensor, i: Tensor, backward: Callable[..., Any]) -> None:
+        if kind == "sam":
+            return sam(model, optimizer, x, backward)
+        optimizer.zero_grad()
+        loss = LOSSES[kind](model, x, i)
+        backward(*loss) if isinstance(loss, tuple) else backward(loss)
+        return optimizer.step()
+
+    def outputs() -> nn.Sequential:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    plain, rows = outputs(), Rows(36 if kind == "contrastive" else 38)
+    optimizer = sgd(plain.parameters())
+    for x, i in DataLoader(rows, batch_size=12):
+        update(plain, optimizer, x, i, lambda loss, *_: loss.backward())
+    s, model, optimizer = start(model=outputs())
+    for x, i in s.loader(rows, global_batch=12, shuffle=False):
+        update(model, optimizer, x, i, s.backward)
+    return apart(flat(model), flat(plain))
+
+
+# ---- what is not linear on the gradient path
+
+
+class Clamp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient.clamp(-0.01, 0.01)
+
+
+class Clamped(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.seen = kind, list[float]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "tensor":
+            x.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        elif self.kind == "watched":
+            x.register_hook(lambda gradient: self.seen.append(float(gradient.abs().max())))
+        elif self.kind == "reentrant":
+            return checkpoint(Clamp.apply, x, use_reentrant=True)
+        elif self.kind == "function":
+            return Clamp.apply(x)
+        return x
+
+
+def clamp_after(parameter: Any) -> None:
+    parameter.grad.clamp_(-0.05, 0.05)
+
+
+@cases("path", "hook", "after", "function", "module", "masked", "accumulated", "tensor", "reentrant", "watched")
+def on_the_path(kind: str) -> Any:
+    """`assumed.py KIND STRATEGY [PARTS]`: with PARTS, losses have weights."""
+    strategy, parts = sys.argv[2], int(sys.argv[3]) if len(sys.argv) > 3 else None
+    every = 2 if kind == "accumulated" else 1
+
+    def made() -> nn.Module:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), Clamped(kind), nn.Linear(8, 1))
+        if kind in ("hook", "masked", "accumulated"):
+            model[3].weight.register_hook(lambda g: g.clamp(-0.05, 0.05))
+        if kind == "after":
+            model[3].weight.register_post_accumulate_grad_hook(clamp_after)
+        if kind == "module":
+            model[1].register_full_backward_hook(lambda _, given, __: (given[0].clamp(-0.01, 0.01),))
+        return model
+
+    def through(model: nn.Module, optimizer: Any, batches: Any, backward: Callable[..., Any]) -> None:
+        for number, (x, i) in enumerate(batches):
+            if number % every == 0:
+                optimizer.zero_grad()
+            squares = (model(x).squeeze(1) - i / COUNT) ** 2
+            mask = i % 3 != 0  # other weights on each rank
+            if kind == "masked" or parts:
+                backward((squares * mask).sum() / mask.sum(), mask.sum())
+            else:
+                backward(squares.mean())
+            if (number + 1) % every == 0:
+                optimizer.step()
+
+    plain, rows = made(), Rows(38)
+    optimizer = sgd(plain.parameters())
+    for _ in range(2):
+        through(plain, optimizer, DataLoader(rows, batch_size=8), lambda loss, *_: loss.backward())
+    s, model, optimizer = start(model=made(), strategy=strategy, virtual_ranks=parts)
+    loader = s.loader(rows, global_batch=8, shuffle=False)
+    for _ in s.epochs(2):
+        through(model, optimizer, loader, s.backward)
+    return apart(torch.cat([tensor.flatten() for tensor in s.weights(model).values()]), flat(plain))
 
 
 if __name__ == "__main__":

@@ -71,6 +71,7 @@ MEANS = [
     "own_weights_given", "sum_by_samples", "sum_by_elements", "half", "tasks", "tasks_mean", "values",
     "divided_values", "weighted_values", "scaled_like_a_share", "of_same_targets",
 ]  # fmt: skip
+PATHS = ["hook", "after", "function", "module", "masked", "accumulated", "tensor", "reentrant"]
 ALSO = [
     *((3, f"layout_{kind}") for kind in LAYOUTS),
     *((2, "weightless_masked", strategy) for strategy in ("exact", "manual", "ddp")),
@@ -78,6 +79,11 @@ ALSO = [
     *((3, f"mean_{kind}") for kind in MEANS),
     *((2, f"mean_{kind}") for kind in ("sum_by_two_rows", "of_one_image", "and_norm", "and_sum")),
     (1, "mean_of_one_image"),
+    *((3, f"loss_{kind}") for kind in ("crops", "rows", "penalty", "kept", "sam")),
+    (2, "loss_contrastive"),
+    *((ranks, f"path_{kind}", "bucketed") for kind in PATHS for ranks in (1, 2)),
+    *((2, "path_hook", strategy) for strategy in ("exact", "ddp", "manual")),
+    *((2, f"path_{kind}", "bucketed", "4") for kind in ("watched", "hook")),
     *((1, kind) for kind in ("hook_all", "hook_any", "max_norm")),  # on several ranks they are errors
 ]
 
@@ -85,8 +91,8 @@ ALSO = [
 @pytest.mark.ranks
 @pytest.mark.parametrize("words", ALSO, ids=str)
 def test_its_numbers_are_those_of_the_plain_loop_on_so_many_ranks(tmp_path: Path, words: tuple[Any, ...]) -> None:
-    ranks, kind, *strategy = words
-    code, found, told = run(ranks, kind, tmp_path, *strategy)
+    ranks, kind, *more = words
+    code, found, told = run(ranks, kind, tmp_path, *more)
     assert code == 0 and found < 1e-12, told
 
 
@@ -123,6 +129,18 @@ WRONG = {
 def test_it_is_an_error(tmp_path: Path, kind: str) -> None:
     code, found, told = run(2, kind, tmp_path)
     assert code == WRONG[kind] and not found, told
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("words", [
+    ("path_hook", "zero"),  # it shards gradients, and hooks need whole ones
+    *((f"path_{kind}", "bucketed", "4") for kind in ("function", "tensor", "reentrant", "module")),
+], ids=str)  # fmt: skip
+def test_code_on_the_gradient_path_that_would_see_other_gradients_is_an_error(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    code, found, told = run(2, words[0], tmp_path, *words[1:])
+    assert code == USAGE and not found, told
 
 
 @pytest.mark.ranks
