@@ -298,6 +298,7 @@ def main() -> None:
     kinds: list[tuple[str, tuple[Loop, ...], dict[str, Any]]] = [
         ("plain", EVERYWHERE + ONE_BODY, {}),
         ("dealt", DEALT, {"virtual_ranks": VIRTUAL_RANKS}),
+        ("dealt-unevenly", (gan,), {"virtual_ranks": 3}),  # on two ranks, one goes through each body once
         ("exact", (*EVERYWHERE, noisy), {"strategy": "exact", "virtual_ranks": VIRTUAL_RANKS}),
         ("zero", (classic, tokens, two_losses, noisy), {"strategy": "zero", "virtual_ranks": VIRTUAL_RANKS}),
         ("ddp", (classic,), {"strategy": "ddp"}),

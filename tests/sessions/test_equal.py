@@ -34,7 +34,7 @@ def weights(folder: Path, kind: str, loop: loops.Loop, size: int) -> dict[str, T
 
 CASES = [("plain", loop) for loop in loops.EVERYWHERE + loops.ONE_BODY] + [("dealt", loop) for loop in loops.DEALT]
 CASES += [("exact", loop) for loop in loops.EVERYWHERE] + [("zero", loop) for loop in (loops.classic, loops.tokens)]
-CASES += [("ddp", loops.classic), ("ddp-dealt", loops.classic)]
+CASES += [("ddp", loops.classic), ("ddp-dealt", loops.classic), ("dealt-unevenly", loops.gan)]
 CASES += [("fsdp", loop) for loop in loops.CUT] + [("fsdp-dealt", loop) for loop in loops.DEALT]
 
 
