@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
+from paceline.collectives.batchnorm import SyncBatchNorm
 from paceline.collectives.control import report_on_one_rank
 from paceline.compute.memory import MemoryMeter, SavedForBackward, is_out_of_memory, storage_bytes
 from paceline.errors import PacelineError, TrainingError, UsageError, plural
@@ -83,7 +84,7 @@ class MicroBatchSearch:
         size = min(sizes)
         if size < self._smallest:
             error = self.error_of_smallest()
-            raise report_on_one_rank(error, self._world, by=sizes.index(size))
+            raise report_on_one_rank(error, self._world, by=sizes.index(size)) if len(sizes) > 1 else error
         self.is_found, self.size = size == self.size, size
         return 0 if self.is_found else size
 
@@ -182,6 +183,12 @@ def compute_first_samples(compute: Callable[[int], Result], model: nn.Module, wo
     raise UsageError(code="micro-batch-of-one", samples=1, **fields)
 
 
+def can_compute_alone(replica: Strategy) -> bool:
+    """Whether forward and backward have no collective, so that a rank can repeat them."""
+    has_sync = any(isinstance(module, SyncBatchNorm) for module in replica.model.modules())
+    return not (has_sync or replica.in_lockstep or replica.parts is not None or replica.pipeline is not None)
+
+
 def explain_out_of_memory(
     replicas: Sequence[Strategy], world: World, where: str, samples: int,
     compute: Callable[[int], None] | None = None, search: MicroBatchSearch | None = None,
@@ -198,11 +205,11 @@ def explain_out_of_memory(
             while size := search.next_size():
                 with search.trial(may_fail=True):
                     compute(size)
-            fits, code = search.size, "out-of-memory"
-        except UsageError:
-            code = "out-of-memory-of-one"
-        except Exception:  # for example DDP, after a step that has failed
-            code = "out-of-memory-not-measured"
+            fits = min(search.size, samples // 2)  # if all samples fit, what follows the forward did not
+            code = "out-of-memory" if fits else "out-of-memory-of-one"
+        except Exception as error:  # also for example of DDP, after a step that has failed
+            is_of_one = isinstance(error, UsageError) and error.code == "micro-batch-of-one"
+            code = "out-of-memory-of-one" if is_of_one else code
     elif search is not None:
         if not (fits := search.largest_tried(below=samples)):
             return search.error_of_smallest()

@@ -12,7 +12,6 @@ from typing import Any, TypedDict, Unpack
 from msgspec.structs import replace
 from torch import Tensor
 
-from paceline.collectives.batchnorm import SyncBatchNorm
 from paceline.compute.memory import is_out_of_memory
 from paceline.data.loader import MicroBatch, PrefetchTrigger
 from paceline.errors import PacelineError, UsageError
@@ -30,7 +29,7 @@ from paceline.stepping.totals import ControlFlags, StepResult
 from paceline.stepping.trained_model import LossScale, ModelInTraining
 from paceline.strategies.base import Strategy
 from paceline.tasks.task import Loss, call_model
-from paceline.train.memory import explain_out_of_memory
+from paceline.train.memory import can_compute_alone, explain_out_of_memory
 from paceline.train.optimizer import LRSchedule
 from paceline.train.step_record import PhaseClock, PhaseEvents, StepRecord
 
@@ -176,13 +175,6 @@ class TaskSteps:
             self._compute(trial_batch)
         self._replica.model.zero_grad(set_to_none=True)
 
-    @property
-    def can_compute_alone(self) -> bool:
-        """Whether forward and backward have no collective, so that a rank can repeat them."""
-        replica = self._replica
-        has_sync = any(isinstance(module, SyncBatchNorm) for module in replica.model.modules())
-        return not (has_sync or replica.in_lockstep or replica.parts is not None or replica.pipeline is not None)
-
     def _explain_out_of_memory(self, where: str, batch: MicroBatch) -> PacelineError:
         replica, samples = self._replica, len(batch.work.indices)
 
@@ -191,7 +183,7 @@ class TaskSteps:
             work = replace(batch.work, is_counted=False, indices=batch.work.indices[:size])
             self.try_batch(replace(batch, inputs=inputs, targets=targets, work=work))
 
-        trial = compute if self.can_compute_alone else None
+        trial = compute if can_compute_alone(replica) else None
         return explain_out_of_memory([replica], replica.world, where, samples, trial)
 
 
