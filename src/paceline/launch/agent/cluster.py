@@ -507,7 +507,7 @@ class Generation:
 
 
 def must_share_folder(plan: NodePlan) -> bool:
-    return plan.nodes > 1 and bool(plan.run_dir) and not plan.plain_store
+    return plan.nodes > 1 and bool(plan.run_dir)
 
 
 def _proof(plan: NodePlan) -> str:
