@@ -294,6 +294,24 @@ def test_settings_that_contradict_a_search():
         check_values(TrainConfig(data=DataConfig(micro_batch="auto"), launch=LaunchConfig(mesh="tensor=2")))
 
 
+@pytest.mark.parametrize(
+    ("strategy", "virtual_ranks", "mib"),
+    [("exact", 16, 3 + 14), ("zero", 31, 4 + 28), ("bucketed", 16, 14), ("exact", 2, 0), ("ddp", 16, 0)],
+)  # 1 MiB of parameters and 1 MiB of buffers
+def test_one_virtual_rank_saves_sums_and_buffers(strategy, virtual_ranks, mib):
+    model = nn.Module()
+    model.weight, model.table = nn.Parameter(torch.zeros(MIB // 4)), nn.Buffer(torch.zeros(MIB // 4))
+    module, sums = (
+        (object() if strategy == "ddp" else model),
+        getattr(STRATEGIES[strategy], "keeps_partial_sums", False),
+    )
+    replica = SimpleNamespace(
+        world=World(0, 2, 0, 2, CPU, "gloo"), virtual_ranks=virtual_ranks, parts=None, in_lockstep=False, model=model,
+        module=module, parameters=[model.weight], keeps_partial_sums=sums,
+    )  # fmt: skip
+    assert memory.bytes_of_more_virtual_ranks(replica) == mib * MIB
+
+
 class Gpu:
     """Stands in for torch's counters of a GPU, which this machine does not have, and for its error."""
 

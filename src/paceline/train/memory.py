@@ -134,30 +134,43 @@ class MicroBatchSearch:
 
     def describe(self, setting: str, to_repeat: str) -> str:
         """The result in words, for the setting that has started the search and the one that repeats it."""
-        mib = {name: f"{value:,.0f} MiB" for name, value in self.facts(self.size).items()}
+        mib = self.facts(self.size)
         return (
-            f"{setting}: {plural(self.size, 'sample')}, with {mib['activations']} of activations. {mib['free']} were "
-            f"free on this rank. To repeat it: {to_repeat}{self.accumulation}"
+            f"{setting}: {plural(self.size, 'sample')}, with {mib['activations']:,.0f} MiB of activations. "
+            f"{mib['free']:,.0f} MiB were free on this rank. To repeat it: {to_repeat}{self.accumulation}"
         )
 
     def facts(self, samples: int) -> dict[str, Any]:
         """The fields of an error about a micro-batch of `samples` samples. Sizes are in MiB."""
         is_sharded = any(replica.sharded for replica in self._replicas)
         sizes = self.state_bytes, samples * self.bytes_per_sample, self._free_bytes
-        return _sizes(*sizes, self._world, self._saved, is_sharded=is_sharded)
+        return _sizes(*sizes, self._world, self._saved, is_sharded=is_sharded, replicas=self._replicas)
 
 
 def _sizes(
     state_bytes: int, activation_bytes: float, free_bytes: int, world: World, saved: SavedForBackward, *,
-    is_sharded: bool = False,
+    is_sharded: bool = False, replicas: Sequence[Strategy] = (),
 ) -> dict[str, Any]:  # fmt: skip
-    ranks = max(2, world.size)
+    ranks, by_balance = max(2, world.size), sum(map(bytes_of_more_virtual_ranks, replicas)) / 2**20
     by_bytes = {
         "state": state_bytes, "activations": activation_bytes, "free": max(0, free_bytes),
         "by_fsdp": 0 if is_sharded else state_bytes * (ranks - 1) / ranks,
         "by_recomputation": saved.recomputable * activation_bytes,
     }  # fmt: skip
-    return {"ranks": ranks, **{name: size / 2**20 for name, size in by_bytes.items()}}
+    one = f", one virtual rank on this rank (--balance) {by_balance:,.1f} MiB of sums and buffers" if by_balance else ""
+    return {"ranks": ranks, "by_balance": one, **{name: size / 2**20 for name, size in by_bytes.items()}}
+
+
+def bytes_of_more_virtual_ranks(replica: Strategy) -> int:
+    """The memory that a rank with several virtual ranks would save with one of them; see docs/balance.md.
+
+    It has two copies of the buffers for each, and up to log2(count + 1) partial sums of gradients.
+    """
+    count, is_split = len(replica.world.share(replica.virtual_ranks)), replica.parts is not None or replica.in_lockstep
+    if replica.world.size == 1 or count == 1 or is_split or replica.module is not replica.model:
+        return 0
+    sums = (count + 1).bit_length() - 1 if replica.keeps_partial_sums else 0
+    return sums * storage_bytes(replica.parameters) + 2 * (count - 1) * storage_bytes(replica.model.buffers())
 
 
 def compute_first_samples(compute: Callable[[int], Result], model: nn.Module, world: World) -> Result:
