@@ -281,7 +281,7 @@ class TrainingLoop:
         """An explanation of an error of the loop body."""
         micro_step, search = self.step.micro_step or self._left, self.search
         in_trial = search is not None and not search.is_found  # the generator of the loop may be closed already
-        if not is_out_of_memory(error) or isinstance(error, PacelineError) or not (in_trial or micro_step):
+        if error is None or not is_out_of_memory(error) or not (in_trial or micro_step):
             return self.step.explain_gradient_error(error)
         samples = len(micro_step.work.indices) if micro_step else 0
         if search is not None:
