@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -213,6 +214,52 @@ def test_a_folder_with_a_newer_run_is_an_error_and_stays(lab: Lab, hosts: Separa
     lab.run("n3", "mkdir", "-p", "-m", "700", hosts.run_dir / "attempt-3")
     assert "attempt-3" in hosts.train(code=2)
     assert hosts.seen_on("n3") == ["attempt-3"]
+
+
+LOOP = """
+import sys, time
+import torch, paceline
+from torch.utils.data import TensorDataset
+
+x = torch.randn(240, 8, generator=torch.Generator().manual_seed(0))
+with paceline.session(sys.argv[1], resume=True, strategy="zero", virtual_ranks=4, seed=0, checkpoint_every=5) as s:
+    model, optimizer = s.prepare(torch.nn.Linear(8, 1), lambda p: torch.optim.AdamW(p, lr=0.01))
+    loader = s.loader(TensorDataset(x, x.sum(1)), global_batch=24)
+    for epoch in s.epochs(4):
+        for a, b in loader:
+            time.sleep(0.05)
+            optimizer.zero_grad()
+            s.backward(torch.nn.functional.mse_loss(model(a)[:, 0], b))
+            optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_session_in_the_folder_of_the_launch_resumes_on_another_host(lab: Lab, hosts: SeparateHosts) -> None:
+    hosts.script.write_text(LOOP)
+    assert lab.run("n1", sys.executable, hosts.script, hosts.folder / "expected", cwd=hosts.folder).returncode == 0
+
+    def launch(names: str) -> subprocess.Popen[str]:
+        where = words("--on", "ssh", "--hosts", names, "--nproc", 1, "--ssh", hosts.ssh.command)
+        script = words("--run-dir", hosts.run_dir, "--", hosts.script, hosts.run_dir)
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        hosts.run = lab.popen("n1", *PACELINE, "launch", *where, *script, cwd=hosts.folder, **pipes)
+        return hosts.run
+
+    run = launch("n2,n3")
+    wait_for_step(hosts.run_dir, 17)
+    wait_for_checkpoint(hosts.run_dir)
+    lab.kill("n3")  # with the memory that is its disk
+    said = run.communicate(timeout=120)[0]
+    assert run.returncode == 1 and "has no shared file system" in said, said
+    lab.hide("n4", hosts.disk)
+    run = launch("n2,n4")
+    said = run.communicate(timeout=240)[0]
+    assert run.returncode == 0, said
+    assert resumed_after(hosts.run_dir) >= 5
+    assert weights(hosts.run_dir) == weights(hosts.folder / "expected")
+    clean_ledger(hosts.run_dir)
+    assert "checkpoints" in hosts.seen_on("n4")
 
 
 @pytest.mark.slow

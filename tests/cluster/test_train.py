@@ -27,6 +27,7 @@ from tests.cluster.training import (
 )
 from tests.ended import start_steps
 from tests.errors import codes
+from tests.launch.test_audit import SESSION as AUDITED_SESSION
 from tests.launch.test_audit import TASK as AUDITED_TASK
 from tests.run_script import run_script
 
@@ -129,6 +130,17 @@ def test_a_rank_with_wrong_numbers_is_excluded_on_either_of_two_ssh_hosts(
     assert sizes == [4, left]
     assert weights(run_dir) == expected
     clean_ledger(run_dir)
+
+
+@pytest.mark.slow
+def test_a_session_that_could_not_exclude_a_node_is_an_error_before_the_first_step(
+    lab: Lab, ssh_hosts: SshHosts, tmp_path: Path
+) -> None:
+    (tmp_path / "loop.py").write_text(AUDITED_SESSION)
+    where = words("--on", "ssh", "--hosts", "n2,n3", "--nproc", 1, "--ssh", ssh_hosts.command)
+    done = lab.run("n1", *PACELINE, "launch", *where, "loop.py", "exclude", cwd=tmp_path)
+    assert done.returncode == 2 and "exclude-from-fixed-nodes" in codes(done.stderr), done.stderr
+    assert not [*(tmp_path / "run").glob("events*")]
 
 
 @pytest.mark.slow

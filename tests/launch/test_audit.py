@@ -80,6 +80,7 @@ TRAIN = (
     "24",
 )
 RUN = (*TRAIN, "--run-dir", "run", "--steps", "12", "--device", "cpu")
+EXCLUDE = ("--nproc", "1", "--audit-every", "5", "--on-audit", "exclude")
 
 
 @pytest.fixture
@@ -152,6 +153,8 @@ def test_a_session_continues_without_the_rank(folder: Path) -> None:
         (("--nproc", "2", "--audit-every", "5", "--strategy", "ddp"), "audit-strategy"),
         (("--audit-every", "5"), "audit-needs-ranks"),
         (("--nproc", "2", "--on-audit", "exclude"), "on-audit-alone"),
+        ((*EXCLUDE, "--on", "ssh", "--hosts", "a,b"), "exclude-from-fixed-nodes"),
+        ((*EXCLUDE, "--on", "slurm", "--nodes", "2"), "exclude-from-fixed-nodes"),
     ],
 )
 def test_what_cannot_be_audited_is_an_error_before_any_process_starts(

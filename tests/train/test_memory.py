@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from textwrap import indent
 from types import SimpleNamespace
 from typing import Any
 
@@ -251,6 +252,38 @@ def test_a_step_without_memory_names_what_would_have_fitted(tmp_path):
     assert train(tmp_path, "fits", *fitting, env=env).returncode == 0
 
 
+BODY = "s.backward(torch.nn.functional.cross_entropy(model(x), y))"
+FAILING_BODY = """outputs = model(x.double().float())
+            if sys.argv[4] == "view":
+                outputs = outputs[:]
+            loss = torch.nn.functional.cross_entropy(outputs, y)
+            if sys.argv[4] != "forward":
+                raise MemoryError
+            s.backward(loss)"""
+
+
+@pytest.mark.parametrize(
+    ("fails_in", "mib", "code", "least"),
+    [
+        ("forward", 400, "out-of-memory", 1),
+        ("loss", 750, "out-of-memory", 32),  # the graph of 64 samples and one of 32 do not fit
+        ("function", 750, "out-of-memory", 32),
+        ("view", 750, "out-of-memory-not-measured", 0),  # nobody can release its graph
+    ],
+)
+def test_a_loop_without_memory_names_what_would_have_fitted(tmp_path, fails_in, mib, code, least):
+    loop = LOOP.replace(BODY, FAILING_BODY)
+    if fails_in == "function":
+        loop = f"import sys\ndef main():\n{indent(loop, '    ')}\nmain()\n"
+    (tmp_path / "mine.py").write_text(TASK)
+    (tmp_path / "loop.py").write_text(loop)
+    env = {"LIMIT": str(mib * MIB), "MALLOC_MMAP_THRESHOLD_": str(MIB)}  # memory that is freed leaves the process
+    done = run_script(1, "loop.py", "1", "1", "bucketed", fails_in, cwd=tmp_path, env=env)
+    assert (done.returncode, codes(done.stderr)) == (1, [code]), done.stdout + done.stderr
+    fits = re.findall(r"fit with (\d+) samples", done.stderr)
+    assert [least <= int(number) < 64 for number in fits] == [True] * (code == "out-of-memory"), done.stderr
+
+
 def test_settings_that_contradict_a_search():
     for settings in ({"accumulation": 2}, {"batch_size": 8}):
         with raises("micro-batch-set"):
@@ -259,6 +292,24 @@ def test_settings_that_contradict_a_search():
         check_values(TrainConfig(data=DataConfig(micro_batch="auto"), compute=ComputeConfig(cuda_graphs=True)))
     with raises("micro-batch-on-mesh"):
         check_values(TrainConfig(data=DataConfig(micro_batch="auto"), launch=LaunchConfig(mesh="tensor=2")))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "virtual_ranks", "mib"),
+    [("exact", 16, 3 + 14), ("zero", 31, 4 + 28), ("bucketed", 16, 14), ("exact", 2, 0), ("ddp", 16, 0)],
+)  # 1 MiB of parameters and 1 MiB of buffers
+def test_one_virtual_rank_saves_sums_and_buffers(strategy, virtual_ranks, mib):
+    model = nn.Module()
+    model.weight, model.table = nn.Parameter(torch.zeros(MIB // 4)), nn.Buffer(torch.zeros(MIB // 4))
+    module, sums = (
+        (object() if strategy == "ddp" else model),
+        getattr(STRATEGIES[strategy], "keeps_partial_sums", False),
+    )
+    replica = SimpleNamespace(
+        world=World(0, 2, 0, 2, CPU, "gloo"), virtual_ranks=virtual_ranks, parts=None, in_lockstep=False, model=model,
+        module=module, parameters=[model.weight], keeps_partial_sums=sums,
+    )  # fmt: skip
+    assert memory.bytes_of_more_virtual_ranks(replica) == mib * MIB
 
 
 class Gpu:

@@ -26,6 +26,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import IterableDataset, TensorDataset
 from paceline import Task
+from paceline.train.records import RunRecorder
 
 class Counted(IterableDataset):  # has no state: its position is counted
     def __iter__(self):
@@ -71,11 +72,19 @@ def stop(moment):  # once: after a resume that step does not come again
     if moment.step == 7 and moment.rank == moment.world_size - 1 and "STOPS" in os.environ:
         os.kill(os.getpid(), signal.SIGTERM)
 
+def kill(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def die(moment):  # after the update of the next step, before the rank records it
+    if moment.step == 3 and moment.rank == 1:
+        RunRecorder.log_step = kill
+
 def made(train, make_model=model, **more):
     return Task(make_model, lambda split: train() if split == "train" else test, loss, on_step=stop, **more)
 
 task = made(Counted)
 scheduled = made(Counted, make_schedule=lambda optimizer, steps: LambdaLR(optimizer, lambda step: 1.0))
+killed = Task(model, lambda split: Counted() if split == "train" else test, loss, on_step=die)
 stream_to_judge = Task(model, lambda split: Counted(), loss)
 
 def noisy(kind="Counted"):
@@ -198,6 +207,17 @@ def test_every_number_of_ranks_comes_to_the_same_bits_also_stopped_in_a_pass_and
     assert ledger.main([str(tmp_path / "stopped"), "--json", str(tmp_path / "used.json")]) == 0
     assert [one["once"] for one in json.loads((tmp_path / "used.json").read_text())["epochs"]] == [36] * 3
     capsys.readouterr()
+
+
+def test_a_step_that_a_killed_rank_has_not_recorded_is_proven(paceline, task_file: Path, tmp_path: Path) -> None:
+    options = ("--global-batch", 8, "--epochs", 1, "--schedule", "constant", "--run-dir", "run")
+    done = paceline("train", f"{task_file}:killed", *options, "--checkpoint-every", 100, ranks=2)
+    assert done.returncode == 137, done.stdout + done.stderr
+    done = paceline("train", f"{task_file}:killed", *options, "--resume", "auto", ranks=2)
+    assert done.returncode == 0 and start_steps(tmp_path / "run")[-1] == 4, done.stdout + done.stderr
+    assert ledger.main([str(tmp_path / "run"), "--json", str(tmp_path / "used.json")]) == 0
+    used = json.loads((tmp_path / "used.json").read_text())
+    assert [(epoch["once"], epoch["never"], epoch["repeatedly"]) for epoch in used["epochs"]] == [(39, 0, 0)]
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from paceline.checkpoint.shards import ShardFileSource
 from paceline.checkpoint.snapshots import broadcast_snapshot, inherited_memory_files, newest_snapshot
 from paceline.collectives.control import all_gather_object, raise_on_all_ranks, report_on_one_rank
 from paceline.errors import UsageError
-from paceline.protocol.control import WorkerSpec, restart_count, transfer
+from paceline.protocol.control import WorkerSpec, has_separate_folder, restart_count, transfer
 from paceline.rank.guard import HangGuard
 from paceline.rank.world import World
 from paceline.runs import folder as run_folder
@@ -158,7 +158,8 @@ def lock_run_folder(
         path = Path(location["folder"]).resolve()
         if world.local_size < world.size:
             with raise_on_all_ranks(world):
-                if not path.is_dir():
+                # this node may also have the folder of an earlier run on its own disk
+                if not has_separate_folder(path) and not (path / f"attempt-{location['attempt']}").is_dir():
                     raise UsageError(code="run-dir-not-visible", host=os.uname().nodename, run_dir=path)
         yield RunLocation(path, location["attempt"], generation, attempt_dir, notices=notices)
     finally:

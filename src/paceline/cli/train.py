@@ -125,10 +125,10 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
     return config
 
 
-def check_training(config: TrainConfig, nproc: int, min_nproc: int) -> None:
+def check_training(config: TrainConfig, nproc: int, min_nproc: int, fixed_nodes: int = 0) -> None:
     """Check the settings against each other, this machine and an earlier run, before any process starts.
 
-    `nproc` is the number of all processes. The run may continue with as few as `min_nproc`.
+    `nproc` is the number of all processes. The run may continue with as few as `min_nproc`, but needs `fixed_nodes`.
     """
     mesh = mesh_of(config.launch.mesh, nproc)
     shape = resolve_batch_sizes(config.data, mesh.replicas)
@@ -151,8 +151,10 @@ def check_training(config: TrainConfig, nproc: int, min_nproc: int) -> None:
         raise UsageError(code="torch-too-old", why=why)
     if config.cluster.balance is not None:
         _check_balance(config, nproc, min_nproc)
-    guard, strategy = config.guard, default_strategy(config, nproc)
-    strategies.check_can_audit(guard.audit_every, guard.on_audit, strategy, nproc, has_agent=True)
+    strategies.check_can_audit(
+        config.guard.audit_every, config.guard.on_audit, default_strategy(config, nproc), nproc,
+        has_agent=True, fixed_nodes=fixed_nodes,
+    )  # fmt: skip
     if mesh.replicas > shape.virtual_ranks:
         processes = f"{nproc} processes" if mesh.replicas == nproc else f"--mesh {mesh}: {mesh.replicas} along data"
         raise UsageError(code="processes-without-work", who=processes, virtual_ranks=shape.virtual_ranks)
@@ -245,7 +247,7 @@ def _train_elsewhere(config: TrainConfig, job: JobSpec) -> int:
     if config.launch.min_nproc is not None and on != "local":
         raise UsageError(code="min-nproc-elsewhere")
     config = replace(config, launch=replace(config.launch, nproc=job.nproc))
-    check_training(config, size, smallest_size)
+    check_training(config, size, smallest_size, job.fixed_nodes)
     jobs.check_balance(job)
     if job.min_nodes < job.nodes and config.checkpoint.checkpoint_every is None:
         raise UsageError(code="nodes-without-checkpoints", value=config.cluster.nodes)

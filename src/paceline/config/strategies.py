@@ -82,7 +82,9 @@ def check_can_balance(balance: str | None, strategy: str, virtual_ranks: int, ra
         raise UsageError(code="balance-needs-virtual-ranks", value=balance, virtual_ranks=virtual_ranks, more=4 * ranks)
 
 
-def check_can_audit(every: int | None, on_audit: str, strategy: str, ranks: int, *, has_agent: bool) -> None:
+def check_can_audit(
+    every: int | None, on_audit: str, strategy: str, ranks: int, *, has_agent: bool, fixed_nodes: int = 0
+) -> None:  # fmt: skip
     """Raise UsageError if `--audit-every` cannot compare the bits of two ranks, or `--on-audit` has no effect."""
     if every is not None and strategy not in EXACT_STRATEGIES:
         raise UsageError(code="audit-strategy", value=every, strategy=strategy, allowed=[*EXACT_STRATEGIES])
@@ -90,6 +92,8 @@ def check_can_audit(every: int | None, on_audit: str, strategy: str, ranks: int,
         raise UsageError(code="audit-needs-ranks", value=every)
     if on_audit == "exclude" and (every is None or not has_agent):
         raise UsageError(code="audit-without-agent" if every else "on-audit-alone", value=on_audit)
+    if on_audit == "exclude" and fixed_nodes:
+        raise UsageError(code="exclude-from-fixed-nodes", value=on_audit, nodes=fixed_nodes)
 
 
 def network_error(settings: Mapping[str, Any]) -> UsageError | None:

@@ -92,6 +92,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     balance: str = ""  # the value of --balance, for errors
     shares_gradients: bool = False  # DDP reduces gradients through shared memory: --collectives shared
     devices: tuple[int, ...] = ()  # index of the device of each local rank; empty: the local rank
+    fixed_nodes: int = 0  # JobSpec.fixed_nodes, for errors
     preload: int = -1  # only for the preloader: the socket on which the agent requests workers
     transfers: str = ""  # name of the agent's socket for a `TransferRequest`; empty: the node sees node 0's run folder
     keeps_copy: bool = False  # this node keeps a copy of each checkpoint, because node 0 does not see its run folder
@@ -195,10 +196,10 @@ def receive(connection: socket.socket) -> tuple[Message | None, list[int]]:
         return None, descriptors
 
 
-def has_separate_folder() -> bool:
-    """Whether this node has another run folder than node 0, because its file system is separate."""
+def has_separate_folder(run_dir: Path) -> bool:
+    """Whether this node has another `run_dir` than node 0, because its file system is separate: its agent copies."""
     spec = WorkerSpec.from_environment()
-    return spec is not None and bool(spec.transfers)
+    return spec is not None and bool(spec.transfers) and Path(spec.attempt_dir).parent == run_dir
 
 
 def transfer(kind: Literal["send", "fetch"], path: Path, on_progress: Callable[[], object] = lambda: None) -> str:
@@ -207,7 +208,7 @@ def transfer(kind: Literal["send", "fetch"], path: Path, on_progress: Callable[[
     Does nothing on a node that sees the run folder of node 0.
     """
     spec = WorkerSpec.from_environment()
-    if spec is None or not spec.transfers:
+    if spec is None or not any(map(has_separate_folder, path.parents)):
         return ""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         try:

@@ -174,6 +174,11 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     def elastic(self) -> bool:
         return self.min_nodes < self.nodes
 
+    @property
+    def fixed_nodes(self) -> int:
+        """The number of several nodes of which the run cannot lose one; 0 if it can, or has one node."""
+        return 0 if self.elastic or self.nodes == 1 else self.nodes
+
 
 def node0_ports(job: JobSpec) -> tuple[int, ...]:
     """The ports on which node 0's agent may listen: the given port, or several, equal on all nodes of the run."""

@@ -88,8 +88,10 @@ class SessionRun:
                 check_balance(spec.balance, config, virtual_ranks, world)
         if self.observer is None and not restart_count():  # later one rank may be left
             with raise_on_all_ranks(world):
-                every, has_agent = config.audit_every, spec is not None
-                check_can_audit(every, config.on_audit, config.strategy, world.size, has_agent=has_agent)
+                check_can_audit(
+                    config.audit_every, config.on_audit, config.strategy, world.size, has_agent=spec is not None,
+                    fixed_nodes=spec.fixed_nodes if spec is not None else 0,
+                )  # fmt: skip
         self.share = world.share(virtual_ranks)  # the virtual ranks that this rank computes
         own = {"virtual_ranks": virtual_ranks, "seed": config.seed or 0, "strategy": config.strategy}
         self.definition: dict[str, Any] = own | config.strategy_arguments  # the arguments that define the result

@@ -30,6 +30,7 @@ from paceline.sessions.loader import Loader
 from paceline.sessions.order import global_random_states, restore_global_random_states
 from paceline.sessions.session_step import POSITION_KEYS, LoopPosition, SessionStep
 from paceline.sessions.state import SessionState, json_copy
+from paceline.stepping.micro_step import MicroStep
 from paceline.stepping.totals import ControlFlags
 from paceline.stepping.trained_model import make_loss_scale
 from paceline.train.determinism import hardware_facts
@@ -86,6 +87,7 @@ class TrainingLoop:
         self._skipped = 0  # loops over data in the resumed epoch that had ended before the checkpoint
         self._at_end = False  # whether the last step was the last of its loop, so that its state is already saved
         self._was_left = False  # whether the last loop was left before its end
+        self._left: MicroStep | None = None  # in which it was left, perhaps by an error
         self._stopped = False
         self._exit: tuple[Any, int] | None = None  # (exit code, step) of a call of sys.exit
         self._iterators = 0  # that are open
@@ -280,16 +282,17 @@ class TrainingLoop:
         from paceline.compute.memory import is_out_of_memory
         from paceline.train.memory import explain_out_of_memory
 
-        micro_step, search = self.step.micro_step, self.search
+        micro_step, search = self.step.micro_step or self._left, self.search
         in_trial = search is not None and not search.is_found  # the generator of the loop may be closed already
-        if not is_out_of_memory(error) or isinstance(error, PacelineError) or not (in_trial or micro_step):
+        if not is_out_of_memory(error) or not (in_trial or micro_step):
             return self.step.explain_gradient_error(error)
         samples = len(micro_step.work.indices) if micro_step else 0
         if search is not None:
             search.meter.remove_limit()  # or the generator may not be closed yet
             samples = search.size if in_trial else samples
         where, replicas = "a trial" if in_trial else str(self.position), [part.replica for part in self._state.models]
-        return explain_out_of_memory(replicas, self._run.world, where, samples, search=search)
+        compute = self.step.forward_again(micro_step, error) if micro_step and search is None else None
+        return explain_out_of_memory(replicas, self._run.world, where, samples, compute, search)
 
     def _begin_loop(self, loader: Loader) -> BatchPlan | None:
         """Draw the epoch of the loop that begins. None: the loop had ended before the checkpoint of a resume."""
@@ -310,12 +313,14 @@ class TrainingLoop:
                 raise report_on_one_rank(UsageError(code="audit-with-worker-init"), self._run.world)
             self.step.audits.use(loader.load_again, plan)
         self._resumed, self.position.batch, self._loader, self._at_end = None, start, loader, False
+        self._left = None
         stream: Any = loader if loader.is_stream else None
         self._run.progress.stream = stream
         return plan
 
     def _leave(self, loader: Loader, micro_batches: Sequence[MicroBatch], plan: BatchPlan) -> None:
         """The loop is left by break or return in a body. An error here is raised at the next call."""
+        self._left = self.step.micro_step
         try:
             if self.step.is_untouched:
                 self.step.abort_step()

@@ -1,15 +1,19 @@
 """The position of a custom loop in its data and in its step, and the allowed calls at this position."""
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import astuple, dataclass
+from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
 
 from paceline.errors import PacelineError, UsageError
+from paceline.nested import tensors
 from paceline.sessions.observer import Observer
 from paceline.stepping.hooks import graph_nodes
 from paceline.stepping.micro_step import MicroStep
@@ -136,6 +140,36 @@ class SessionStep(Step):
         leaves: list[Tensor] = [node.variable for node in nodes if hasattr(node, "variable")]
         return [leaf for leaf in leaves if id(leaf) not in ids and not hasattr(leaf, "named_in_model")]
 
+    def forward_again(self, failed: MicroStep, error: BaseException) -> Callable[[int], None] | None:
+        """A function that repeats the forward of a failed micro-batch with fewer samples, and a backward.
+
+        It cannot repeat the code of the loop. None: this rank does not know the call of the model, or needs others.
+        """
+        from paceline.stepping.nonfinite import select_samples
+        from paceline.train.memory import can_compute_alone
+
+        replica = self.parts[0].replica
+        if len(self.parts) > 1 or not can_compute_alone(replica):
+            return None
+        batch, samples, module = failed.batch, len(failed.work.indices), replica.module
+        arguments, is_released = _release_failed_call(error, module)
+        if arguments is None:  # it was not the forward: most loops call the model so
+            inputs = batch.inputs if isinstance(batch.inputs, (Mapping, list, tuple)) else [batch.inputs]
+            arguments = ((), inputs) if isinstance(inputs, Mapping) else (inputs[:1], {})
+        if not is_released or not any(tensor.ndim and len(tensor) == samples for tensor in tensors(arguments)):
+            return None
+        if self.in_step:
+            self.abort_step()
+
+        def compute(size: int) -> None:
+            args, kwargs = select_samples(arguments, [*range(size)], samples)
+            work = replace(batch.work, is_counted=False, indices=batch.work.indices[:size])
+            for _ in self.run_trial(replace(batch, samples=None, work=work)):
+                losses = [tensor.sum().float() for tensor in tensors(module(*args, **kwargs)) if tensor.requires_grad]
+                self.backward(torch.stack(losses).sum(), reduction="sum")
+
+        return compute
+
     def explain_gradient_error(self, error: BaseException | None) -> UsageError | None:
         micro_step = self.micro_step
         if not isinstance(error, NO_GRADIENT_ERRORS) or isinstance(error, PacelineError):
@@ -150,3 +184,24 @@ class SessionStep(Step):
         if "NoneType" not in str(error) and not any(file.endswith(CLIP_GRAD_FILE) for file in files):
             return None
         return UsageError(code="gradient-not-complete", error=text).with_traceback(trace)
+
+
+def _release_failed_call(error: BaseException, module: Any) -> tuple[Any, bool]:
+    """Release the memory of a failed micro-batch.
+
+    Returns the arguments of the call of `module` that has failed, if one has, and whether all graphs are released.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    known = [frame.f_locals for frame in frames]
+    calls = (own for own in known if own.get("self") is module and {"args", "kwargs"} <= own.keys())
+    arguments, held = next(((call["args"], call["kwargs"]) for call in calls), None), list[Tensor]()
+    for value in [value for own in known for value in own.values()]:
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+        held += [part for part in parts if isinstance(part, Tensor) and part.grad_fn is not None]
+    for tensor in held if arguments is None else ():  # its graph has the activations
+        with suppress(RuntimeError):  # a view
+            tensor.detach_()
+    traceback.clear_frames(error.__traceback__)
+    for frame in frames:  # until it is read again, the dict of a cleared frame keeps the values
+        frame.f_locals  # noqa: B018
+    return arguments, arguments is not None or all(tensor.grad_fn is None for tensor in held)

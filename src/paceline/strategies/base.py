@@ -55,6 +55,8 @@ class Strategy:
     """whether a forward is a collective. Then all ranks run the same number of forwards, some on dummy batches"""
     local_step_node: NodeTopology | None = None
     """this node, if nodes take local steps. Then only the ranks of this node hold these gradients"""
+    keeps_partial_sums = False
+    """whether a rank with several virtual ranks keeps sums of the gradients of some of them"""
     can_defer_read = False
     """whether a single rank may read the results of a step during the next step; see `stepping.step.Step`"""
     pipeline: Pipeline | None = None

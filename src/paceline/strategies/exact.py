@@ -20,7 +20,7 @@ class Exact(Strategy):
     `train.determinism` configures and records these.
     """
 
-    can_defer_read = True
+    can_defer_read = keeps_partial_sums = True
 
     def __init__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None

@@ -28,7 +28,7 @@ class Zero(Strategy):
     While a rank accumulates several micro-batches, P gradients exist.
     """
 
-    sharded = hides_gradients = True
+    sharded = hides_gradients = keeps_partial_sums = True
 
     def __init__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None

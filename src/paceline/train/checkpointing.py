@@ -216,7 +216,7 @@ class CheckpointWriter:
     def _write(self, writing: _Writing, buffer: Tensor, shard: ShardLayout) -> None:
         try:
             self._flush_events()  # the event files must contain every step that the checkpoint contains
-            if has_separate_folder():
+            if has_separate_folder(self._checkpoints.root.parent):
                 make_folder(writing.folder, exist_ok=True)
                 # of the same step before a rollback: only node 0 has begun with an empty folder
                 (writing.folder / shard_name(self._world.rank, self._world.size)).unlink(missing_ok=True)
@@ -279,7 +279,7 @@ def check_space(holder: CheckpointedModels, checkpoints: Checkpoints, keep: int)
     optimizers = [one for part in holder.models for one in part.replica.optimizers]
     if not any(one.state for one in optimizers):  # it is made in the first step
         own_bytes *= 1 + max((_num_states(one) for one in optimizers), default=0)
-    is_separate, keeps_copy = has_separate_folder(), spec is not None and spec.keeps_copy
+    is_separate, keeps_copy = has_separate_folder(checkpoints.root.parent), spec is not None and spec.keeps_copy
     usable_bytes = checkpoints.usable_bytes(keep)
     mine = [own_bytes, is_separate, keeps_copy or world.rank == 0, usable_bytes, socket.gethostname()]
     by_rank = all_gather_object(mine, world)

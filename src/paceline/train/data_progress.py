@@ -1,6 +1,6 @@
 """The position of a task in its training data: the epoch, the next batches, and the end of the data."""
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -10,6 +10,7 @@ from paceline.data.plan import BatchPlan
 from paceline.protocol.status_page import StatusPage
 from paceline.rank.world import World
 from paceline.train.prepare import TrainingComponents
+from paceline.train.progress import TrainingProgress
 from paceline.train.step_record import StepRecord
 from paceline.train.streaming import Stream
 
@@ -35,8 +36,11 @@ class DataProgress:
     def global_batch_samples(self, record: StepRecord) -> int:
         return record.microbatches[0].work.global_samples
 
-    def advance(self, record: StepRecord) -> None:
-        """Advance past the batch of a step (collective)."""
+    def advance(self) -> None:
+        """Advance past the batch of a step, before the step is recorded: then a checkpoint may contain it."""
+
+    def find_end(self, record: StepRecord) -> None:
+        """Find out whether the epoch has ended (collective)."""
 
     def is_epoch_end(self, step: int) -> bool:
         return step % self._plan.steps_per_epoch == 0
@@ -56,9 +60,9 @@ class DataProgress:
 
 
 class StreamProgress(DataProgress):
-    def __init__(self, parts: TrainingComponents, stream: Stream, page: StatusPage, say: Callable[[str], None]) -> None:
+    def __init__(self, parts: TrainingComponents, stream: Stream, page: StatusPage, progress: TrainingProgress) -> None:
         super().__init__(parts, page)
-        self._stream, stream.loading, stream.say = stream, self._loading, say
+        self._stream, self._progress, stream.loading, stream.say = stream, progress, self._loading, progress.say
         self.load({})
 
     def batches(self, start: int) -> Generator[list[MicroBatch]]:
@@ -72,7 +76,7 @@ class StreamProgress(DataProgress):
             )
             with closing(epoch_steps):
                 for micro_batches in epoch_steps:
-                    step += 1
+                    step, self._progress.micro_batches = step + 1, micro_batches
                     yield [split_inputs_and_targets(batch) for batch in micro_batches]
                     if self.is_last_step(step):
                         return
@@ -81,10 +85,12 @@ class StreamProgress(DataProgress):
     def global_batch_samples(self, record: StepRecord) -> int:
         return self._stream.global_batch_samples()
 
-    def advance(self, record: StepRecord) -> None:
-        where = self._where
-        where["ended"] = int(self._stream.is_last_batch(where["batch"], record.result.votes.next_batch_samples))
-        where["batch"] += 1
+    def advance(self) -> None:
+        self._where["batch"] += 1
+
+    def find_end(self, record: StepRecord) -> None:
+        batch, samples = self._where["batch"] - 1, record.result.votes.next_batch_samples
+        self._where["ended"] = int(self._stream.is_last_batch(batch, samples))
 
     def is_epoch_end(self, step: int) -> bool:
         return bool(self._where["ended"])

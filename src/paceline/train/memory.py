@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
+from paceline.collectives.batchnorm import SyncBatchNorm
 from paceline.collectives.control import report_on_one_rank
 from paceline.compute.memory import MemoryMeter, SavedForBackward, is_out_of_memory, storage_bytes
 from paceline.errors import PacelineError, TrainingError, UsageError, plural
@@ -78,7 +79,7 @@ class MicroBatchSearch:
         size = min(sizes)
         if size < self._smallest:
             error = self.error_of_smallest()
-            raise report_on_one_rank(error, self._world, by=sizes.index(size))
+            raise report_on_one_rank(error, self._world, by=sizes.index(size)) if len(sizes) > 1 else error
         self.is_found, self.size = size == self.size, size
         return 0 if self.is_found else size
 
@@ -127,30 +128,43 @@ class MicroBatchSearch:
 
     def describe(self, setting: str, to_repeat: str) -> str:
         """The result in words, for the setting that has started the search and the one that repeats it."""
-        mib = {name: f"{value:,.0f} MiB" for name, value in self.facts(self.size).items()}
+        mib = self.facts(self.size)
         return (
-            f"{setting}: {plural(self.size, 'sample')}, with {mib['activations']} of activations. {mib['free']} were "
-            f"free on this rank. To repeat it: {to_repeat}{self.accumulation}"
+            f"{setting}: {plural(self.size, 'sample')}, with {mib['activations']:,.0f} MiB of activations. "
+            f"{mib['free']:,.0f} MiB were free on this rank. To repeat it: {to_repeat}{self.accumulation}"
         )
 
     def facts(self, samples: int) -> dict[str, Any]:
         """The fields of an error about a micro-batch of `samples` samples. Sizes are in MiB."""
         is_sharded = any(replica.sharded for replica in self._replicas)
         sizes = self.state_bytes, samples * self.bytes_per_sample, self._free_bytes
-        return _sizes(*sizes, self._world, self._saved, is_sharded=is_sharded)
+        return _sizes(*sizes, self._world, self._saved, is_sharded=is_sharded, replicas=self._replicas)
 
 
 def _sizes(
     state_bytes: int, activation_bytes: float, free_bytes: int, world: World, saved: SavedForBackward, *,
-    is_sharded: bool = False,
+    is_sharded: bool = False, replicas: Sequence[Strategy] = (),
 ) -> dict[str, Any]:  # fmt: skip
-    ranks = max(2, world.size)
+    ranks, by_balance = max(2, world.size), sum(map(bytes_of_more_virtual_ranks, replicas)) / 2**20
     by_bytes = {
         "state": state_bytes, "activations": activation_bytes, "free": max(0, free_bytes),
         "by_fsdp": 0 if is_sharded else state_bytes * (ranks - 1) / ranks,
         "by_recomputation": saved.recomputable * activation_bytes,
     }  # fmt: skip
-    return {"ranks": ranks, **{name: size / 2**20 for name, size in by_bytes.items()}}
+    one = f", one virtual rank on this rank (--balance) {by_balance:,.1f} MiB of sums and buffers" if by_balance else ""
+    return {"ranks": ranks, "by_balance": one, **{name: size / 2**20 for name, size in by_bytes.items()}}
+
+
+def bytes_of_more_virtual_ranks(replica: Strategy) -> int:
+    """The memory that a rank with several virtual ranks would save with one of them; see docs/balance.md.
+
+    It has two copies of the buffers for each, and up to log2(count + 1) partial sums of gradients.
+    """
+    count, is_split = len(replica.world.share(replica.virtual_ranks)), replica.parts is not None or replica.in_lockstep
+    if replica.world.size == 1 or count == 1 or is_split or replica.module is not replica.model:
+        return 0
+    sums = (count + 1).bit_length() - 1 if replica.keeps_partial_sums else 0
+    return sums * storage_bytes(replica.parameters) + 2 * (count - 1) * storage_bytes(replica.model.buffers())
 
 
 def compute_first_samples(compute: Callable[[int], Result], model: nn.Module, world: World) -> Result:
@@ -172,6 +186,12 @@ def compute_first_samples(compute: Callable[[int], Result], model: nn.Module, wo
     raise UsageError(code="micro-batch-of-one", samples=1, **fields)
 
 
+def can_compute_alone(replica: Strategy) -> bool:
+    """Whether forward and backward have no collective, so that a rank can repeat them."""
+    has_sync = any(isinstance(module, SyncBatchNorm) for module in replica.model.modules())
+    return not (has_sync or replica.in_lockstep or replica.parts is not None or replica.pipeline is not None)
+
+
 def explain_out_of_memory(
     replicas: Sequence[Strategy], world: World, where: str, samples: int,
     compute: Callable[[int], None] | None = None, search: MicroBatchSearch | None = None,
@@ -188,11 +208,11 @@ def explain_out_of_memory(
             while size := search.next_size():
                 with search.trial(may_fail=True):
                     compute(size)
-            fits, code = search.size, "out-of-memory"
-        except UsageError:
-            code = "out-of-memory-of-one"
-        except Exception:  # for example DDP, after a step that has failed
-            code = "out-of-memory-not-measured"
+            fits = min(search.size, samples // 2)  # if all samples fit, what follows the forward did not
+            code = "out-of-memory" if fits else "out-of-memory-of-one"
+        except Exception as error:  # also for example of DDP, after a step that has failed
+            is_of_one = isinstance(error, UsageError) and error.code == "micro-batch-of-one"
+            code = "out-of-memory-of-one" if is_of_one else code
     elif search is not None:
         if not (fits := search.largest_tried(below=samples)):
             return search.error_of_smallest()

@@ -68,7 +68,7 @@ from paceline.tasks.task import SPLITS, Split, Task, call_model
 from paceline.train.compute_settings import apply_precision, set_precision
 from paceline.train.determinism import explain_missing_kernel, hardware_facts
 from paceline.train.evaluate import eval_mode, try_evaluation
-from paceline.train.memory import MicroBatchSearch, compute_first_samples
+from paceline.train.memory import MicroBatchSearch, can_compute_alone, compute_first_samples
 from paceline.train.optimizer import LRSchedule, configured_optimizer_maker, describe_optimizer, scaled_lr, schedule_for
 from paceline.train.parallelism import ParallelConfig, ParallelPlan, parallelize_model
 from paceline.train.step import TaskSteps, weighted_losses
@@ -225,7 +225,7 @@ def split_into_micro_batches(
     search = MicroBatchSearch([replica], world, portion, partial(all_gather_object, world=world))
     steps = TaskSteps(replica, task.loss, scale=make_loss_scale(config.compute.precision))
     merged = len(share) if config.model.batchnorm == "sync" else 1
-    is_alone = steps.can_compute_alone
+    is_alone = can_compute_alone(replica)
     replica.model.train()
     with raise_on_all_ranks(world), preserve_generator_states():
         index = index_of_largest(dataset, plan.seed, loading)

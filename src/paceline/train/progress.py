@@ -73,7 +73,7 @@ class TrainingProgress(RunRecorder):
         self.stream: Stream | None = None
         """The training data, if they are a stream."""
         self.micro_batches: Sequence[MicroBatch] = ()
-        """of this rank in the current step of a session"""
+        """of this rank in the current step of a session or a stream"""
         self.is_open = False
         """Whether the run has a folder and `open_run` has claimed it."""
         self._restore(origin)

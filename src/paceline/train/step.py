@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 from msgspec.structs import replace
 from torch import Tensor
 
-from paceline.collectives.batchnorm import SyncBatchNorm
 from paceline.collectives.buckets import trainable_parameters
 from paceline.compute.memory import is_out_of_memory
 from paceline.data.loader import MicroBatch, PrefetchTrigger
@@ -32,7 +31,7 @@ from paceline.stepping.trained_model import LossScale, ModelInTraining
 from paceline.strategies.base import Strategy
 from paceline.strategies.buffers import ignore_batch
 from paceline.tasks.task import Loss, call_model
-from paceline.train.memory import explain_out_of_memory
+from paceline.train.memory import can_compute_alone, explain_out_of_memory
 from paceline.train.optimizer import LRSchedule
 from paceline.train.step_record import PhaseClock, PhaseEvents, StepRecord
 
@@ -224,13 +223,6 @@ class TaskSteps(Step):
             self._compute(trial_batch)
         self._replica.model.zero_grad(set_to_none=True)
 
-    @property
-    def can_compute_alone(self) -> bool:
-        """Whether forward and backward have no collective, so that a rank can repeat them."""
-        replica = self._replica
-        has_sync = any(isinstance(module, SyncBatchNorm) for module in replica.model.modules())
-        return not (has_sync or replica.in_lockstep or replica.parts is not None or replica.pipeline is not None)
-
     def _explain_out_of_memory(self, where: str, batch: MicroBatch) -> PacelineError:
         replica, samples = self._replica, len(batch.work.indices)
 
@@ -239,7 +231,7 @@ class TaskSteps(Step):
             work = replace(batch.work, is_counted=False, indices=batch.work.indices[:size])
             self.try_batch(replace(batch, inputs=inputs, targets=targets, work=work))
 
-        trial = compute if self.can_compute_alone else None
+        trial = compute if can_compute_alone(replica) else None
         return explain_out_of_memory([replica], replica.world, where, samples, trial)
 
 

@@ -51,7 +51,7 @@ class TaskTrainer:
         if stream is None:
             self._data = DataProgress(parts, self._page)
         else:
-            self._data = StreamProgress(parts, stream, self._page, self._progress.say)
+            self._data = StreamProgress(parts, stream, self._page, self._progress)
         self._scale = make_loss_scale(self._config.compute.precision)
         self._waited_seconds = [0.0, 0.0]  # waiting for other ranks; in total
         self._stage_lines = list[str]()
@@ -137,12 +137,13 @@ class TaskTrainer:
         )  # fmt: skip
         with closing(batches), closing(records):  # also ends the loader processes if a step fails
             for record in records:
-                self._record_step(record)
                 if record.result.skip_cause is None and parts.weight_average is not None:
                     parts.weight_average.update()
+                self._data.advance()
+                self._record_step(record)  # from here on a checkpoint may contain the step
                 if (origin := progress.rollback_point(record)) is not None:
                     return origin
-                self._data.advance(record)
+                self._data.find_end(record)
                 if (stops := self._after_step(record)) or self._evaluator.ended_early:
                     return stops
         return False

@@ -133,7 +133,7 @@ class RemoteNodes:
         self.wrong: list[str] = []  # errors of nodes that have the secret but cannot be accepted
         self._plan, self._orders = plan, orders
         self._listener: channel.Listener | None = None
-        if plan.nodes > 1 and plan.run_dir and not plan.plain_store and plan.attach < 0:
+        if plan.nodes > 1 and plan.run_dir and plan.attach < 0:
             self.files = FileServer(Path(plan.attempt_dir).resolve())
             # the other nodes read this file to check that they see the folder
             self.proof = secrets.token_hex(8)

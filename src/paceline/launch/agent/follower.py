@@ -150,7 +150,7 @@ class Follower:
         return channel.StartReply(start.generation, copies_files=self._files is not None)
 
     def _find_folder(self, attempt_dir: Path, proof: str) -> None:
-        if not proof:  # the run of a script: each host may keep its logs locally
+        if not proof:  # there is no run folder
             writing.make_folder(attempt_dir, exist_ok=True)
             return
         deadline, is_shared = time.monotonic() + LATE_FILE_SECONDS, False

@@ -249,6 +249,7 @@ def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inhe
             speeds=plan.ranks.speeds,
             balance=plan.balance,
             devices=plan.devices,
+            fixed_nodes=plan.fixed_nodes,
             transfers=inherited.transfers,
             keeps_copy=inherited.keeps_copy,
         )
