@@ -135,7 +135,8 @@ def paceline(text: str, code: int | None = 1, diagnosis: Diagnosis | None = None
         ("rank 1 (vm, pid 31585) failed: killed by SIGKILL", 137, Fate.DIED, (1,)),
         ("ranks 0, 2 (a, b) failed: exit code 1", 1, Fate.DIED, (0, 2)),
         ("all 3 ranks (vm) failed: exit code 1", 1, Fate.DIED, (0, 1, 2)),
-        ("rank 1 (vm, pid 4) had already ended, with code 0, while others ran\nso the others lost it:\n"
+        ("rank 1 (vm, pid 4) had already ended, with code 0, while others ran\n"
+         "other ranks then lost the connection to it:\n"
          "rank 2 (vm, pid 5) failed: exit code 1", 1, Fate.LEFT, (1,)),
         ("n3 is lost: it has not been heard of\nit ran rank 1; output of the ranks: x", 1, Fate.LOST, (1,)),
         ("[n3] node 1 (n3) has lost node 0 (n2): it has not been heard of for 15 s", 1, Fate.LOST, (0,)),

@@ -138,9 +138,10 @@ def format_failure(diagnosis: Diagnosis, evidence: Sequence[Evidence], *, oom_ki
     first = next(sample for sample in evidence if sample.rank == diagnosis.failed)
     end = rank_end(first)
     if end is RankEnd.LOST:
-        ranks = ", ".join(str(sample.rank) for sample in evidence if sample.lost_reason == first.lost_reason)
+        ranks = [str(sample.rank) for sample in evidence if sample.lost_reason == first.lost_reason]
         logs = f"output of the ranks: {attempt_dir}/rank-<rank>.log" if attempt_dir else "or only its agent"
-        return f"{remove_controls(first.lost_reason)}\nit ran rank {ranks}; {logs}"
+        which = f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
+        return f"{remove_controls(first.lost_reason)}\nit ran {which}; {logs}"
     alike = [sample for sample in evidence if _same_failure(sample, first)]
     lines = [f"{_name_ranks(alike, len(evidence))} failed: {_how(first, oom_kills)}", *_why(first)]
     ended_early = sorted((sample for sample in evidence if sample.code == 0), key=lambda sample: sample.ended_seconds)
@@ -148,7 +149,7 @@ def format_failure(diagnosis: Diagnosis, evidence: Sequence[Evidence], *, oom_ki
         causes = [
             f"{_name_ranks([s], len(evidence))} had already ended, with code 0, while others ran" for s in ended_early
         ]
-        lines = [*causes, "so the others lost it:", *lines]
+        lines = [*causes, "other ranks then lost the connection to it:", *lines]
     elif end is RankEnd.VICTIM:
         lines.append("it lost its peers, but no rank reported a failure of another kind")
     if first.ops and end is not RankEnd.EXCEPTION:  # the traceback of an exception is more precise

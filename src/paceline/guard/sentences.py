@@ -306,7 +306,10 @@ def _ended(evidence: Evidence) -> str:
 
 
 def _last(evidence: Evidence) -> str:
-    return f"; last it called {format_op(op := evidence.ops[-1])}{op.site and f' at {op.site}'}" if evidence.ops else ""
+    if not evidence.ops:
+        return ""
+    last = evidence.ops[-1]
+    return f"; its last call was {format_op(last)}{last.site and f' at {last.site}'}"
 
 
 def describe_locations(ranks: RankStates) -> list[str]:

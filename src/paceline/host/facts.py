@@ -247,11 +247,11 @@ NODE_RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 
 DIFFERENCE_RULES: tuple[tuple[Severity, str, Callable[[Facts], str], str], ...] = (
-    ("error", "the platform", lambda f: f.platform, "use machines with the same platform"),
+    ("error", "the platform", lambda f: f.platform, "use nodes with the same platform"),
     ("warning", "the set of GPUs", lambda f: ", ".join(gpu.name for gpu in f.gpus) or "none",
-     "the slowest GPU determines the speed: use hosts with the same GPUs"),
-    ("warning", "the GPU driver", lambda f: f.gpus[0].driver if f.gpus else "", "install the same driver on all hosts"),
-    ("warning", "the number of cores", lambda f: str(f.cores), "the slowest host determines the speed of all"),
+     "the slowest GPU determines the speed: use nodes with the same GPUs"),
+    ("warning", "the GPU driver", lambda f: f.gpus[0].driver if f.gpus else "", "install the same driver on all nodes"),
+    ("warning", "the number of cores", lambda f: str(f.cores), "the slowest node determines the speed of all"),
 )  # fmt: skip
 
 
@@ -273,20 +273,20 @@ def find_differences(hosts: Mapping[str, Facts]) -> Iterator[Finding]:
         yield from _differing(severity, subject, {name: value for name, value in values.items() if value}, remedy)
     python = {name: facts.python for name, facts in hosts.items()}
     minors = {version.rpartition(".")[0] for version in python.values()}
-    severity, remedy = "warning", "install the same Python on all hosts, or select one with --python"
+    severity, remedy = "warning", "install the same Python on all nodes, or select one with --python"
     yield from _differing("error" if len(minors) > 1 else severity, "Python", python, remedy)
     different = False
     for package in sorted({package for facts in hosts.values() for package in facts.packages}):
         values = {name: facts.packages.get(package, "missing") for name, facts in hosts.items()}
         common = Counter(value for value in values.values() if value != "missing").most_common(1)[0][0]
-        remedy = f"install one version on all hosts: pip install {package}=={common}"
+        remedy = f"install one version on all nodes: pip install {package}=={common}"
         severity = "error" if package in PACKAGES_WITH_EQUAL_VERSIONS else "warning"
         findings = [*_differing(severity, package, values, remedy)]
         different = different or (package == "paceline" and bool(findings))
         yield from findings
     if not different:  # different versions have different code
         source = {name: facts.source for name, facts in hosts.items()}
-        remedy = "install the same paceline on all hosts, or use a folder on a common file system"
+        remedy = "install the same paceline on all nodes, or use a folder on a common file system"
         yield from _differing("error", "the code of paceline", source, remedy)
 
 

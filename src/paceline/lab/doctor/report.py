@@ -47,7 +47,7 @@ class Host(Node):
         errors: dict[str, list[str]] = {}
         for (source, target), links in self.survey.links_by_address.items():
             if target == self.name and all(link.error for link in links.values()):
-                reason = "; ".join(f"{address}: {link.error}" for address, link in links.items()) or "it has no address"
+                reason = "; ".join(f"{address}: {link.error}" for address, link in links.items())
                 errors.setdefault(reason, []).append(source)
         return [(sources, reason) for reason, sources in errors.items()]
 
@@ -72,7 +72,7 @@ def _rate(bytes_per_second: float) -> str:
 
 
 def _free_space(disk: FactsAnswer) -> str:
-    return f"only {disk.disk_free / 1e9:.3g} GB free of {disk.disk_size / 1e9:.3g} GB at {disk.disk_path}"
+    return f"only {disk.disk_free / 1e9:,.3f} GB free of {disk.disk_size / 1e9:,.0f} GB at {disk.disk_path}"
 
 
 RULES: tuple[Rule, ...] = (
@@ -92,11 +92,12 @@ RULES: tuple[Rule, ...] = (
          f"{gpu.memory_used >> 20} of {gpu.memory >> 20} MiB",
          "wait for it, or choose others with CUDA_VISIBLE_DEVICES"),
     Rule("names", "warning", node_as_fact, lambda h: is_loopback(next(iter(h.facts.own_addresses), "")),
-         lambda h: f"its name {h.facts.host} resolves to {h.facts.own_addresses[0]}, which no other host can reach",
+         lambda h: f"its name {h.facts.host} resolves to {h.facts.own_addresses[0]}, which no other node can reach",
          lambda h: f"in its /etc/hosts write {h.facts.addresses[0].address if h.facts.addresses else 'its address'} "
          f"{h.facts.host}, and remove {h.facts.host} from the 127.x line"),
     Rule("ports", "error", Host.unreachable_sources, bool,
-         lambda closed: f"cannot be reached from {', '.join(closed[0])} at {closed[1]}",
+         lambda closed: f"cannot be reached from {', '.join(closed[0])} "
+         f"{f'at {closed[1]}' if closed[1] else 'because it has no address'}",
          lambda closed: f"allow connections from {', '.join(closed[0])} to all its TCP ports, because ranks use any "
          "ports: check `nft list ruleset` and `ip route get` on both sides"),
     Rule("clocks", "warning", Host.offsets_from_median_clock, lambda ahead: abs(ahead) > MAX_CLOCK_OFFSET_SECONDS,
@@ -106,7 +107,7 @@ RULES: tuple[Rule, ...] = (
     Rule("run folder", "error",
          lambda h: [(h.survey.wanted.run_dir, f.error) for name, f in h.survey.folder_access.items() if name == h.name],
          lambda access: access[1], "{0[0]}: {0[1]}".format,
-         "choose a writable --run-dir on a file system that all hosts mount (NFS, Lustre). Only `paceline train --on "
+         "choose a writable --run-dir on a file system that all nodes mount (NFS, Lustre). Only `paceline train --on "
          "ssh` also works with separate file systems"),
     Rule("disk", "error", lambda h: [h.survey.hosts[h.name]], lambda disk: disk.disk_free < NO_SPACE_BYTES,
          _free_space, FREE_SPACE_ADVICE),
@@ -122,7 +123,9 @@ RULES: tuple[Rule, ...] = (
 
 def run_checks(survey: Survey) -> list[Check]:
     by_check = {"software": [*find_differences({name: host.facts for name, host in survey.hosts.items()})]}
-    by_check["hosts"] = [Finding("error", *lost, "fix that, or remove this host") for lost in survey.lost.items()]
+    by_check["hosts"] = [
+        Finding("error", *lost, "repair it, or remove it from the nodes of the run") for lost in survey.lost.items()
+    ]
     for host in hosts_of(survey):
         for rule in RULES:
             by_check.setdefault(rule.check, []).extend(rule.findings(host))
@@ -173,7 +176,7 @@ SUMMARIES: dict[str, tuple[bool, Callable[[Survey], str]]] = {
         for h in hosts_of(s)}))),
     "gpus": (False, lambda s: "; ".join(f"{host.name}: {len(host.facts.gpus)} x {host.facts.gpus[0].name}"
                                         for host in hosts_of(s) if host.facts.gpus)),
-    "names": (True, lambda _: "each host name resolves to that host, on all hosts"),
+    "names": (True, lambda _: "each host name resolves to its node, on all nodes"),
     "ports": (True, _ports),
     "clocks": (True, lambda s: f"all within {max(map(abs, s.clock_offsets.values()), default=0):.2g} s"),
     "run folder": (False, lambda s: f"{s.wanted.run_dir} is writable; visible on {', '.join(s.folder_access)}"),
