@@ -140,7 +140,6 @@ def test_an_unshared_run_folder_is_named(doctor: Doctor, lab: Lab, tmp_path: Pat
     lab.hide("n2", tmp_path / "shared")
     report = doctor("--quick", "--run-dir", str(tmp_path / "shared" / "run"))
     assert report.findings == [("run folder", "error", "n2")]
-    assert "all hosts mount" in report.words
     assert list((tmp_path / "shared").iterdir()) == []  # the probe is gone again
 
 
