@@ -135,7 +135,7 @@ def train(strategy: str, options: str, size: int) -> None:
         words = [*words_of(options, size), "--strategy", strategy, "--device", "cpu", "--run-dir", f"{folder}/run"]
         config = command.parse(words if "--steps" in words else [*words, "--steps", "2"])
         check_values(config)
-        check_training(config, size)
+        check_training(config, size, size)
         train(config)
 
 
