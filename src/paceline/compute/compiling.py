@@ -39,8 +39,13 @@ def compile_model(model: nn.Module, device: torch.device) -> None:
     Call it last, after `autocast_bf16`, and before a strategy is applied. A call that torch cannot compile raises
     TrainingError, with the end of torch's message.
 
+    Args:
+        model: changed in place.
+        device: where the model computes. torch needs Triton and a C compiler for a GPU, and a C++ compiler for the CPU.
+
     Raises:
-        UsageError: if the compiler that torch needs is missing, or the cache cannot be created or is not private.
+        UsageError: if the compiler that torch needs is missing, if the cache cannot be created or is not private, or
+            if the forward of the model cannot be replaced.
     """
     why = missing_compiler_reason(device)
     if why:
@@ -88,8 +93,13 @@ def use_cuda_graphs(model: nn.Module, device: torch.device) -> None:
     A call of the model raises TrainingError for too many shapes, for a recording whose results differ from those of the
     model, and for a model that cannot be recorded.
 
+    Args:
+        model: changed in place. It must be called with tensors as positional arguments, and have at most 8 different
+            shapes of inputs in training.
+        device: the GPU on which the model computes.
+
     Raises:
-        UsageError: if `device` is not a GPU.
+        UsageError: if `device` is not a GPU, or if the forward of the model cannot be replaced.
     """
     if device.type != "cuda":
         raise UsageError(code="cuda-graphs-on-cpu")

@@ -98,8 +98,16 @@ def checkpoint_activations(model: nn.Module, rule: str) -> list[str]:
     Call it before a strategy is applied. It changes the model in place. Names, state and the bits of all results do not
     change.
 
-    `rule`: comma-separated patterns of names or classes of modules. A pattern that matches no module raises UsageError.
-    Returns the names of the modules.
+    Args:
+        model: the model. Hugging Face models do not use their cache of keys and values in training.
+        rule: comma-separated patterns of names or classes of modules, e.g. "blocks.*,Attention". If a module and a
+            module inside it match, only the outer one is selected.
+
+    Returns:
+        The names of the selected modules.
+
+    Raises:
+        UsageError: a pattern matches no module, or the forward of a selected module cannot be replaced.
     """
     modules = find_matching_modules(model, rule, flag="checkpoint_activations")
     for module in model.modules():

@@ -61,10 +61,17 @@ def bf16_unsupported_reason(device: torch.device) -> str:
 
 
 def autocast_bf16(model: nn.Module, device: torch.device) -> None:
-    """Run `model`'s forward under bf16 autocast, with four-dimensional inputs in channels-last format.
+    """Run `model`'s forward under bf16 autocast. Its outputs are float32, and so are loss and metrics.
 
-    The outputs are float32, and so are loss and metrics. Call it after `checkpoint_activations`,
-    before a strategy is applied.
+    Call it after `checkpoint_activations`, before a strategy is applied. If the model has two-dimensional convolutions,
+    its inputs (N, C, H, W) get the channels-last format, on a GPU its weights too.
+
+    Args:
+        model: changed in place. Its parameters keep their type.
+        device: where the model computes. This function does not check that the device supports bf16.
+
+    Raises:
+        UsageError: the forward cannot be replaced: a ScriptModule, or a forward that was set on the instance.
     """
     _in_half(model, device, torch.bfloat16)
     override_members(model, computes_in_bf16=True)

@@ -94,7 +94,9 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
     def gather(self, indices: Tensor, draws: SampleRandomNumbers | None = None) -> tuple[Tensor, Tensor]:
         """The batch of samples `indices`: inputs (n, ...) and targets (n, ...).
 
-        Without `draws`, the random numbers belong to seed 0 and epoch 0.
+        Args:
+            indices: (n,) int64.
+            draws: the random numbers for `augment`. None: those of seed 0 and epoch 0.
         """
         inputs = _rows(self.inputs, indices)
         if self.transform is not None:
@@ -171,8 +173,19 @@ def on_device(
     """Move a dataset of tensors or arrays to `device`, if it fits there. Otherwise return it unchanged.
 
     A GPU then gathers its batches without copies from the host. A dataset with a `collate` function is not moved,
-    because the function makes batches on the CPU. The maximum size of the data is `free_bytes`, by default a quarter of
-    the free memory after `reserved` bytes.
+    because the function makes batches on the CPU.
+
+    Args:
+        dataset: an ArrayDataset or a TensorDataset. Others are returned unchanged.
+        device: the GPU. For the CPU, the dataset is returned unchanged.
+        reserved: bytes of the free memory that the data must not use, e.g. for activations. It has no effect with
+            `free_bytes`.
+        free_bytes: maximum size of the data in bytes. None: a quarter of the free memory after `reserved`.
+        collate: the function that makes a batch of samples, if there is one.
+
+    Returns:
+        A dataset of the same kind with its data on `device`; or `dataset` itself if the data do not fit, or if
+        `transform` or `augment` fail on them there.
     """
     arrays = dataset_arrays(dataset)
     if device.type == "cpu" or arrays is None or collate is not None:

@@ -70,9 +70,13 @@ class MicroBatch(Struct, frozen=True):
     """The data of one forward and backward, and its position in the run."""
 
     inputs: Any
+    """The inputs of the model, on the device: a tensor, or tensors in tuples, lists and dicts."""
     targets: Any
+    """The targets, for the loss. If the dataset returns dicts, the same dict as `inputs`."""
     work: MicroBatchPlan
+    """The samples and the position: epoch, step, virtual rank and number of the micro-batch."""
     random_seed: int
+    """The seed of the random stream (e.g. for dropout) in the forward."""
     samples: int | None = None
     """The number of samples, if a collate function may have dropped some; None: those of `work`."""
 
@@ -84,9 +88,11 @@ class LoadingOptions:
     device: torch.device
     num_workers: int = 0
     collate: Callable[[list[Any]], Any] | None = None
+    """Samples -> batch. None: torch's default_collate; data held as tensors or arrays are gathered instead."""
     page: StatusPage | None = None
     """The worker processes write the index of their current sample there."""
     evaluates: bool = False
+    """Whether the batches are for an evaluation. For a GPU, the next batch is then loaded before it is requested."""
     ahead: PrefetchTrigger = field(default_factory=PrefetchTrigger)
     """In training, a step calls it when the batches of the next step can be started."""
     workers: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -99,7 +105,11 @@ class LoadingOptions:
     )
 
     def worker_settings(self, seed: int) -> dict[str, Any]:
-        """Arguments of DataLoader. With `seed` it does not take the seed of its workers from the global stream."""
+        """Arguments of DataLoader. With `seed` it does not take the seed of its workers from the global stream.
+
+        Args:
+            seed: of the worker processes.
+        """
         settings: dict[str, Any] = {"num_workers": self.num_workers, "generator": torch.Generator().manual_seed(seed)}
         if not self.num_workers:
             return settings
@@ -108,7 +118,11 @@ class LoadingOptions:
         return {**settings, **self.workers, "worker_init_fn": start, "persistent_workers": is_kept}
 
     def kept_loader(self, make: Callable[[], DataLoader[Any]]) -> DataLoader[Any]:
-        """The loader whose worker processes remain from the previous epoch, or a new one."""
+        """The loader whose worker processes remain from the previous epoch, or a new one.
+
+        Args:
+            make: makes a new one.
+        """
         if self.kept_loaders is None or not self.num_workers:
             return make()
         if self.evaluates not in self.kept_loaders:
@@ -120,7 +134,23 @@ def load_steps(
     dataset: Dataset[Any], plan: BatchPlan, share: range, loading: LoadingOptions, *, start: int, stop: int,
     merged: bool = False,
 ) -> Generator[list[MicroBatch]]:  # fmt: skip
-    """Yield, for each step start..stop-1 of the run, the micro-batches of the rank with the virtual ranks `share`."""
+    """Yield, for each step start..stop-1 of the run, the micro-batches of the rank with the virtual ranks `share`.
+
+    Args:
+        dataset: a map-style dataset of (input, target) pairs or dicts, equal on all ranks.
+        plan: which samples each step uses, and the seed of their random augmentations.
+        share: the virtual ranks that this rank computes, as a World returns them.
+        loading: how batches are fetched, and on which device they are.
+        start: the first step, counted from the start of the run, over all epochs.
+        stop: the step after the last one.
+        merged: whether the k-th micro-batches of all these virtual ranks become one, for synchronised batch norm.
+
+    Yields:
+        At least one micro-batch per step. A rank without samples in a step gets a dummy batch, which does not count.
+
+    Raises:
+        UsageError: the items of the dataset are neither (input, target) pairs nor dicts.
+    """
     steps = (
         plan_rank_micro_batches(plan, *divmod(step, plan.steps_per_epoch), share, merged=merged)
         for step in range(start, stop)

@@ -54,12 +54,19 @@ class BatchPlan:
     parts_of_stream = 0  # 0: not a stream
 
     num_samples: int
+    """The number of samples in the dataset."""
     global_batch: int
+    """The number of samples per step, over all ranks."""
     virtual_ranks: int = 1
+    """The number of virtual ranks, to which each global batch is distributed."""
     accumulation: int = 1
+    """The number of micro-batches per virtual rank and step."""
     seed: int = 0
+    """The seed of the order of the samples, and in `load_steps` of random augmentations and dropout."""
     shuffle: bool = True
+    """Whether each epoch has a new random order. Otherwise it has that of the dataset."""
     last_batch: LastBatch = "keep"
+    """For the last, incomplete global batch of an epoch: "keep", "drop", or "pad" with repeated samples."""
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "global_batch", "virtual_ranks", "accumulation"):
@@ -92,7 +99,15 @@ class BatchPlan:
         return self.num_samples if self.last_batch == "keep" else self.steps_per_epoch * self.global_batch
 
     def global_indices(self, epoch: int, step: int) -> Tensor:
-        """(n,) int64: all samples of global batch `step` of `epoch`; n = `global_batch`, or less in the last batch."""
+        """(n,) int64: all samples of global batch `step` of `epoch`; n = `global_batch`, or less in the last batch.
+
+        Args:
+            epoch: from 0.
+            step: number of the step in the epoch, from 0.
+
+        Raises:
+            IndexError: the epoch has no such step.
+        """
         if not 0 <= step < self.steps_per_epoch:
             raise IndexError(f"step {step} is outside an epoch of {self.steps_per_epoch} steps")
         start, count = step * self.global_batch, self.num_samples
@@ -103,21 +118,53 @@ class BatchPlan:
         return shuffled_indices(positions, self.num_samples, self.seed, epoch) if self.shuffle else positions
 
     def indices(self, epoch: int, step: int, virtual_rank: int) -> Tensor:
-        """(n,) int64: the portion of `virtual_rank`. n differs by at most one between virtual ranks, and can be 0."""
+        """(n,) int64: the portion of `virtual_rank`. n differs by at most one between virtual ranks, and can be 0.
+
+        Args:
+            epoch: from 0.
+            step: number of the step in the epoch, from 0.
+            virtual_rank: from 0.
+
+        Raises:
+            IndexError: there is no such step or virtual rank.
+        """
         if not 0 <= virtual_rank < self.virtual_ranks:
             raise IndexError(f"virtual rank {virtual_rank} is not in 0..{self.virtual_ranks - 1}")
         return self.global_indices(epoch, step)[virtual_rank :: self.virtual_ranks]
 
     def parts(self, epoch: int, step: int) -> int:
-        """The number of micro-batches in this step: `accumulation`, minus those that would be empty on all ranks."""
+        """The number of micro-batches in this step: `accumulation`, minus those that would be empty on all ranks.
+
+        Args:
+            epoch: from 0.
+            step: number of the step in the epoch, from 0.
+
+        Raises:
+            IndexError: the epoch has no such step.
+        """
         return len(self.microbatches(self.global_indices(epoch, step), 0))
 
     def microbatch(self, epoch: int, step: int, virtual_rank: int, part: int) -> Tensor:
-        """(n,) int64: micro-batch `part` of the virtual rank's portion, which is split into nearly equal parts."""
+        """(n,) int64: micro-batch `part` of the virtual rank's portion, which is split into nearly equal parts.
+
+        Args:
+            epoch: from 0.
+            step: number of the step in the epoch, from 0.
+            virtual_rank: from 0.
+            part: from 0, below `parts(epoch, step)`.
+
+        Raises:
+            IndexError: there is no such step or part.
+        """
         return self.microbatches(self.global_indices(epoch, step), virtual_rank)[part]
 
     def microbatches(self, whole: Tensor, virtual_rank: int) -> Sequence[Tensor]:
-        """All micro-batches of the virtual rank's portion of a global batch `whole`, (n,) int64."""
+        """All micro-batches of the virtual rank's portion of a global batch, (k,) int64 each. k can be 0.
+
+        Args:
+            whole: (n,) int64, the samples of the global batch, as from `global_indices`.
+            virtual_rank: from 0.
+        """
         portion = whole[virtual_rank :: self.virtual_ranks]
         parts = min(self.accumulation, -(-whole.numel() // self.virtual_ranks))
         return (portion,) if parts == 1 else portion.tensor_split(parts)
@@ -172,6 +219,11 @@ def virtual_ranks_of(virtual_ranks: int, rank: int, world_size: int) -> range:
     """The virtual ranks that `rank` computes, if all ranks are equally fast. See `assign_virtual_ranks`.
 
     Example: 8 virtual ranks on 3 ranks are 0-1, 2-4, 5-7.
+
+    Args:
+        virtual_ranks: number of virtual ranks of the run.
+        rank: from 0.
+        world_size: number of ranks.
 
     Raises:
         UsageError: with more ranks than virtual ranks, because some ranks would have no work.

@@ -38,7 +38,9 @@ class World:
     local_rank: int
     local_size: int
     device: torch.device
+    """The device of this process."""
     backend: str
+    """The backend of torch.distributed: nccl, xccl, gloo or mpi."""
     group: dist.ProcessGroup | None = None
     """The process group of these ranks; None: the default group."""
     speeds: tuple[float, ...] = ()
@@ -49,7 +51,11 @@ class World:
     """The world along each dimension of the mesh: see `along`."""
 
     def along(self, name: str) -> "World":
-        """The world of the ranks that differ only in this dimension of the mesh; without it, this rank alone."""
+        """The world of the ranks that differ only in this dimension of the mesh; without it, this rank alone.
+
+        Args:
+            name: "pipeline", "data", "shard", "context" or "tensor"; or "batch" for data and shard together.
+        """
         return self.dimensions.get(name) or World(0, 1, 0, 1, self.device, self.backend)
 
     @property
@@ -61,11 +67,25 @@ class World:
         return self if self.mesh is None else self.along("batch")
 
     def shares(self, virtual_ranks: int) -> list[range]:
-        """The virtual ranks that each rank computes. Raises UsageError with more ranks than virtual ranks."""
+        """The virtual ranks that each rank computes, by rank.
+
+        Args:
+            virtual_ranks: number of virtual ranks of the run.
+
+        Raises:
+            UsageError: with more ranks than virtual ranks.
+        """
         return assign_virtual_ranks(virtual_ranks, self.size, self.speeds)
 
     def share(self, virtual_ranks: int) -> range:
-        """The virtual ranks that this rank computes."""
+        """The virtual ranks that this rank computes.
+
+        Args:
+            virtual_ranks: number of virtual ranks of the run.
+
+        Raises:
+            UsageError: with more ranks than virtual ranks.
+        """
         return self.shares(virtual_ranks)[self.rank]
 
     @cached_property
@@ -108,11 +128,20 @@ def process_group(
 ) -> Generator[World]:
     """A context with torch.distributed's default process group, which is destroyed at the end and on an error.
 
-    Every collective times out after `timeout_seconds`, and the wait for the other ranks after `meeting_seconds`. A
-    single process also gets a group, so that its code can use collectives. That group opens no port.
+    All ranks must enter it. A single process also gets a group, so that its code can use collectives. That group opens
+    no port. A GPU `world.device` becomes the current device, and the process runs on the CPU cores near it.
+
+    Args:
+        world: of this process, e.g. from `World.from_env`.
+        timeout_seconds: after this time a collective fails.
+        meeting_seconds: how long to wait for the other ranks at the start. Not used by backend mpi.
+
+    Yields:
+        `world`.
 
     Raises:
-        UsageError: another job answers at the rendezvous, or two processes claim one rank.
+        UsageError: the process already has a group, another job answers at the rendezvous, two processes claim one
+            rank, or two ranks have the same GPU and the backend does not support it.
         TrainingError: some ranks have not connected.
     """
     HangGuard.of_process().watch_torch()  # before the group, so that the guard records its connections

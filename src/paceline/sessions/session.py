@@ -275,6 +275,16 @@ class Session:
         """The remaining epochs of `count`: 0, 1, ..., after a resume from the interrupted epoch on.
 
         Each call begins with epoch 0. After a resume, a call that had ended before the checkpoint yields no epoch.
+
+        Args:
+            count: number of epochs of the run, at least 1. It includes the epochs before a resume.
+
+        Yields:
+            The number of the epoch, from 0.
+
+        Raises:
+            UsageError: when the loop begins, if `count` is below 1; at the start of an epoch, if the session has ended
+                or an iterator over a loader is still open.
         """
         return self._loop.epochs(count)
 
@@ -325,10 +335,20 @@ class Session:
         return [part for part in self._state.models if any(part_by_id[key] is part for key in wanted_ids)]
 
     def clip_grad_norm(self, max_norm: float, model: nn.Module | None = None) -> Tensor:
-        """Scale all gradients so that their global norm is at most `max_norm`. Returns the norm before, ().
+        """Scale the gradients of a model so that their global norm is at most `max_norm`.
 
         It equals torch's clip_grad_norm_, also if gradients are sharded (a collective then). Before the last
         micro-batch of a step it does nothing and returns 0.
+
+        Args:
+            max_norm: the largest norm. Gradients with a smaller norm, or with one that is not finite, do not change.
+            model: as `prepare` has returned it. None: the only model.
+
+        Returns:
+            The norm before, () on `s.device`.
+
+        Raises:
+            UsageError: the model was not prepared, or it is None and the session does not have exactly one.
         """
         if self._steps.micro_step is not None and not self._steps.micro_step.is_last:
             return torch.zeros((), device=self.device)
@@ -336,7 +356,14 @@ class Session:
         return torch.full((), norm, dtype=torch.float64, device=self.device)
 
     def log(self, values: Mapping[str, float] | None = None, **more: float) -> None:
-        """Log numbers of the loop: rank 0 prints them and writes them to the run folder."""
+        """Log numbers of the loop: rank 0 prints them and writes them to the run folder.
+
+        It is not a collective: rank 0 logs the numbers that it has. Add them up over ranks first, with `sum` or `mean`.
+
+        Args:
+            values: numbers by name: floats, or tensors with one element.
+            more: further numbers as keyword arguments, as in s.log(accuracy=0.9).
+        """
         if self._loop.in_trial:
             return
         numbers = {name: float(value) for name, value in {**(values or {}), **more}.items()}
@@ -356,7 +383,19 @@ class Session:
         return {} if self._observer is not None else self._progress.use.speed(self._progress.throughput.recent_rate())
 
     def weights(self, model: nn.Module | None = None) -> dict[str, Tensor]:
-        """The state dict of the whole model, with buffers merged over virtual ranks (a collective)."""
+        """The state dict of the whole model, with buffers merged over virtual ranks (a collective).
+
+        Args:
+            model: as `prepare` has returned it. None: the only model.
+
+        Returns:
+            Parameters and persistent buffers by their names in the model, as copies, on every rank. The parameters are
+            whole, also if the strategy shards them. With strategy fsdp they are on the CPU.
+
+        Raises:
+            UsageError: the model was not prepared, or it is None and the session does not have exactly one.
+            TrainingError: the state differs between ranks, for example after a bit flip.
+        """
         return self._weights(self._part(model))
 
     def _weights(self, part: PreparedModel, names: Collection[str] | None = None) -> dict[str, Tensor]:
@@ -407,7 +446,21 @@ class Session:
             yield
 
     def sum(self, *numbers: float | Tensor) -> Any:
-        """The sum of a number over all ranks, as a float. For several numbers, a tuple of sums (a collective)."""
+        """The sum of a number over all ranks, as a float. For several numbers, a tuple of sums (a collective).
+
+        All ranks call it from the same line of the program, with the same count of numbers.
+
+        Args:
+            numbers: floats, or tensors with one element. They are added in float64.
+
+        Returns:
+            The sum, the same on all ranks; for several numbers a tuple with a sum for each.
+
+        Raises:
+            UsageError: in a loop body that ranks run different numbers of times. In training, call it under
+                `if s.last:`; in an evaluation, after the loop.
+            TrainingError: on one rank, if ranks have called it from different lines; ReportedByPeer on the others.
+        """
         moment = self._check_collective_position()
         values = [float(number) for number in numbers]
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -415,7 +468,19 @@ class Session:
         return sums[0] if len(sums) == 1 else tuple(sums)
 
     def mean(self, total: float | Tensor, count: float | Tensor) -> float:
-        """The sum of `total` over all ranks, divided by that of `count` (a collective)."""
+        """The sum of `total` over all ranks, divided by that of `count` (a collective).
+
+        Args:
+            total: a sum over the samples of this rank, e.g. the number of correct predictions.
+            count: the number of these samples; 0 for a rank without samples.
+
+        Returns:
+            The mean over the samples of all ranks, the same on all ranks.
+
+        Raises:
+            UsageError: all counts are 0; and as `sum`.
+            TrainingError: as `sum`.
+        """
         total, count = self.sum(total, count)
         if count == 0:
             raise UsageError(code="mean-of-nothing")
@@ -425,13 +490,31 @@ class Session:
         return mean
 
     def any(self, flag: bool | Tensor) -> bool:
-        """Whether `flag` is true on any rank; the same result on all ranks (a collective)."""
+        """Whether `flag` is true on any rank; the same result on all ranks (a collective).
+
+        Args:
+            flag: the value of this rank, e.g. whether it wants to stop. A tensor must have one element.
+
+        Raises:
+            UsageError, TrainingError: as `sum`.
+        """
         return self.sum(float(bool(flag))) > 0
 
     def gather(self, values: Tensor) -> Tensor:
         """(n, ...) on each rank -> (sum of n, ...) on every rank, in rank order, without padding (a collective).
 
         In an evaluation loop, for one value per sample of the batch, the result is in the order of the batch.
+
+        Args:
+            values: (n, ...) on `s.device`. n may differ between ranks and may be 0; the dtype and the other dimensions
+                are equal.
+
+        Returns:
+            (sum of n, ...), a copy without gradients, the same on all ranks.
+
+        Raises:
+            UsageError: `values` has no dimension, or the ranks' dtypes or other dimensions differ; and as `sum`.
+            TrainingError: as `sum`.
         """
         from paceline.train.metrics import sort_rows, virtual_rank_order
 
@@ -459,6 +542,9 @@ class Session:
         Each rank has updated its object with its samples. The object does not change: reset it before the next
         evaluation.
 
+        Args:
+            metric: an object of torchmetrics, or a collection of them, of the same type on all ranks.
+
         Returns:
             The result of `metric.compute()` on one process, equal on all ranks.
 
@@ -472,13 +558,25 @@ class Session:
     def main(self, act: Callable[..., Any], *arguments: Any) -> Any:
         """Call `act` on rank 0 while the other ranks wait (a collective).
 
-        Returns its result on rank 0, and None on other ranks. An error in it ends all ranks.
+        Args:
+            act: a function, which must not call a collective.
+            arguments: its positional arguments.
+
+        Returns:
+            The result of `act` on rank 0, and None on the other ranks.
+
+        Raises:
+            Exception: the error of `act`, on rank 0; ReportedByPeer on the others.
         """
         with raise_on_all_ranks(self.world, prepares=False):
             return act(*arguments) if self.rank == 0 else None
 
     def print(self, *words: Any) -> None:
-        """Print, on rank 0 only."""
+        """Print, on rank 0 only.
+
+        Args:
+            words: values to print, separated by spaces, as with the built-in print.
+        """
         self._run.print(*words)
 
     def __enter__(self) -> Self:
@@ -496,7 +594,13 @@ class Session:
             raise self._loop.failure
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the session, with an error if there is one. Also called at the end of the process."""
+        """End the session, with an error if there is one. Also called at the end of the process.
+
+        A second call does nothing. The end of a `with` block calls it too.
+
+        Args:
+            error: the error that has ended the loop, which is recorded as the failure of the run. None: a regular end.
+        """
         if self._loop.is_closed or os.getpid() != self._run.pid:  # a worker process of a loader also calls this
             return
         if self._observer is not None and self._loop.is_open and isinstance(error or SystemExit(), SystemExit):

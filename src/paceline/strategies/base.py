@@ -78,6 +78,7 @@ class Strategy:
         Args:
             model: the plain model, for evaluation and saving.
             optimizer: over the model's parameters, or over pieces of them.
+            world: the ranks of the training, and the device of this rank.
             virtual_ranks: number for which the run is defined. Default: the world size.
             module: the module for the training forward. Default: the model.
             reducer: sums gradients over ranks. None: this rank computes all of them.
@@ -103,7 +104,12 @@ class Strategy:
         self.buffers = VirtualRankBuffers(model, world, self.virtual_ranks)
 
     def join(self, parts: WholeModelView, world: World) -> None:
-        """Train a part of a model whose other parts are on other ranks of `world`."""
+        """Train a part of a model whose other parts are on other ranks of `world`.
+
+        Args:
+            parts: computes weights, gradients and state of the whole model from those of the parts.
+            world: all ranks of the training, with their mesh.
+        """
         self.parts, self.world, self.sharded = parts, world, True
 
     # a micro-batch
@@ -111,7 +117,10 @@ class Strategy:
     def enter(self, batch: MicroBatch, is_last: bool, around: AbstractContextManager[Any] | None = None) -> None:
         """Begin a micro-batch: load its buffers into the model.
 
-        `is_last`: it is this rank's last one of the step. `around`: a context of a strategy, until `leave`.
+        Args:
+            batch: the micro-batch.
+            is_last: whether it is this rank's last one of the step.
+            around: a context of a strategy, until `leave`. None: no context.
         """
         work = batch.work
         is_dummy = not (work.is_counted or work.is_repeated)
@@ -127,7 +136,11 @@ class Strategy:
             self.buffers.enter(work)
 
     def leave(self, error: BaseException | None = None) -> None:
-        """End the micro-batch. With an `error`, drop its changes of buffers."""
+        """End the micro-batch that `enter` has begun.
+
+        Args:
+            error: the error of its forward or backward. The changes of buffers are then dropped. None: no error.
+        """
         inside, self._inside = self._inside, None
         if inside is None and not self.buffers.is_idle:
             self.buffers.leave(failed=error is not None)
@@ -136,22 +149,39 @@ class Strategy:
 
     @contextmanager
     def alone(self, batch: MicroBatch) -> Generator[None]:
-        """Inside, a forward of the plain model has the random stream and the buffers of `batch`."""
+        """Inside, a forward of the plain model has the random stream and the buffers of `batch`.
+
+        Args:
+            batch: a micro-batch of a virtual rank.
+        """
         with seeded_random_stream(batch.random_seed, self.world.device), self.buffers.micro_batch_context(batch.work):
             yield
 
     def begin_backward(self, work: MicroBatchPlan, is_last: bool) -> None:
-        """Begin a backward inside a micro-batch. `is_last`: it is the last one of the step on this rank."""
+        """Begin a backward inside a micro-batch.
+
+        Args:
+            work: of the current micro-batch.
+            is_last: whether it is the last backward of the step on this rank.
+        """
         if self.reducer is not None:
             self.reducer.begin_backward(work.virtual_rank, is_last=is_last, counted=work.is_counted)
 
     def end_backward(self, error: BaseException | None = None) -> None:
-        """End a backward. May raise an error that explains `error` better."""
+        """End a backward. May raise an error that explains `error` better.
+
+        Args:
+            error: the error of the backward. None: no error.
+        """
         if self.reducer is not None:
             self.reducer.end_backward(failed=error is not None)
 
     def on_gradient(self, act: Callable[[Tensor], None]) -> None:
-        """Call `act` with a parameter in each backward that reaches the last layer, also in those of the loop."""
+        """Call `act` with a parameter in each backward that reaches the last layer, also in those of the loop.
+
+        Args:
+            act: called after the gradient of that parameter has been added to its .grad.
+        """
         self.parameters[-1].register_post_accumulate_grad_hook(act)
 
     # gradients
@@ -161,9 +191,16 @@ class Strategy:
 
         Call it under `torch.no_grad()`.
 
+        Args:
+            divisor: a number, or a tensor () on the device, for example the number of samples in the global batch.
+
         Returns:
             Whether the gradients are finite, the same on all ranks. Deferred: not read from the device yet. None: not
             checked.
+
+        Raises:
+            UsageError: a parameter that was frozen when the strategy was applied requires a gradient now, or buffers
+                cannot be merged over virtual ranks.
         """
         for name, parameter in self._frozen.items():
             if parameter.requires_grad:
@@ -190,7 +227,12 @@ class Strategy:
         self.clear_pieces((), set_to_none=True)
 
     def clear_gradients(self, optimizer: Optimizer, *, set_to_none: bool) -> None:
-        """Clear the gradients of the model, except of parameters that other optimizers train."""
+        """Clear the gradients of the model, except of parameters that other optimizers train.
+
+        Args:
+            optimizer: one of `optimizers`, whose zero_grad was called.
+            set_to_none: set .grad to None. Otherwise fill it with zeros, unless `hides_gradients`.
+        """
         others = {
             p for one, own in zip(self.optimizers, self.trained, strict=True) if one is not optimizer for p in own
         }
@@ -203,7 +245,12 @@ class Strategy:
         self.clear_pieces(others, set_to_none=set_to_none)
 
     def clear_pieces(self, kept: Collection[nn.Parameter], *, set_to_none: bool) -> None:
-        """Clear the gradients of this rank's pieces of parameters, except those of the parameters `kept`."""
+        """Clear the gradients of this rank's pieces of parameters. Without pieces it does nothing.
+
+        Args:
+            kept: parameters whose pieces keep their gradients.
+            set_to_none: remove the gradients. Otherwise fill them with zeros.
+        """
 
     def gradients(self) -> list[TensorShard]:
         """This rank's gradients of the global batch's mean, by parameter, without unused parameters."""
@@ -217,6 +264,12 @@ class Strategy:
         """The global norm of the gradients (a collective if they are sharded).
 
         When it is read, all gradients are scaled so that the norm is at most `max_norm`, unless it is not finite.
+
+        Args:
+            max_norm: the largest norm.
+
+        Returns:
+            The norm before. `result()` reads it from the device.
         """
         tensors = [shard.tensor for shard in self._gradients()]
         norm = self._gradient_norm(tensors) if self.parts is None else self.parts.gradient_norm(self.gradients())
@@ -229,6 +282,9 @@ class Strategy:
         """The same without a read, if this rank has whole float32 gradients: the norm, (1,) float64.
 
         If it is not finite, the gradients are not valid.
+
+        Args:
+            max_norm: the largest norm.
         """
         tensors = [shard.tensor for shard in self._gradients()]
         norm = self._norm_on_device(tensors)
@@ -244,7 +300,11 @@ class Strategy:
         return is_single_device and all(map(skips_on_device, self.optimizers))
 
     def step_unless(self, found_inf: Tensor) -> None:
-        """Update, unless `found_inf` is 1: () float32 on the device, 1 or 0. `undo_buffers` is for that case."""
+        """Update, unless `found_inf` is 1. `undo_buffers` is for that case.
+
+        Args:
+            found_inf: () float32 on the device, 1 or 0.
+        """
         for optimizer in self.optimizers:
             vars(optimizer)["found_inf"] = found_inf  # torch's fused kernels skip the step if it is exactly 1
         try:
@@ -296,7 +356,11 @@ class Strategy:
     def weights(self, names: Collection[str] | None = None) -> Mapping[str, Tensor]:
         """Current whole parameters and persistent buffers, by the names of the model (a collective).
 
-        `names`: only these, without gathering others. None: all.
+        Args:
+            names: only these, without gathering others. None: all.
+
+        Returns:
+            The tensors by name. They may share memory with the model.
         """
         weights = self._weights(names) if self.parts is None else self.parts.weights(self._weights, self._state)
         return weights if names is None else {name: weights[name] for name in names}
@@ -319,7 +383,11 @@ class Strategy:
         return optimizer_shards(self.model, self.optimizer)
 
     def load(self, source: Source) -> None:
-        """Restore a state, which may come from any strategy and any number of ranks."""
+        """Restore a state, which may come from any strategy and any number of ranks.
+
+        Args:
+            source: the saved state, in memory or on disk.
+        """
         self._load(source if self.parts is None else self.parts.part_source(source))
         if self.average is not None:
             self.average.load(source)

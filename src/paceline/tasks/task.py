@@ -33,6 +33,7 @@ class CallbackState:
     loss: float
     """The mean loss of the last global batch."""
     lr: float
+    """The learning rate of the last step, of the optimizer's first parameter group."""
     grad_norm: float | None
     """The global gradient norm before clipping; None without clipping."""
     metrics: Mapping[str, float]
@@ -40,7 +41,9 @@ class CallbackState:
     model: nn.Module
     """The plain model. With fsdp its parameters are sharded."""
     rank: int
+    """The rank of this process, from 0."""
     world_size: int
+    """The number of ranks."""
     stop: Callable[[], None]
     """Ends the training on all ranks after the next step, which then counts as the last one. One rank may call it."""
 
@@ -58,10 +61,12 @@ class Task:
     """
 
     make_model: Callable[[], nn.Module]
+    """Makes the model, without arguments. Each rank calls it with the same random numbers, which depend on --seed."""
     make_dataset: Callable[[Any], Dataset[Any]]
     """Split -> its dataset of (input, target) pairs or dicts (then the dict is both), equal on all ranks. The dataset
     must be map-style; the training data can also be a stream."""
     loss: Loss
+    """(outputs, targets) -> one loss per sample, (B, ...), or (losses, weights) of equal shapes (B, ...)."""
     metrics: Mapping[str, AnyMetric] = field(default_factory=dict[str, AnyMetric])
     """By name; see AnyMetric."""
     collate: Callable[[list[Any]], Any] | None = None

@@ -27,7 +27,24 @@ def evaluate(
     Of V virtual ranks, virtual rank v evaluates the samples v, v + V, v + 2V, ... The states of their metrics are then
     combined. No sample counts twice, as it would with padding, and uneven portions have the correct weight. A metric
     with several results has the names `metric/result`. Buffers are merged over the ranks first, so all ranks evaluate
-    the same model. `batch_size` is the number of samples per forward. `tick` is called after each batch.
+    the same model.
+
+    Args:
+        replica: the model with its strategy.
+        dataset: a map-style dataset of (input, target) pairs or dicts, equal on all ranks.
+        loss: returns one value per sample, (B, ...), or (values, weights) of equal shapes.
+        metrics: by name: a Metric, an object of torchmetrics, a function without arguments that makes one of these, or
+            a function (outputs, targets) -> (B,), whose values are averaged.
+        loading: how batches are fetched. With `evaluates=True`, the next batch for a GPU is loaded ahead.
+        batch_size: number of samples per forward, at most.
+        tick: called after each batch of this rank. Its result is ignored. Default: nothing.
+
+    Returns:
+        The results by name, the same on all ranks. "loss" is the mean loss.
+
+    Raises:
+        UsageError: the loss or a metric of samples returns one value per batch, a result of a metric is not a number,
+            or the items of the dataset are neither pairs nor dicts.
     """
     world, virtual_ranks, pipeline = replica.world, replica.virtual_ranks, replica.pipeline
     share = world.data.share(virtual_ranks)

@@ -34,6 +34,15 @@ def optimizer_maker(
     """Return a function that makes the optimizer from the parameters, for a strategy.
 
     The optimizer is fused at every world size, because fused and unfused Adam differ in the last bits.
+
+    Args:
+        name: "adamw" or "sgd".
+        lr: learning rate.
+        weight_decay: decoupled from the gradient with adamw; an L2 penalty with sgd.
+        momentum: of sgd. Not used by adamw.
+
+    Returns:
+        A function (parameters) -> optimizer, to pass to an entry of `STRATEGIES`.
     """
     if name == "adamw":
         return partial(torch.optim.AdamW, lr=lr, weight_decay=weight_decay, fused=True)
@@ -117,13 +126,21 @@ class Schedule:
     """A linear warm-up over `warmup_steps`, then a decay of the given `shape` to 0 at `total_steps`."""
 
     peak_lr: float
+    """The learning rate at the end of the warm-up."""
     total_steps: int
+    """The number of steps in the run."""
     warmup_steps: int = 0
+    """The number of steps of the warm-up. 0: no warm-up."""
     shape: Literal["cosine", "linear", "constant"] = "constant"
+    """How the rate decays after the warm-up. "constant": it stays at `peak_lr`."""
     described: ClassVar[None] = None  # the settings of the run describe it completely
 
     def lr(self, step: int) -> float:
-        """The learning rate of step 0, 1, 2, ... The rate of the first warm-up step is above 0."""
+        """The learning rate of a step. The rate of the first warm-up step is above 0.
+
+        Args:
+            step: from 0.
+        """
         if step < self.warmup_steps:
             return self.peak_lr * (step + 1) / self.warmup_steps
         if self.shape == "constant":
@@ -134,7 +151,12 @@ class Schedule:
         return self.peak_lr * (1 + math.cos(math.pi * progress)) / 2
 
     def set_lr(self, optimizer: Optimizer, step: int) -> float:
-        """Set the optimizer's rate for step 0, 1, 2, ... and return it."""
+        """Set the learning rate of all parameter groups for a step, and return it.
+
+        Args:
+            optimizer: a torch optimizer.
+            step: from 0.
+        """
         lr = self.lr(step)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -145,7 +167,11 @@ class Schedule:
         return {}
 
     def load(self, numbers: Mapping[str, Any]) -> None:
-        """Restore the result of `numbers`."""
+        """Restore the result of `json_state`: nothing, because the rate depends on the step only.
+
+        Args:
+            numbers: the state of the checkpoint.
+        """
 
 
 class TaskSchedule:

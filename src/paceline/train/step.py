@@ -238,7 +238,28 @@ class TaskSteps(Step):
 def train_step(
     replica: Strategy, microbatches: Sequence[MicroBatch], loss: Loss, **options: Unpack[StepOptions]
 ) -> StepResult:
-    """Take one step on this rank's micro-batches of a global batch. See TaskSteps for `options` and errors."""
+    """Take one step on this rank's micro-batches of a global batch: forward, backward, update (a collective).
+
+    It does not change the learning rate or the mode of the model: call `model.train()` first. `fit` does both.
+
+    Args:
+        replica: the model with its strategy.
+        microbatches: at least one, in the order of `load_steps`.
+        loss: (outputs, targets) -> one value per sample, (B, ...), or (values, weights) of equal shapes.
+        options: fields of StepOptions. `max_norm`: the maximum global norm of the gradients (default: they are not
+            clipped). `may_skip`: if the loss or a gradient is not finite, skip the step on all ranks (default: raise).
+
+    Returns:
+        The result over all ranks: the mean loss (`loss`), the sum of the weights (`total_weight`), and with `max_norm`
+        the norm of the gradients before clipping (`grad_norm`).
+
+    Raises:
+        UsageError: the loss does not return one value per sample, or its weights have another shape.
+        TrainingError: the global loss or a gradient is not finite (without `may_skip`), the weights are all zero, or
+            the ranks have called different collectives. Only the first affected rank raises it, ReportedByPeer on the
+            others. Parameters and buffers keep their values from before the step, except with local steps, which
+            check only the gradients before the update.
+    """
     return TaskSteps(replica, loss, **options).take_step(microbatches)
 
 
@@ -260,7 +281,15 @@ def fit(
         may_defer_read: whether a step, from 1, may be `unread` after its update. Its record then follows the backward
             of the next step: parameters are those after the step, but buffers and gradients are not. None: no step.
             The first step is never unread, and no step after a forward that writes into its batch or a parameter.
-        scale, one_each, options: see TaskSteps, also for the errors.
+        scale: the loss scale for fp16. None: losses are not scaled.
+        one_each: whether each rank computes each step in one micro-batch. The weights are then known before backward.
+        options: fields of StepOptions, as in `train_step`.
+
+    Yields:
+        The record of each step: its number from 1, its result over all ranks, the learning rate and the micro-batches.
+
+    Raises:
+        UsageError, TrainingError: as `train_step`.
     """
     replica.model.train()
     page = page or HangGuard.of_process().page
