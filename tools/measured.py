@@ -148,12 +148,12 @@ CLAIMS = (
         lambda record: f"{record['with_survivors']} of {len(record['kills'])}", ("kills.json",), "make soak-kills",
     ),
     Claim(
-        "kills of launchers, agents, ranks and sessions on ssh and Slurm hosts: runs that left processes behind",
+        "kills of launchers, agents, ranks and sessions on ssh and Slurm nodes: runs that left processes behind",
         _survived,
         ("launch-kills.json",), "make soak-launch",
     ),
     Claim(
-        "runs of 2 to 4 ssh hosts with random losses and returns: equal weights and a clean ledger",
+        "runs of 2 to 4 ssh nodes with random losses and returns: equal weights and a clean ledger",
         lambda record: "{right} of {runs} runs with {losses} losses".format(**record["summary"]),
         ("hosts.json",), "make soak-hosts",
     ),
@@ -232,7 +232,7 @@ CLAIMS = (
     ),
     Claim("the coordinator of many nodes (simulated workers)", _thousand, ("thousand.json",), "make bench-thousand"),
     Claim(
-        "connections of a third host to each port of a run: step time, without = 1",
+        "connections of a third machine to each port of a run: step time, without = 1",
         lambda record: f"{record['ratio_median']:.2f}; {len(record['failed'])} failures", ("strangers.json",),
         "make soak-strangers",
     ),

@@ -46,7 +46,7 @@ docstrings of `src/paceline/config/settings.py` by `python tools/reference.py`; 
 """
 EVENTS = """# Events
 
-A run logs its events in `events-RANK.jsonl`, one file for each rank, and the use of its machines in
+A run logs its events in `events-RANK.jsonl`, one file for each rank, and the use of its nodes in
 `machine-NODE.jsonl`. Each record is one line of JSON, and `kind` is its type. Readers skip kinds that they do not know.
 The command of `--on-event` reads [events of the run](#of-the-run-input-of-the-event-command).
 `python tools/reference.py` writes this page from the classes of the records, and a test fails if it is stale.
@@ -215,7 +215,7 @@ def events() -> str:
     of_run = sorted((one for one in found if one.name in shown), key=lambda one: shown.index(one.name))
     for title, found in (
         ("Of each rank: `events-RANK.jsonl`", records(SOURCE / "runs" / "events.py")),
-        ("Of each machine: `machine-NODE.jsonl`", records(SOURCE / "runs" / "machine.py")),
+        ("Of each node: `machine-NODE.jsonl`", records(SOURCE / "runs" / "machine.py")),
         ("Of the run: input of the event command", of_run),
     ):
         parts.append(f"## {title}\n\n")

@@ -34,7 +34,7 @@ from tests.run_script import run_script
 from paceline.tasks.mnist import CNN
 
 GRADIENT_BYTES = 4 * sum(parameter.numel() for parameter in CNN().parameters())
-SAID = "gradients are added up in shared memory on each of 2 hosts (2 ranks each), and over gloo between hosts"
+SAID = "gradients are added up in shared memory on each of 2 nodes (2 ranks each), and over gloo between nodes"
 
 
 @pytest.fixture(scope="session")

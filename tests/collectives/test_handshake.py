@@ -65,7 +65,7 @@ STAGES = {
     "switched off": "switched off",
     "memfd refused": "Operation not permitted",
     "no room": "Operation not permitted",
-    "another host": "2 hosts",
+    "another host": "2 nodes",
     "proc closed": "Operation not permitted",
     "other memory": "has opened different memory",
     "another order of stores": "on aarch64 does not keep stores to memory in order",

@@ -164,10 +164,10 @@ def test_six_ranks_of_two_and_of_three_hosts_come_to_the_bits_of_one_process(tmp
 
 
 PLACES = {
-    "aabb": "2 hosts",
-    "abab": "the ranks are on 2 hosts, and the ranks of one host are not consecutive",
-    "aaab": "the 2 hosts have different numbers of ranks: 3, 1",
-    "abcd": "the ranks are on 4 hosts",
+    "aabb": "2 nodes",
+    "abab": "the ranks are on 2 nodes, and the ranks of one node are not consecutive",
+    "aaab": "the 2 nodes have different numbers of ranks: 3, 1",
+    "abcd": "the ranks are on 4 nodes",
 }
 
 
@@ -185,7 +185,7 @@ def meets(rank: int, world_size: int) -> list[str]:
             else:
                 assert [peer.rank for peer in met.peers] == [rank // 2 * 2, rank // 2 * 2 + 1]
                 assert met.node_index == rank // 2
-                found.append(f"{met.node_count} hosts")
+                found.append(f"{met.node_count} nodes")
     return found
 
 
@@ -287,7 +287,7 @@ def test_a_host_of_two_ranks_sends_the_gradients_once_and_no_more(four):
 @ranks
 @pytest.mark.slow
 def test_rank_0_says_once_which_exchange_is_used(four):
-    assert "2 hosts" in four[0][1] and PLACES["aaab"] in four[0][4]
+    assert "2 nodes" in four[0][1] and PLACES["aaab"] in four[0][4]
     assert all("gloo" in four[0][number] and four[0][number].count("\n") == 1 for number in (1, 4))
     assert [one[number] for one in four[1:] for number in (1, 4)] == [""] * 6
 

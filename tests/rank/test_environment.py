@@ -128,9 +128,9 @@ def test_mpirun_inside_a_slurm_job_is_mpiruns_world() -> None:
 
 
 def test_mpirun_on_several_hosts_needs_an_address() -> None:
-    with raises("mpi-address-missing", size=4, here=2, option="-x MASTER_ADDR=<name or address of rank 0's host>"):
+    with raises("mpi-address-missing", size=4, here=2, option="-x MASTER_ADDR=<name or address of rank 0's node>"):
         translate_to_torchrun({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"})
-    with raises("mpi-address-missing", option="-genv MASTER_ADDR <name or address of rank 0's host>"):
+    with raises("mpi-address-missing", option="-genv MASTER_ADDR <name or address of rank 0's node>"):
         translate_to_torchrun({**MPICH, "PMI_SIZE": "4"})
     there = translate_to_torchrun({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4", "MASTER_ADDR": "n1"})
     assert there["MASTER_ADDR"] == "n1" and there["MASTER_PORT"] == translate_to_torchrun(OPEN_MPI)["MASTER_PORT"]

@@ -151,9 +151,9 @@ class InterNodeExchange:
         self.why_not = ""  # the reason why snapshots are impossible, the same on all ranks; empty if they are possible
         if any(unique_bytes for _, unique_bytes, _, _ in by_rank):
             if any(at != [rank % local, local] for rank, (at, *_) in enumerate(by_rank)) or world.group is not None:
-                self.why_not = "hosts have parts of the state, and different numbers of ranks"
+                self.why_not = "nodes have parts of the state, and different numbers of ranks"
             elif any(free is not None and free < STATE_COPIES_IN_MEMORY * total for _, _, free, _ in by_rank):
-                self.why_not = f"every host would need {STATE_COPIES_IN_MEMORY * total / 1e9:.1f} GB, "
+                self.why_not = f"every node would need {STATE_COPIES_IN_MEMORY * total / 1e9:.1f} GB, "
                 self.why_not += f"{STATE_COPIES_IN_MEMORY:g} times the full state"
             else:
                 groups = [dist.new_group([*range(n, world.size, local)], group_desc="snapshots") for n in range(local)]

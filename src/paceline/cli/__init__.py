@@ -42,7 +42,7 @@ GROUPS = {
             config_help="TOML file with settings, e.g. the config.toml of a run; options override it",
         ),
         "launch": Command(
-            "start any script that torchrun could, on one machine or many", "launch.ScriptLaunchConfig", "",
+            "start any script that torchrun could, on one node or many", "launch.ScriptLaunchConfig", "",
             ("--nproc 2 train.py --epochs 5", "--nproc 2 --check train.py --epochs 5"),
             common_options="nproc show run-dir max-restarts hang-timeout on-drift check on nodes hosts env dry-run "
             "detach", usage_suffix="SCRIPT [ARGUMENTS]",
@@ -53,7 +53,7 @@ GROUPS = {
              "srun python -m paceline watchover -m my_package.train --epochs 5"), usage_suffix="SCRIPT [ARGUMENTS]",
         ),
         "join": Command(
-            "add this host to a running multi-node job", "live.JoinConfig", "run",
+            "add this machine as a node to a running multi-node job", "live.JoinConfig", "run",
             ("runs/first", "runs/first --nproc 4"), "join",
         ),
         "cancel": Command(
@@ -115,7 +115,7 @@ GROUPS = {
             "json",
         ),
         "scale": Command(
-            "measure scaling and lost time, and estimate a step on more machines", "measure.ScaleConfig", "task",
+            "measure scaling and lost time, and estimate a step on more nodes", "measure.ScaleConfig", "task",
             ("mnist-cnn --ranks 1,2", "mnist-cnn --ranks 1,2 --network 100Gbit,5us"), "scale",
             common_options="runs ranks strategy mesh mode batch-size network steps rounds config device task-arg out "
             "json",

@@ -1,4 +1,4 @@
-"""`paceline launch SCRIPT ARGS`: starts any script that torchrun could, unchanged, on one machine or on many.
+"""`paceline launch SCRIPT ARGS`: starts any script that torchrun could, unchanged, on one node or on many.
 
 With --check, it shortens the epochs of the script, then prints the mistakes that the script makes.
 """
@@ -74,7 +74,7 @@ class ScriptConfig:
 
 @dataclass(frozen=True)
 class ScriptLaunchConfig:
-    """Start any script that torchrun could, on one machine or on many. Options of torchrun work too."""
+    """Start any script that torchrun could, on one node or on many. Options of torchrun work too."""
 
     script: ScriptConfig = field(default_factory=ScriptConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -181,7 +181,7 @@ def _check_script(script: ScriptConfig) -> None:
 
 def _check_collectives(options: ScriptLaunchConfig, job: JobSpec) -> None:
     impossible = {
-        f"ranks share memory only on one host, but the job has {job.nodes} nodes": job.nodes > 1,
+        f"ranks share memory only on one node, but the job has {job.nodes} nodes": job.nodes > 1,
         "torchrun does not support it; use --agent paceline": options.cluster.on == "print" and job.torchrun,
         f"{job.argv[0]} is not a Python script; pass the .py file": BOOTSTRAP not in job.argv,
     }

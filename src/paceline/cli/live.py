@@ -1,4 +1,4 @@
-"""Commands for a running run: `paceline watch`, `hang`, `cancel`, and `join`, which adds this host to a job."""
+"""Commands for a running run: `paceline watch`, `hang`, `cancel`, and `join`, which adds this machine to a job."""
 
 import os
 import re
@@ -58,15 +58,15 @@ class CancelConfig(run_state.RunFlags):
 
 @dataclass(frozen=True)
 class JoinConfig(run_state.RunFlags):
-    """Add this host to a running job that was started with --nodes MIN:MAX and has fewer than MAX nodes.
+    """Add this machine as a node to a running job that was started with --nodes MIN:MAX and has fewer than MAX nodes.
 
-    Run the command on the new host, in a folder from which RUN is the same folder as on the other hosts. The run
-    saves its state after the current step and continues with one more host. Ctrl-C removes the host again after a
+    Run the command on the new node, in a folder from which RUN is the same folder as on the other nodes. The run
+    saves its state after the current step and continues with one more node. Ctrl-C removes the node again after a
     step.
     """
 
     nproc: int | None = None
-    """worker processes on this host (default: the --nproc of the run)"""
+    """worker processes on this node (default: the --nproc of the run)"""
 
 
 def cancel(arguments: Sequence[str]) -> int:
@@ -144,7 +144,7 @@ def join(arguments: Sequence[str]) -> int:
         if state in LIVE_STATES:
             why = "was not started with --nodes MIN:MAX, or is still starting"
         else:
-            why = f"is {state}. Start it again with this host: paceline train --resume auto --run-dir {run} --hosts ..."
+            why = f"is {state}. Start it again with this node: paceline train --resume auto --run-dir {run} --hosts ..."
         raise UsageError(code="run-takes-no-hosts", run=run, why=why) from None
     except UnreadableFileError as error:
         raise UsageError(code="invitation-unreadable", reason=str(error)) from None

@@ -277,7 +277,7 @@ def comparison_notes(rows: Sequence[StrategyRow], cores: int, threads: int) -> l
 
 @dataclass(frozen=True)
 class ScaleConfig:
-    """Measure the speedup by more ranks and the causes of lost time, and estimate a step on more machines."""
+    """Measure the speedup by more ranks and the causes of lost time, and estimate a step on more nodes."""
 
     task: str | None = None
     """mnist-cnn, mnist-resnet18, or a custom task: module:name or file.py:name"""
@@ -294,7 +294,7 @@ class ScaleConfig:
     batch_size: int = configuration.DEFAULT_BATCH_SIZE
     """samples of each rank and step; strong scaling: at the largest number of ranks"""
     network: str | None = None
-    """estimate a step on more machines, over links such as 100Gbit,5us"""
+    """estimate a step on more nodes, over links such as 100Gbit,5us"""
     num_workers: int | None = None
     """loader processes per rank"""
     how: MeasurementConfig = field(default_factory=MeasurementConfig)
@@ -409,7 +409,7 @@ def _publish_scaling(
     lost = [row for mode, batch in modes for row in scaling.compute_scaling_losses(runs, parts, machine, mode, batch)]
     estimates = scaling.estimates_of(parts, machine, *batches, network) if network else []
     if network is None:
-        notes = [*notes, "to estimate a step on more machines, specify their network: --network 100Gbit,5us"]
+        notes = [*notes, "to estimate a step on more nodes, specify their network: --network 100Gbit,5us"]
     scaled = scaling.ScalingReport(title, lost, estimates, notes)
     output_results(scaled, config.how, partial(scaling.print_scaled, scaled))
     return ExitCode.DONE

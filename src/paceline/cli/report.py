@@ -126,7 +126,7 @@ def trace(arguments: Sequence[str]) -> int:
 def trace_events(run: RunData) -> Iterator[dict[str, Any]]:
     """All events of the trace, in no particular order.
 
-    The format is Chrome's Trace Event Format with complete events (`X`) in microseconds. A host is a process in it, and
+    The format is Chrome's Trace Event Format with complete events (`X`) in microseconds. A node is a process in it, and
     a rank is a thread.
     """
     hosts = [*dict.fromkeys(run.hosts.values())]

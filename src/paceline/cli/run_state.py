@@ -1,6 +1,6 @@
 """Find a run, its owner, its agent and its state.
 
-paceline only displays a run of another user: it signals no process, queries no host, and writes no file for it. The
+paceline only displays a run of another user: it signals no process, queries no node, and writes no file for it. The
 modules for settings and Slurm are imported only for a state, since many commands only find a run.
 """
 
@@ -54,7 +54,7 @@ class RunFlags:
     run: str
     """run folder, or the beginning of its name under runs/"""
     ssh: str = "ssh"
-    """ssh command to reach the hosts of the run, as for `paceline train`; commands in the folder are not run"""
+    """ssh command to reach the nodes of the run, as for `paceline train`; commands in the folder are not run"""
     trust: bool = False
     """use a run folder that another user owns or could have written, and trust all of it"""
 
@@ -68,7 +68,7 @@ class NewestRunFlags(RunFlags):
 
 
 RunAccess = tuple[str, ...]
-"""The ssh command to reach the hosts of a run. Empty: show only what is in its folder."""
+"""The ssh command to reach the nodes of a run. Empty: show only what is in its folder."""
 NO_ACCESS: RunAccess = ()
 
 
@@ -131,7 +131,7 @@ def agent_run_folder(run_dir: Path) -> Path:
 
 
 def is_locked(run_dir: Path) -> bool:
-    """Whether a process holds the lock of the run, on this machine or on another one that shares the folder."""
+    """Whether a process holds the lock of the run, on this node or on another one that shares the folder."""
     try:
         with open_file(run_dir / LOCK) as lock:
             fcntl.flock(lock.descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two observers do not conflict
@@ -150,7 +150,7 @@ def coordinator_roster(run_dir: Path) -> Roster | None:
 
 
 def is_agent_alive(run_dir: Path, roster: Roster, submission: SubmitRecord | None, access: RunAccess) -> bool | None:
-    """Whether this agent still runs, and so holds the lock of the run; None if its host cannot be queried."""
+    """Whether this agent still runs, and so holds the lock of the run; None if its node cannot be queried."""
     if roster.host == os.uname().nodename:
         return _holds_lock(roster.agent_pid, run_dir)
     done = _run_on_coordinator(submission, access, f"uname -n; cat /proc/{roster.agent_pid}/stat || true")
@@ -162,7 +162,7 @@ def is_agent_alive(run_dir: Path, roster: Roster, submission: SubmitRecord | Non
 
 
 def signal_agent(run_dir: Path, roster: Roster, submission: SubmitRecord | None, access: RunAccess) -> bool:
-    """Send SIGTERM to the agent, if it holds the lock of this run. Returns whether its host could be reached."""
+    """Send SIGTERM to the agent, if it holds the lock of this run. Returns whether its node could be reached."""
     if roster.host == os.uname().nodename:
         with suppress(ProcessLookupError):  # the agent has just ended
             handle = os.pidfd_open(roster.agent_pid)  # so the checked process is the one that gets the signal
@@ -341,7 +341,7 @@ def _determine_state(
     if is_alive is None and roster is not None:
         return "unknown", f"its agent is on {roster.host}, which {_why_not_queried(submission, access)}"
     if roster is not None or newest:
-        return "lost", "it ended without a report: it was killed, or its machine was switched off"
+        return "lost", "it ended without a report: it was killed, or its node was switched off"
     return "not started", ""
 
 

@@ -237,7 +237,7 @@ def _train_here(config: TrainConfig) -> tuple[Path, int]:
 
 
 def _train_elsewhere(config: TrainConfig, job: JobSpec) -> int:
-    """Train on other machines, or detached. The workers check the settings that depend on their machine."""
+    """Train on other nodes, or detached. The workers check the settings that depend on their node."""
     on, node_sizes = config.cluster.on, jobs.ranks_of_nodes(job)
     size, smallest_size = sum(node_sizes), sum(sorted(node_sizes)[: job.min_nodes])
     if config.launch.nproc == "auto":

@@ -75,7 +75,7 @@ from paceline.errors import ExitCode, ReportedByPeer, UsageError
 from paceline.protocol.control import SHARED_MEMORY
 
 TransportChoice = Literal["auto", "shared", "torch"]
-_SILENT_REASON_ENDINGS = ("switched off", "hosts")  # endings of the reasons that are not printed
+_SILENT_REASON_ENDINGS = ("switched off", "nodes")  # endings of the reasons that are not printed
 
 
 MAX_BUCKET_BYTES = 25 << 20  # between hosts
@@ -383,8 +383,8 @@ def _create(group: dist.ProcessGroup, choice: TransportChoice) -> Communicator:
     if not several:
         return MemoryCommunicator(memory)
     print_on_rank_0(
-        f"gradients are added up in shared memory on each of {members.node_count} hosts ({memory.size} ranks each), "
-        "and over gloo between hosts"
+        f"gradients are added up in shared memory on each of {members.node_count} nodes ({memory.size} ranks each), "
+        "and over gloo between nodes"
     )
     return _HostsCommunicator(connect_nodes(memory, members.node_index, members.node_count))
 

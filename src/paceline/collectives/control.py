@@ -354,7 +354,7 @@ def make_world_gather(world: World) -> GatherFunction:
 def make_node_gather(host: "NodeTopology") -> GatherFunction:
     """Gathers from the ranks of this host."""
     on_host, first = MemoryCommunicator(host.memory), host.node_index * host.memory.size
-    return lambda value: dict(enumerate(on_host.all_gather_object(value, "messages of a host"), first))
+    return lambda value: dict(enumerate(on_host.all_gather_object(value, "messages of a node"), first))
 
 
 @contextmanager

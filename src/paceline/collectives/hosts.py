@@ -75,7 +75,7 @@ class NodeTopology:
         """The process group of the ranks with the same number on each host, in the order of hosts."""
         group = self._across()
         if group is None:
-            raise RuntimeError("the process groups are destroyed: this rank is no longer connected to other hosts")
+            raise RuntimeError("the process groups are destroyed: this rank is no longer connected to other nodes")
         return group
 
 

@@ -35,7 +35,7 @@ BLOCK = 512  # elements with one scale: 0.8 % more bytes
 INT8_MAX = 127
 MIN_SCALE = 1e-30  # a block with a smaller scale stays in the residual
 DEFAULT_RANK = 4
-COLLECTIVE_NAME = "between hosts"
+COLLECTIVE_NAME = "between nodes"
 
 
 class Bf16Quantizer:

@@ -469,13 +469,13 @@ def _run_on_all(size: int, phase: Callable[[], Any]) -> list[Any]:
 def _ranks_of_hosts(keys: list[str]) -> list[range]:
     runs, hosts = consecutive_ranks_by_node(keys), len(set(keys))
     if hosts == len(keys):
-        raise SharedMemoryUnavailable(f"the ranks are on {hosts} hosts")
+        raise SharedMemoryUnavailable(f"the ranks are on {hosts} nodes")
     if not runs:
-        raise SharedMemoryUnavailable(f"the ranks are on {hosts} hosts, and the ranks of one host are not consecutive")
+        raise SharedMemoryUnavailable(f"the ranks are on {hosts} nodes, and the ranks of one node are not consecutive")
     sizes = list(map(len, runs))
     if len(set(sizes)) > 1:
         raise SharedMemoryUnavailable(
-            f"the {hosts} hosts have different numbers of ranks: {', '.join(map(str, sizes))}"
+            f"the {hosts} nodes have different numbers of ranks: {', '.join(map(str, sizes))}"
         )
     return runs
 

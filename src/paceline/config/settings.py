@@ -254,14 +254,14 @@ class ClusterConfig:
     on: LauncherName = "local"
     """local: this machine. ssh: hosts over ssh. slurm: a Slurm cluster. print: print the command of each node"""
     nodes: str | None = None
-    """number of nodes (default: 1, or all hosts). MIN:MAX: continue without lost nodes, down to MIN; take nodes in, up
-    to MAX"""
+    """number of nodes (default: 1, or all of --hosts). MIN:MAX: continue without lost nodes, down to MIN; take nodes
+    in, up to MAX"""
     hosts: str | None = None
     """ssh, print: name[:port],name,... or a file with one `name[:port] [slots=N]` per line"""
     ssh: str = "ssh"
     """ssh command, e.g. "ssh -F my_config"; your configuration, agent and jump hosts apply"""
     sync: bool = False
-    """ssh: first copy the working folder to the hosts with rsync"""
+    """ssh: first copy the working folder to the nodes with rsync"""
     python: str | None = None
     """Python on the nodes (default: the path of this Python)"""
     env: tuple[str, ...] = ()

@@ -265,7 +265,7 @@ def describe_stuck_op(ranks: RankStates, pending: Mapping[int, Op]) -> list[str]
         hosts.setdefault(ranks[n].evidence.host, []).append(n)
     if len({rank.evidence.host for rank in ranks.values()}) > 1:
         between = "; ".join(f"{host}: {format_ranks(numbers)}" for host, numbers in sorted(hosts.items())[:8])
-        lines.append(f"the network between these hosts does not transfer the data: {between}")
+        lines.append(f"the network between these nodes does not transfer the data: {between}")
     return lines
 
 

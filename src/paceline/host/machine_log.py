@@ -141,9 +141,7 @@ class NodeLog:
             while not self._over.wait(SAMPLE_INTERVAL_SECONDS) and not self._writer.failed:
                 self._writer.write(sampler.sample(self._pids))
         except Exception as error:  # for example an unknown format in /proc
-            print_to_stderr(
-                f"warning: paceline does not record the use of this machine: {type(error).__name__}: {error}"
-            )
+            print_to_stderr(f"warning: paceline does not record the use of this node: {type(error).__name__}: {error}")
 
 
 # ---- GPUs ----

@@ -11,12 +11,12 @@ PROBE_SECONDS = 2.0
 MAX_NAME_CHARS = 253  # the limit of DNS
 TCP_MD5SIG_EXT, WITH_PREFIX, KEY_BYTES = 32, 1, 80  # linux/tcp.h
 
-_NAME = "this machine knows no address of that name (see /etc/hosts and DNS)"
+_NAME = "this node knows no address of that name (see /etc/hosts and DNS)"
 _REFUSED = "refused: nothing listens on that port. Is node 0 started?"
-_NO_ROUTE = "no route from this machine to that network. Do both have an interface in the same network?"
-_NO_HOST = "no way to that machine: it is off, not in this network, or a firewall rejects the connection"
-_LOCAL = " ({} is the local machine; other machines need an address that all of them can use)"
-_FORBIDDEN = "not permitted: a firewall on this machine forbids the connection"
+_NO_ROUTE = "no route from this node to that network. Do both have an interface in the same network?"
+_NO_HOST = "no way to that node: it is off, not in this network, or a firewall rejects the connection"
+_LOCAL = " ({} is the local machine; other nodes need an address that all of them can use)"
+_FORBIDDEN = "not permitted: a firewall on this node forbids the connection"
 _REASONS = {
     errno.ECONNREFUSED: _REFUSED,
     **dict.fromkeys((errno.ENETUNREACH, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT), _NO_ROUTE),
@@ -87,7 +87,7 @@ def _refusal(family: socket.AddressFamily, address: str, port: int, timeout_seco
             # Linux may connect a loopback socket to itself, if its local port happens to be `port`
             return _REFUSED if connection.getsockname()[:2] == connection.getpeername()[:2] else ""
     except TimeoutError:
-        return f"no answer within {timeout_seconds:.2g} s: filtered by a firewall, or the machine is off"
+        return f"no answer within {timeout_seconds:.2g} s: filtered by a firewall, or the node is off"
     except OSError as error:
         return _REASONS.get(error.errno or 0) or error.strerror or str(error)
 

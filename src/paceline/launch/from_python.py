@@ -49,18 +49,18 @@ def run(
     show: str = "rank 0",
     options: Sequence[str] = (),
 ) -> list[Any]:
-    """Call `function(*args, **kwargs)` on `nproc` ranks of each machine, show their progress, and wait for them.
+    """Call `function(*args, **kwargs)` on `nproc` ranks of each node, show their progress, and wait for them.
 
     Args:
         function: the function that each rank calls. It may be defined in a notebook. In it, `paceline.session()`
             connects the ranks.
-        nproc: number of ranks on each machine.
+        nproc: number of ranks on each node.
         args: positional arguments of `function`, pickled.
         kwargs: keyword arguments of `function`, pickled.
-        on: "local" for this machine, or "ssh" for `hosts`. All hosts must see the working folder at the same path.
-        hosts: names of the hosts for "ssh", as a list or in the format of --hosts.
-        nodes: number of hosts for "ssh" (default: all). With "MIN:MAX" paceline calls `function` again without a lost
-            host.
+        on: "local" for this machine, or "ssh" for `hosts`. All nodes must see the working folder at the same path.
+        hosts: names of the nodes for "ssh", as a list or in the format of --hosts.
+        nodes: number of nodes for "ssh" (default: all). With "MIN:MAX" paceline calls `function` again without a lost
+            node.
         show: the ranks whose output is displayed: "rank 0" or "all".
         options: further options of `paceline launch`, e.g. ["--hang-timeout", "30"].
 

@@ -134,7 +134,7 @@ def _from_mpi(env: Mapping[str, str], starter: str, names: Sequence[str], to_set
             code="mpi-variables-missing", present=present, missing=missing, launcher=starter, needed=NEEDED
         )
     if local_size < size and "MASTER_ADDR" not in env:
-        option = to_set.format("MASTER_ADDR", "<name or address of rank 0's host>")
+        option = to_set.format("MASTER_ADDR", "<name or address of rank 0's node>")
         raise UsageError(code="mpi-address-missing", launcher=starter, size=size, here=local_size, option=option)
     namespace = _first_set(env, *MPI_NAMESPACES)
     if not namespace and "MASTER_PORT" not in env:

@@ -219,7 +219,7 @@ def device_figures(run: RunData) -> Iterable[Figure]:
             make_line_trace(label, [xs], ys, n) for n, (label, (xs, ys)) in enumerate([*lines.items()][:MAX_LINES])
         ]
         if any(value and value > MIN_VALUE for trace in traces for value in trace["y"]):
-            caption = "Measured on each machine, about once per second."
+            caption = "Measured on each node, about once per second."
             yield Figure(name, title, caption, traces, x="minutes", y=y, from_zero=True)
 
 

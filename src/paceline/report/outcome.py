@@ -24,7 +24,7 @@ REMEDIES = {
     "samples. To skip such steps, use --not-finite skip",
     ExitCode.STALLED: "See the diagnosis below, which names the rank and its line",
     ExitCode.MISMATCH: "Ranks called different collectives: see the diagnosis below, which names the lines",
-    ExitCode.DIVERGED: "Replicas diverged: check the machine that is named below, its memory first",
+    ExitCode.DIVERGED: "Replicas diverged: check the node that is named below, its memory first",
 }
 WARM_UP, MAX_STEPS, MAX_SPENT = 5, 1000, 200_000
 MIN_WAIT = 0.08  # fraction of a step: a shorter wait names no rank
@@ -250,7 +250,7 @@ def _cause(run: RunData, cause: str, share: float, parts: StepParts, logs: Seque
         )
     phase = f" in {parts.slow_phase}" if parts.slow_phase not in ("", "between") else ""
     description = f"was waiting for rank {rank}{where}, which is slower than the others{phase}"
-    remedy = f"Check which other programs run on the host of rank {rank}{where}: paceline monitor"
+    remedy = f"Check which other programs run on the node of rank {rank}{where}: paceline monitor"
     return f"{description}{_slow_reason(run, rank, logs)}", remedy
 
 

@@ -38,7 +38,7 @@ class RankUtilization(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class NodeUtilization(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="machine"):
-    """A machine at `unix_time`. Rates are means since the previous record."""
+    """The use of a node at `unix_time`. Rates are means since the previous record."""
 
     unix_time: Seconds
     host: str

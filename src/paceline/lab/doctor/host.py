@@ -39,7 +39,7 @@ NO_ANSWER = "no answer: a firewall drops the packets"
 ERRORS = {
     errno.ECONNREFUSED: "refused although the port is open: a firewall rejects it",
     **dict.fromkeys((errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL), "no route"),
-    **dict.fromkeys((errno.EACCES, errno.EPERM), "a firewall on the connecting host forbids it"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "a firewall on the connecting node forbids it"),
     **dict.fromkeys((errno.ECONNRESET, errno.EPIPE), WRONG_PROGRAM),
 }
 

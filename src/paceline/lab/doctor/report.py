@@ -107,8 +107,8 @@ RULES: tuple[Rule, ...] = (
     Rule("run folder", "error",
          lambda h: [(h.survey.wanted.run_dir, f.error) for name, f in h.survey.folder_access.items() if name == h.name],
          lambda access: access[1], "{0[0]}: {0[1]}".format,
-         "choose a writable --run-dir on a file system that all nodes mount (NFS, Lustre). Only `paceline train --on "
-         "ssh` also works with separate file systems"),
+         "choose a writable --run-dir on a file system that all nodes mount (NFS, Lustre). `--on ssh` also works "
+         "with separate file systems"),
     Rule("disk", "error", lambda h: [h.survey.hosts[h.name]], lambda disk: disk.disk_free < NO_SPACE_BYTES,
          _free_space, FREE_SPACE_ADVICE),
     Rule("disk", "warning", lambda h: [h.survey.hosts[h.name]],
@@ -154,7 +154,7 @@ def _versions(facts: Facts) -> str:
 def _ports(survey: Survey) -> str:
     usable = [(host.name, host.usable_address()) for host in hosts_of(survey)]
     addresses = ", ".join(f"{name} {a.address} ({a.interface})" for name, a in usable if a)
-    return f"all {len(survey.links_by_address)} connections between {len(survey.hosts)} hosts are open: {addresses}"
+    return f"all {len(survey.links_by_address)} connections between {len(survey.hosts)} nodes are open: {addresses}"
 
 
 def _bandwidth(survey: Survey) -> str:

@@ -142,7 +142,7 @@ def _not_worth_it(last: FailedGeneration) -> str:
     if last.diagnosis is not None and last.diagnosis.kind in (StopKind.MISMATCH, StopKind.DEADLOCK):
         return "the ranks call different collectives, an error of the program that a restart would repeat"
     if last.exit_code in (ExitCode.NOT_FINITE, ExitCode.DIVERGED):
-        return "wrong results are an error of the program or of a machine, and a restart would repeat it"
+        return "wrong results are an error of the program or of a node, and a restart would repeat it"
     has_left = last.diagnosis is not None and last.diagnosis.kind is StopKind.LEFT
     if has_left or (last.rank_end is RankEnd.VICTIM and last.good_exit_codes):
         return "a rank ended while others ran, which is an error of the program"

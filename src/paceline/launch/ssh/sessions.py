@@ -396,7 +396,7 @@ def why_no_agent(argv: Sequence[str], code: int | None, stderr: bytes) -> str:
             "has it (--python)"
         )
     if code in (126, 127) or "not found" in text or "No such file" in text:
-        return f"there is no Python at {python}{quote}. Specify the one on the hosts with --python"
+        return f"there is no Python at {python}{quote}. Specify the one on the nodes with --python"
     return f"the agent ended with exit code {code} before it answered{quote}"
 
 
@@ -405,7 +405,7 @@ def why_lost(code: int, stderr: bytes) -> str:
         return f"the ssh client on this machine was killed by signal {-code}"
     messages = _LOST.findall("\n".join(sanitize_line(line) for line in stderr.split(b"\n")))
     if not messages:
-        return "ssh has printed no reason; its session may have been killed on the host"
+        return "ssh has printed no reason; its session may have been killed on the node"
     return f"ssh: {messages[-1].strip().removeprefix('ssh: ')[:MAX_REASON_CHARS]}"
 
 
