@@ -1,7 +1,9 @@
 """The steps of a task, one after the other: what is kept between two of them, and what is not."""
 
 import gc
+import importlib
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from paceline import BatchPlan, LoadingOptions, Strategy, World, load_steps, tra
 from paceline.data.arrays import ArrayDataset
 from paceline.data.loader import MicroBatch
 from paceline.protocol.evidence import Phase
+from paceline.stepping.hooks import describe_user_autograd_function
 from paceline.strategies import STRATEGIES
 from paceline.train.step import TaskSteps
 
@@ -98,3 +101,19 @@ def test_a_batch_for_more_virtual_ranks_is_refused(world: World) -> None:
     step = next(load_steps(DATA, BatchPlan(12, 12, 3), range(3), LoadingOptions(CPU), start=0, stop=1))
     with raises("wrong-virtual-ranks", virtual_rank=2, rows=2):
         train_step(made(world), step, loss)
+
+
+@pytest.mark.parametrize(("folder", "is_of_user"), [("dist-packages", False), ("project", True)])
+def test_an_autograd_function_is_the_users_unless_a_package_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, is_of_user: bool
+) -> None:
+    """Also a package outside the environment of the interpreter: of the system, or of the user."""
+    name = f"doubling_{folder[:4]}"
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / f"{name}.py").write_text(
+        "from torch.autograd import Function\n\n\nclass Double(Function):\n"
+        "    forward = staticmethod(lambda ctx, x: 2 * x)\n    backward = staticmethod(lambda ctx, g: 2 * g)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path / folder)
+    loss = importlib.import_module(name).Double.apply(torch.ones(2, requires_grad=True)).sum()
+    assert bool(describe_user_autograd_function(loss)) is is_of_user

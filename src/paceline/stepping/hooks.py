@@ -188,8 +188,7 @@ def graph_nodes(loss: Tensor) -> Iterator[Any]:
 def _is_user_module(module: str) -> bool:
     """Whether a module belongs to the user: not to an installed package, and not to paceline."""
     path = getattr(sys.modules.get(module), "__file__", None)
-    if path is None or module.partition(".")[0] == "paceline":
+    if path is None or module.partition(".")[0] in ("paceline", "torch"):
         return module == "__main__"
-    paths = sysconfig.get_paths()
-    installed = tuple(str(Path(paths[name]).resolve()) for name in ("stdlib", "purelib", "platlib"))
-    return not str(Path(path).resolve()).startswith(installed)
+    resolved = str(Path(path).resolve())  # packages of the user or of the system are outside this environment
+    return "-packages/" not in resolved and not resolved.startswith(str(Path(sysconfig.get_path("stdlib")).resolve()))
