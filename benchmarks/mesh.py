@@ -31,7 +31,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from paceline import ArrayDataset, Task, World
-from paceline.config.mesh import mesh_of
+from paceline.config.mesh import resolve_mesh
 from paceline.data.loader import LoadingOptions, load_steps
 from paceline.data.plan import BatchPlan
 from paceline.lab.ranks.memory import TrafficCounter
@@ -143,7 +143,7 @@ def pipeline_by_hand(model: Model, words: Tensor) -> Side:
 def ours(model: Model, words: Tensor, mesh: str, base: World) -> tuple[Side, Strategy, list[str]]:
     """As `paceline train --mesh` prepares and takes a step."""
 
-    world = create_mesh_groups(base, mesh_of(mesh, RANKS))
+    world = create_mesh_groups(base, resolve_mesh(mesh, RANKS))
 
     def losses(outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs.transpose(1, 2), targets, reduction="none")

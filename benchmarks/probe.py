@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from paceline.rank.guard import HangGuard
-from paceline.rank.probes import Hooks
+from paceline.rank.probes import ScriptHooks
 from race.samples import for_peers
 from race.works import WORKS, mean_loss
 
@@ -45,7 +45,7 @@ def loop(name: str, steps: int, out: str) -> None:
     data = for_peers(work, dist.get_rank(), dist.get_world_size())
     loader = DataLoader(data, work.batch, sampler=DistributedSampler(data, shuffle=True), drop_last=True)
     marker = guard.ledger.marker
-    hooks = next(one for one in gc.get_objects() if type(one) is Hooks) if out else None
+    hooks = next(one for one in gc.get_objects() if type(one) is ScriptHooks) if out else None
     listeners = hooks._listeners if hooks is not None else {}  # pyright: ignore[reportPrivateUsage]
     seconds: dict[str, list[float]] = {"on": [], "off": []}
     done = 0

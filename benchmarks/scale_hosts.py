@@ -25,7 +25,7 @@ from paceline.lab.scale import (
     ScalePoint,
     TrainingProperties,
     estimate_exchanged_bytes,
-    estimated_step,
+    estimate_step_seconds,
     parse_network,
     read_runs,
     split_steps_by_point,
@@ -125,7 +125,7 @@ def estimated_over_hosts(tasks: Path, ranks: Sequence[int], times: int, steps: i
             # more hosts than cores take turns: each works that much longer
             turns = machine.threads_per_core(at.ranks) - 1
             seconds = (
-                estimated_step(parts, machine, at.ranks, at.batch, network)
+                estimate_step_seconds(parts, machine, at.ranks, at.batch, network)
                 + turns * parts[ScalePoint(1, at.batch)].step
             )
             rows.append({

@@ -16,7 +16,7 @@ from tests import warm
 from tests.run_script import run_script
 
 from paceline.cli import command_line, train
-from paceline.cli.watchover import split_script
+from paceline.cli.watchover import split_options_and_script
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -170,7 +170,7 @@ def test_the_commands_of_a_manifest_are_valid(path: Path, tmp_path: Path, monkey
             parsed = get_args_parser().parse_args(words)
             assert (parsed.module, parsed.training_script) == (True, "paceline")
             watch, *words = parsed.training_script_args
-            own, script = split_script(words)
+            own, script = split_options_and_script(words)
             assert watch == "watchover" and script == ["train.py"]
             assert command_line("watchover").parse(own).end
         else:

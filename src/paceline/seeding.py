@@ -48,7 +48,7 @@ class SeededStream:
         if self.outside is None:
             self.outside = GeneratorStates()
             self._on_device = None if module is None else module.get_rng_state(self._device)
-        seed_streams(seed)
+        seed_generators(seed)
         if self._device is not None and module is not None:
             # torch.manual_seed would seed all GPUs of the node, those of other ranks too, and not restore them.
             with torch.accelerator.device_index(self._device.index):
@@ -73,7 +73,7 @@ def seeded_random_stream(seed: int, device: torch.device) -> Generator[None]:
         stream.leave()
 
 
-def seed_streams(seed: int) -> None:
+def seed_generators(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     _NUMPY.last_seed = seed % 2**32
@@ -152,7 +152,7 @@ class _NumpyStream:
     _BYTES = 4 * 625  # 624 words and a position
 
     def __init__(self) -> None:
-        self.last_seed = 0  # by `seed_streams`
+        self.last_seed = 0  # by `seed_generators`
         self._saved: tuple[bytes, Any] = b"", None  # the words of a state without a cached number, and the state
         self._generator: Any = None  # `_memory` is its memory
         self._memory: Any = None

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from paceline.protocol.facts import ORDER, SavedState, ScriptFacts
-from paceline.rank.check.saved import SavedStateWatch, add_digests
+from paceline.rank.check.saved import SavedStateRecorder, add_digests
 
 
 class Training:
@@ -64,7 +64,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Callable[[Training, Path], SavedSta
     monkeypatch.setitem(sys.modules, "accelerate.accelerator", SimpleNamespace(Accelerator=accelerator))
     facts = ScriptFacts(rank=0, world=2, local_world=2, host="h", cores=2)
     schedules: dict[int, tuple[Any, str, str]] = {}
-    watch = SavedStateWatch(facts, schedules)
+    watch = SavedStateRecorder(facts, schedules)
 
     def save(training: Training, folder: Path) -> SavedState:
         watch.on_step_end(training.optimizer)

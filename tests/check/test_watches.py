@@ -26,21 +26,21 @@ from paceline.protocol.status_page import StatusPage
 from paceline.rank.check import add_padding_column, schedule_end_step
 from paceline.rank.check.loaders import (
     GENERATOR_STATE_SETTERS,
-    LoaderWatch,
+    LoaderRecorder,
     RngSnapshots,
     TruncatedSampler,
     describe_loader,
     find_division_by_world_size,
     wrap_generator_setters,
 )
-from paceline.rank.check.steps import FULLY_SHARD_MODULES, MAX_UNJOINED_STEPS, ModelParallelDetector, StepWatch
-from paceline.rank.probes import Hooks
+from paceline.rank.check.steps import FULLY_SHARD_MODULES, MAX_UNJOINED_STEPS, ModelParallelDetector, StepRecorder
+from paceline.rank.probes import ScriptHooks
 
 
-def watching() -> tuple[ScriptFacts, LoaderWatch, StepWatch]:
+def watching() -> tuple[ScriptFacts, LoaderRecorder, StepRecorder]:
     facts = ScriptFacts(0, 2, 2, "n1", cores=2)
-    loading = LoaderWatch(facts)
-    return facts, loading, StepWatch(facts, loading)
+    loading = LoaderRecorder(facts)
+    return facts, loading, StepRecorder(facts, loading)
 
 
 def ddp_of(module: torch.nn.Module, parameters: list[torch.nn.Parameter], **more: Any) -> SimpleNamespace:
@@ -144,7 +144,7 @@ def begun(
     """Four epochs: how many the sampler has counted, what each began with, and how many batches there were."""
     facts, sampler = ScriptFacts(rank, 2, 2, "n1", cores=2), Counting(64)
     if checked:
-        Hooks(print).add_listeners(LoaderWatch(facts)).install()
+        ScriptHooks(print).add_listeners(LoaderRecorder(facts)).install()
     data: Any = {1000 * epoch + n: 1000 * epoch + n for epoch in range(4) for n in range(64)}
     given: dict[str, Any] = {"sampler": Flat(sampler), "batch_size": 2, "drop_last": drop_last}
     loader = DataLoader(data, num_workers=num_workers, **({"batch_sampler": sampler} if how == "batches" else given))
@@ -223,7 +223,7 @@ def test_a_method_of_a_replica_s_model_is_called_past_it_at_the_line_outside_of_
     assert " in test_a_method_" in facts.replicas[0].past_site  # the caller's line, not the model's
 
 
-def clipping_by(seeing: StepWatch, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def clipping_by(seeing: StepRecorder, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """torch's clip_grad_norm_, as it is once what it is made of is watched."""
     name = "torch.nn.utils.clip_grad._clip_grads_with_norm_"
     monkeypatch.setattr(name, seeing.wrap_clip(torch.nn.utils.clip_grads_with_norm_))
@@ -485,7 +485,7 @@ def test_a_schedule_is_as_long_as_until_it_is_constant() -> None:
 def test_of_a_session_steps_are_counted_and_no_gradient_is_looked_at() -> None:
     (facts, _, seeing), model = watching(), torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hooks = Hooks(print).add_listeners(seeing)
+    hooks = ScriptHooks(print).add_listeners(seeing)
     hooks.remove_listeners()  # as when a session begins
     for _ in range(MAX_UNJOINED_STEPS + 1):
         hooks._tell("on_backward_begin", model(torch.ones(1, 2)).sum())

@@ -13,7 +13,7 @@ import msgspec
 
 from paceline.checkpoint.manager import Checkpoints
 from paceline.runs.checkpoint_format import FORMAT_VERSION, Manifest, Piece, ShardFile
-from paceline.runs.writing import write_new
+from paceline.runs.writing import write_new_file
 
 SIZE = 3000  # elements of one shard, a byte each
 HEADER = 128  # bytes before them, which say so
@@ -67,7 +67,9 @@ def manifest_of(
 
 def write_shards(tmp: Path, step: int, world: int, size: int = SIZE) -> list[tuple[str, int, str]]:
     names = [shard_name(rank, world) for rank in range(world)]
-    return [(name, *write_new(tmp / name, chunks(shard_bytes(step, rank, size)))) for rank, name in enumerate(names)]
+    return [
+        (name, *write_new_file(tmp / name, chunks(shard_bytes(step, rank, size)))) for rank, name in enumerate(names)
+    ]
 
 
 def save(checkpoints: Checkpoints, step: int, *, world: int = 2, keep: int = 2, size: int = SIZE) -> Path:

@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.checkpoint.checkpoint_harness import SIZE, leftovers, newest, shard_bytes, shard_name
 
 from paceline.checkpoint.manager import Checkpoints
-from paceline.runs.writing import write_new
+from paceline.runs.writing import write_new_file
 
 
 def damage(checkpoint: Path, rng: random.Random) -> tuple[str, str]:
@@ -87,7 +87,7 @@ def _write_until_killed(folder: Path, left: int) -> None:
     checkpoints.claim_publishing(2, 0)
     tmp = checkpoints.begin(3)
     for rank in range(2):
-        write_new(tmp / shard_name(rank, 2), _until(shard_bytes(3, rank), left))
+        write_new_file(tmp / shard_name(rank, 2), _until(shard_bytes(3, rank), left))
         left -= SIZE
     os._exit(1)
 

@@ -11,7 +11,7 @@ from tests.run_ranks import run_ranks
 from tests.worlds import world_of
 
 from paceline.checkpoint.manager import Checkpoints
-from paceline.checkpoint.resume import ResumePoint, RunLocation, newest_on_disk, newest_state
+from paceline.checkpoint.resume import ResumePoint, RunLocation, find_newest_checkpoint, find_newest_state
 from paceline.checkpoint.shards import make_shard_layout, select_shards_to_save, write_shard_file
 from paceline.checkpoint.snapshots import SnapshotWriter, inherited_memory_files
 from paceline.checkpoint.state import TensorShard
@@ -20,7 +20,7 @@ from paceline.errors import PacelineError
 from paceline.protocol.control import WorkerSpec
 from paceline.rank.world import World
 from paceline.runs.checkpoint_format import FORMAT_VERSION, Manifest, ShardFile
-from paceline.runs.writing import write_new
+from paceline.runs.writing import write_new_file
 from paceline.train.run import _find_resume_point
 
 CONTENT: dict[str, Any] = {"samples_seen": 7, "metrics": {"loss": 0.25}, "definition": {"seed": 0}}
@@ -40,7 +40,7 @@ def save(checkpoints: Checkpoints, step: int, world_size: int = 2) -> Path:
         buffer = torch.empty(places.total_bytes, dtype=torch.uint8)
         write_shard_file(buffer, places, {})
         name = f"shard-{rank}-of-{world_size}.safetensors"
-        files.append(ShardFile(name, *write_new(tmp / name, [buffer.numpy().data]), places.pieces))
+        files.append(ShardFile(name, *write_new_file(tmp / name, [buffer.numpy().data]), places.pieces))
     manifest = Manifest(
         format=FORMAT_VERSION, step=step, attempt=1, generation=0, world_size=world_size, virtual_ranks=2, scalars={},
         files=tuple(files), **CONTENT,
@@ -75,7 +75,7 @@ def told_by(origin: ResumePoint | None) -> tuple[int, float] | None:
 
 
 def snapshot_only(world: World) -> ResumePoint | None:
-    return newest_state(Checkpoints(Path("/nowhere")), world, print, memory=True)
+    return find_newest_state(Checkpoints(Path("/nowhere")), world, print, memory=True)
 
 
 def looked(rank: int, size: int, root: Path) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def looked(rank: int, size: int, root: Path) -> dict[str, Any]:
         reports: list[str] = []
         try:
             known = -1 if after is None else after
-            outcome: Any = told_by(newest_on_disk(Checkpoints(root / name), world, reports.append, after=known))
+            outcome: Any = told_by(find_newest_checkpoint(Checkpoints(root / name), world, reports.append, after=known))
         except PacelineError as error:
             outcome = f"{type(error).__name__} {int(error.exit_code)}: {error}"
         found[name if after is None else f"{name} after {after}"] = (outcome, reports)
@@ -97,7 +97,7 @@ def test_the_search_can_stop_before_a_step(tmp_path: Path) -> None:
     checkpoints, reports = Checkpoints(folder(tmp_path, 3, 6, 9, damaged=(6,))), list[str]()
 
     def found(before: int, after: int = -1) -> tuple[int, float] | None:
-        return told_by(newest_on_disk(checkpoints, world_of(0, 1), reports.append, after=after, before=before))
+        return told_by(find_newest_checkpoint(checkpoints, world_of(0, 1), reports.append, after=after, before=before))
 
     assert (found(10), found(9), found(6)) == ((9, 9.0), (3, 3.0), (3, 3.0))
     assert len(reports) == 1 and reports[0].startswith("step-00000006 ")

@@ -24,7 +24,7 @@ from paceline.checkpoint.shards import (
     METADATA_KEY,
     ShardFileSource,
     make_shard_layout,
-    read_meta,
+    read_shard_file_metadata,
     select_shards_to_save,
     write_shard_file,
 )
@@ -63,7 +63,7 @@ def tensors_of_all_types() -> dict[str, Tensor]:
 def test_all_types_come_back_and_plain_safetensors_reads_them_too(tmp_path: Path) -> None:
     tensors = tensors_of_all_types()
     path, pieces = written(tmp_path / "file", [TensorShard(name, tensor) for name, tensor in tensors.items()])
-    assert read_meta(path) == (META, pieces)
+    assert read_shard_file_metadata(path) == (META, pieces)
     shards, plain = ShardFileSource([(path, pieces)]), load_file(path)
     assert shards.names("") == sorted(tensors) and shards.names("F64/") == sorted(n for n in tensors if n[:4] == "F64/")
     assert plain.keys() == tensors.keys()
@@ -174,7 +174,7 @@ def test_a_writer_that_is_stopped_at_any_moment_leaves_nothing_that_is_taken_for
     found: list[int] = []
     for moment in {*moments, after, before}:
         path.write_bytes(moment)
-        read = read_meta(path)
+        read = read_shard_file_metadata(path)
         assert (read is not None) == (moment in (before, after))
         found += [read[0]["step"]] if read else []
     assert sorted(found) == [1, 2] and len(set(moments)) > 6
@@ -186,14 +186,14 @@ def test_a_file_that_is_cut_anywhere_is_refused(tmp_path: Path) -> None:
     data = path.read_bytes()
     for length in {*range(0, len(data), 97), 0, 7, 8, 9, len(data) - 1}:
         path.write_bytes(data[:length])
-        assert read_meta(path) is None
+        assert read_shard_file_metadata(path) is None
         with pytest.raises(DamagedCheckpoint):
             ShardFileSource([(path, pieces)]).tensor("a")
     path.unlink()
-    assert read_meta(path) is None
+    assert read_shard_file_metadata(path) is None
     with pytest.raises(DamagedCheckpoint, match="file"):
         ShardFileSource([(path, pieces)]).tensor("a")
-    assert read_meta(tmp_path) is None  # a folder
+    assert read_shard_file_metadata(tmp_path) is None  # a folder
 
 
 def test_more_words_than_there_is_room_for_are_an_error_with_numbers(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_more_words_than_there_is_room_for_are_an_error_with_numbers(tmp_path: P
         write_shard_file(buffer, places, {"much": "x" * 5000})
     path = tmp_path / "file"
     path.write_bytes(buffer.numpy().tobytes())
-    assert read_meta(path) is None
+    assert read_shard_file_metadata(path) is None
     places = make_shard_layout(part, room_bytes=6000)
     write_shard_file(torch.zeros(places.total_bytes, dtype=torch.uint8), places, {"much": "ü" * 400})
 
@@ -274,7 +274,7 @@ NOT_OURS: dict[str, bytes] = {
 def test_a_hostile_file_is_refused(case: str, tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(HOSTILE[case])
-    assert read_meta(path) is None
+    assert read_shard_file_metadata(path) is None
     with pytest.raises(DamagedCheckpoint, match="file"):
         ShardFileSource([(path, [PIECE])]).tensor("a")
 
@@ -283,7 +283,7 @@ def test_a_hostile_file_is_refused(case: str, tmp_path: Path) -> None:
 def test_a_file_that_is_not_ours_has_no_meta(case: str, tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(NOT_OURS[case])
-    assert read_meta(path) is None
+    assert read_shard_file_metadata(path) is None
 
 
 def test_a_file_that_is_no_more_what_its_description_says_is_damaged(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from tests.run_ranks import run_ranks
 from torch import Tensor
 
-from paceline.checkpoint.shards import DTYPE_NAMES, full_state, sha256_of
+from paceline.checkpoint.shards import DTYPE_NAMES, gather_full_state, sha256_of
 from paceline.checkpoint.state import TensorShard
 from paceline.rank.world import World
 
@@ -43,7 +43,7 @@ def everything(rank: int, world_size: int) -> str:
             if rank == (index + part) % world_size:
                 run = tensor.flatten()[start:stop]
                 held.append(TensorShard(f"cut/{name}", run, tensor.shape, start, replicated=False))
-    found = full_state(held if rank else held[::-1], world)
+    found = gather_full_state(held if rank else held[::-1], world)
     wanted = {f"{kind}/{name}": tensor for name, tensor in tensors().items() for kind in ("replicated", "own", "cut")}
     wanted = {n: t.t() if n.startswith("own/") and t.ndim == 2 else t for n, t in wanted.items()}
     wanted = {n: t for n, t in wanted.items() if not n.startswith("cut/") or t.numel()}
@@ -51,7 +51,7 @@ def everything(rank: int, world_size: int) -> str:
     for name, tensor in wanted.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
         assert as_bytes(found[name]) == as_bytes(tensor), name
-    assert list(full_state([], world)) == []
+    assert list(gather_full_state([], world)) == []
     return sha256_of(found)
 
 

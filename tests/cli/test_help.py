@@ -12,7 +12,7 @@ from paceline.cli import COMMANDS, command_line, command_main, train
 from paceline.cli.launch import launch_options
 from paceline.cli.options import MAX_OPTIONS_SHOWN_IN_FULL, build_settings
 from paceline.cli.torchrun import read_arguments
-from paceline.cli.watchover import split_script
+from paceline.cli.watchover import split_options_and_script
 from paceline.config.settings import TrainConfig
 from paceline.errors import ExitCode, UsageError
 
@@ -43,7 +43,7 @@ def test_two_examples_that_the_commands_own_parser_takes_come_first(command: str
             typed = read_arguments(words, {}, launch_options())
             words, script = typed.paceline_arguments, [*typed.script]
         elif command == "watchover":
-            words, script = split_script(words)
+            words, script = split_options_and_script(words)
         else:
             words, script = words[: [*words, "--"].index("--")], ["none is needed"]
         line.parse(words)

@@ -11,9 +11,9 @@ from tests.errors import raises
 from tests.lab.typed import typed
 
 from paceline.cli import main, measure
-from paceline.cli.measure import MeasurementConfig, check_measurement, output_results, train_config
+from paceline.cli.measure import MeasurementConfig, check_measurement_options, output_results, train_config
 from paceline.config.settings import TrainConfig, dump
-from paceline.lab.compare import compared_rows
+from paceline.lab.compare import make_strategy_rows
 from paceline.lab.measurement import Candidate, Measurement
 from paceline.lab.rounds import MeasuredRounds
 
@@ -47,8 +47,8 @@ def test_both_have_the_same_flags_for_how_it_is_measured(command: str, capsys: p
 @pytest.mark.parametrize(("out", "code"), [("none/x.json", "out-folder-missing"), (".", "out-is-a-folder")])
 def test_where_results_cannot_be_written_is_told_before_they_are_measured(tmp_path: Path, out: str, code: str) -> None:
     with raises(code, setting="out"):
-        check_measurement(MeasurementConfig(out=tmp_path / out))
-    check_measurement(MeasurementConfig(out=tmp_path / "x.json"))
+        check_measurement_options(MeasurementConfig(out=tmp_path / out))
+    check_measurement_options(MeasurementConfig(out=tmp_path / "x.json"))
 
 
 class Found(msgspec.Struct):
@@ -75,7 +75,7 @@ def test_more_ranks_than_cores_are_said_and_not_refused() -> None:
     assert "4 threads on 2 cores" in crowded
     assert launch.endswith("2.5 s for 1, 2.5 s for 2, 2.5 s for 4")
     assert len(measure.scaling_notes([1, 2], found, 2, 1)) == 1
-    rows = compared_rows(found.rounds, "ddp", steps=10)
+    rows = make_strategy_rows(found.rounds, "ddp", steps=10)
     assert len(measure.comparison_notes([row for row in rows if row.world_size < 4], 2, 1)) == 1
     assert "4 threads on 2 cores" in measure.comparison_notes(rows, 2, 1)[1]
 
@@ -104,7 +104,7 @@ def test_several_processes_share_a_gpu_over_gloo_only(
         raise Begun
 
     monkeypatch.setattr(measure.options, "usable_gpus", lambda device: 1)
-    monkeypatch.setattr(measure, "measure_groups", begin)
+    monkeypatch.setattr(measure, "measure_candidate_groups", begin)
     with pytest.raises(Begun):
         command(["mnist-cnn", ranks, "--backend", "gloo"])
     with raises("too-few-gpus", nproc=2, gpus=1):

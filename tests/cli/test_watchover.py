@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.errors import raises
 
-from paceline.cli.watchover import WatchoverConfig, agent_plan, main, split_script
+from paceline.cli.watchover import WatchoverConfig, main, make_agent_plan, split_options_and_script
 from paceline.launch.agent.attach import ForeignProcess, exit_code
 from paceline.protocol.control import agent_address, peer_pid
 from paceline.protocol.job import AUTO
@@ -33,7 +33,7 @@ ENV = {
     ],
 )
 def test_words_before_the_script_are_ours_and_all_others_its_own(words: str, own: str, script: str) -> None:
-    assert split_script(words.split()) == (own.split(), script.split())
+    assert split_options_and_script(words.split()) == (own.split(), script.split())
 
 
 @pytest.mark.parametrize(
@@ -52,11 +52,11 @@ def test_bad_words_are_refused_before_anything_is_started(words: str, code: str,
 
 
 def test_the_plan_of_the_agent_is_what_the_launcher_has_said() -> None:
-    plan = agent_plan(WatchoverConfig(), AUTO, ENV)
+    plan = make_agent_plan(WatchoverConfig(), AUTO, ENV)
     assert (plan.ranks.first, plan.nproc, plan.ranks.world_size, plan.node) == (2, 2, 4, 1) and plan.nodes > 1
-    assert agent_plan(WatchoverConfig(), AUTO, {**ENV, "LOCAL_WORLD_SIZE": "4"}).nodes == 1
+    assert make_agent_plan(WatchoverConfig(), AUTO, {**ENV, "LOCAL_WORLD_SIZE": "4"}).nodes == 1
     with raises("launcher-variables-missing", missing=["LOCAL_WORLD_SIZE"]):
-        agent_plan(WatchoverConfig(), AUTO, {name: ENV[name] for name in ENV if name != "LOCAL_WORLD_SIZE"})
+        make_agent_plan(WatchoverConfig(), AUTO, {name: ENV[name] for name in ENV if name != "LOCAL_WORLD_SIZE"})
 
 
 def test_ranks_of_a_job_on_a_node_share_an_address_with_nobody_else() -> None:

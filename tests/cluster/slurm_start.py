@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import UsageError
-from paceline.launch.plan import SubmitRecord, next_submit_dir, write_files, write_submission
+from paceline.launch.plan import SubmitRecord, next_submit_dir, write_plan_files, write_submission
 from paceline.launch.slurm.plan import plan_slurm
 from paceline.launch.slurm.queue import (
     check_allocation,
-    check_fits,
+    check_job_fits_partitions,
     current_allocation,
     follow_job,
     run_in_allocation,
@@ -39,10 +39,10 @@ def main(run: str, seconds: str, code: str, how: str = "", nodes: str = "2", **a
     if held is not None:
         check_allocation(held, job)
     plan = plan_slurm(job)
-    write_files(submit_dir, plan.files)
+    write_plan_files(submit_dir, plan.files)
     if held is not None:
         return run_in_allocation(submit_dir / "job.sbatch")
-    check_fits(job, os.environ)
+    check_job_fits_partitions(job, os.environ)
     job_id = submit(plan, os.environ)
     write_submission(submit_dir, SubmitRecord(on="slurm", started_at=time.time(), nodes=2, slurm_job=job_id))
     if not how:

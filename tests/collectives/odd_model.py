@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tests.collectives.one_backward import one_backward
 from torch import Tensor, nn
 
-from paceline.collectives.buckets import BUCKET_BYTES, buckets_of, trainable_parameters
+from paceline.collectives.buckets import BUCKET_BYTES, group_into_buckets, trainable_parameters
 from paceline.collectives.communicator import TorchBucketReduction
 from paceline.collectives.reducer import Reducer
 from paceline.collectives.tree import LeafPartition
@@ -59,7 +59,7 @@ def grads(model: nn.Module) -> dict[str, tuple[bytes, torch.dtype, tuple[int, ..
 def over_torch(
     model: nn.Module, partition: LeafPartition, *, bucket_bytes: int = BUCKET_BYTES, in_order: bool = True
 ) -> Reducer:
-    buckets = buckets_of(trainable_parameters(model), bucket_bytes)
+    buckets = group_into_buckets(trainable_parameters(model), bucket_bytes)
     return Reducer(partition, TorchBucketReduction(buckets, partition, in_order=in_order))
 
 

@@ -5,7 +5,12 @@ import torch
 from tests.doubles.test_kernels import Kernels
 from torch import nn
 
-from paceline.collectives.buckets import ALIGNED_BYTES, PackedBucket, agreed_layouts, convert_to_layouts
+from paceline.collectives.buckets import (
+    ALIGNED_BYTES,
+    PackedBucket,
+    agree_on_gradient_layouts,
+    convert_gradients_to_layouts,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64])
@@ -30,7 +35,7 @@ def test_gradients_in_memory_order_are_not_copied_one_by_one() -> None:
     parameters = [channels_last(4, 3, 2, 2), channels_last(4, 8, 1, 1), nn.Parameter(torch.zeros(5, 3))]
     grads = [torch.randn(p.shape).as_strided(p.shape, p.stride()) for p in parameters]
     grads[1] = grads[1].as_strided((4, 8, 1, 1), (8, 1, 1, 1))  # as of a convolution: the same memory
-    bucket = PackedBucket(parameters, agreed_layouts(parameters, 1))
+    bucket = PackedBucket(parameters, agree_on_gradient_layouts(parameters, 1))
     with Kernels() as kernels:
         bucket.unpack(bucket.pack(grads), [True] * 3)
     assert kernels.count == 1
@@ -41,7 +46,7 @@ def test_gradients_in_memory_order_are_not_copied_one_by_one() -> None:
 
 def test_a_gradient_in_another_memory_order_than_agreed_keeps_its_elements() -> None:
     parameters = [channels_last(4, 3, 2, 2), nn.Parameter(torch.zeros(4, 3, 2, 2))]
-    bucket = PackedBucket(parameters, agreed_layouts(parameters, 1))
+    bucket = PackedBucket(parameters, agree_on_gradient_layouts(parameters, 1))
     grads = [torch.randn(4, 3, 2, 2), torch.randn(4, 2, 2, 3).permute(0, 3, 1, 2)]
     parameters[1].data = parameters[1].data.contiguous(memory_format=torch.channels_last)  # after the agreement
     bucket.unpack(bucket.pack(grads), [True, True])
@@ -53,5 +58,7 @@ def test_a_gradient_in_another_memory_order_than_agreed_keeps_its_elements() -> 
 def test_a_gradient_with_other_strides_is_copied_on_its_own_device() -> None:
     meta = torch.device("meta")  # has no memory, but is another device than the default
     parameter = nn.Parameter(torch.empty(4, 3, device=meta))
-    (found,) = convert_to_layouts([torch.empty(3, 4, device=meta).T], [parameter.dtype], [((4, 3), (3, 1))]) or [None]
+    (found,) = convert_gradients_to_layouts(
+        [torch.empty(3, 4, device=meta).T], [parameter.dtype], [((4, 3), (3, 1))]
+    ) or [None]
     assert found is not None and found.device == meta and found.stride() == (3, 1)

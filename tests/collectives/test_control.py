@@ -13,7 +13,7 @@ from tests.run_ranks import run_ranks
 
 from paceline.collectives import torch_collectives as gather
 from paceline.collectives.control import LOOP_SUMS_NAME, sum_over_ranks
-from paceline.collectives.memory_sum import AsyncSum
+from paceline.collectives.memory_sum import AsyncAllReduce
 from paceline.collectives.torch_collectives import MAX_EXTRA_BYTES, start_all_reduce
 from paceline.errors import ExitCode, PacelineError
 from paceline.protocol.control import SHARED_MEMORY
@@ -33,7 +33,9 @@ def wanted(world: int, number: int) -> list[float]:
 @pytest.mark.parametrize("world", [2, 3])
 def test_sums_that_are_begun_before_others_have_ended_mix_up_nothing(world):
     def act(memory):
-        begun = [AsyncSum(memory, values(memory.rank, number).tolist(), "totals of the step") for number in range(7)]
+        begun = [
+            AsyncAllReduce(memory, values(memory.rank, number).tolist(), "totals of the step") for number in range(7)
+        ]
         assert all(one.is_completed() for one in begun[:-1])
         order = reversed(begun) if memory.rank else begun
         first = {id(one): one.finish() for one in order}
@@ -48,7 +50,7 @@ def test_a_sum_that_has_failed_gives_no_number_later():
         if memory.rank == 1:
             memory.leave()
             return
-        begun = AsyncSum(memory, values(0, 0).tolist(), "totals of the step")
+        begun = AsyncAllReduce(memory, values(0, 0).tolist(), "totals of the step")
         with pytest.raises(RuntimeError, match=r"totals of the step.*rank 1 \(pid \d+\) has left"):
             begun.finish()
         assert begun.is_completed()  # nobody waits for it any more

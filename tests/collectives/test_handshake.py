@@ -18,7 +18,7 @@ from tests.run_ranks import run_ranks
 from paceline.collectives import shared_memory as handshake
 from paceline.collectives.communicator import get_communicator, make_communicator
 from paceline.collectives.control import all_gather_object
-from paceline.collectives.shared_memory import MemoryLayout, SharedMemoryUnavailable, connect_memory
+from paceline.collectives.shared_memory import MemoryLayout, SharedMemoryUnavailable, connect_shared_memory
 from paceline.protocol.control import SHARED_MEMORY
 from paceline.rank.world import World
 
@@ -86,12 +86,12 @@ def refused(rank: int, world_size: int) -> list[str]:
     for name in STAGES:
         with stage(name) if rank == 1 else contextlib.nullcontext():
             try:
-                connect_memory(rank, MemoryLayout(world_size))
+                connect_shared_memory(rank, MemoryLayout(world_size))
                 found.append("")
             except SharedMemoryUnavailable as refusal:
                 found.append(str(refusal))
     assert open_memories() == before
-    assert len(connect_memory(rank, MemoryLayout(world_size)).peers) == world_size
+    assert len(connect_shared_memory(rank, MemoryLayout(world_size)).peers) == world_size
     assert open_memories() == before
     assert not [line for line in Path("/proc/self/maps").read_text().splitlines() if "paceline-shared" in line]
     return found

@@ -22,7 +22,7 @@ from torch import nn
 from paceline.collectives import communicator as communicators
 from paceline.collectives import hosts as hosts_module
 from paceline.collectives import shared_memory as handshake
-from paceline.collectives.buckets import buckets_of, trainable_parameters
+from paceline.collectives.buckets import group_into_buckets, trainable_parameters
 from paceline.collectives.communicator import get_communicator as exchange
 from paceline.collectives.communicator import make_communicator
 from paceline.collectives.control import all_gather_object
@@ -32,10 +32,10 @@ from paceline.collectives.replicate import broadcast_module
 from paceline.collectives.shared_memory import (
     MemoryLayout,
     SharedMemoryUnavailable,
-    connect_memory,
+    connect_shared_memory,
     consecutive_ranks_by_node,
 )
-from paceline.collectives.tree import LeafPartition, add_each, tree_sum
+from paceline.collectives.tree import LeafPartition, add_gradient_lists, tree_sum
 from paceline.data.plan import virtual_ranks_of
 from paceline.lab.ranks.memory import TrafficCounter
 from paceline.lab.ranks.verify import verify
@@ -107,8 +107,10 @@ def in_order(model: Odd, hosts: int, size: int) -> nn.Module:
             model(rank + 100 * part).backward()
         return [None if p.grad is None else p.grad.clone() for p in parameters]
 
-    sums = [tree_sum({(n, n + 1): leaf(h * size + n) for n in range(size)}, add_each, size) for h in range(hosts)]
-    total = tree_sum({(h, h + 1): one for h, one in enumerate(sums)}, add_each, hosts)
+    sums = [
+        tree_sum({(n, n + 1): leaf(h * size + n) for n in range(size)}, add_gradient_lists, size) for h in range(hosts)
+    ]
+    total = tree_sum({(h, h + 1): one for h, one in enumerate(sums)}, add_gradient_lists, hosts)
     for parameter, value in zip(parameters, total or [], strict=True):
         parameter.grad = None if value is None else torch.empty_like(parameter).copy_(value.div_(3.0))
     return model
@@ -179,7 +181,7 @@ def meets(rank: int, world_size: int) -> list[str]:
             if broken and rank == 3:
                 patch.setattr(os, "memfd_create", refuse)
             try:
-                met = connect_memory(rank, MemoryLayout(world_size))
+                met = connect_shared_memory(rank, MemoryLayout(world_size))
             except SharedMemoryUnavailable as refusal:
                 found.append(str(refusal))
             else:
@@ -237,7 +239,7 @@ def again(rank: int, world_size: int, folder: Path) -> list[float]:
     model, partition = nn.Linear(2, 1), LeafPartition.one_leaf_per_rank(4, rank)
     place = make_communicator().node_topology()
     assert isinstance(place, NodeTopology)
-    buckets = buckets_of(trainable_parameters(model), 4)
+    buckets = group_into_buckets(trainable_parameters(model), 4)
     sums = Reducer(
         partition, HierarchicalBucketReduction(buckets, place, hosts_module.make_leaf_order_plan(partition, 2))
     )

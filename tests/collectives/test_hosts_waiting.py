@@ -18,14 +18,14 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]  # soak: what `test_a_run_on_
 HANGS = f"""{TORCH}
 from paceline.collectives import shared_memory as handshake
 handshake.node_key = lambda: str(rank // 2)
-from paceline.collectives.buckets import buckets_of, trainable_parameters
+from paceline.collectives.buckets import group_into_buckets, trainable_parameters
 from paceline.collectives.hosts import HierarchicalBucketReduction, make_leaf_order_plan
 from paceline.collectives.reducer import Reducer
 from paceline.collectives.communicator import make_communicator
 from paceline.collectives.tree import LeafPartition
 model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 300))
 hosts, partition = make_communicator().node_topology(), LeafPartition.one_leaf_per_rank(4, rank)
-buckets = buckets_of(trainable_parameters(model), 1000)
+buckets = group_into_buckets(trainable_parameters(model), 1000)
 sums = Reducer(partition, HierarchicalBucketReduction(buckets, hosts, make_leaf_order_plan(partition, 2)))
 def late(gradient):
     if rank == 3 and number == 5:

@@ -20,9 +20,9 @@ from paceline.collectives.memory_sum import (
     reduce_scatter,
     spare_buffer_count,
     split_into_chunks,
-    sum_parts,
+    sum_subtrees,
 )
-from paceline.collectives.tree import LeafPartition, add_optional, split_leaf, tree_sum
+from paceline.collectives.tree import LeafPartition, add_optional, find_split_leaf, tree_sum
 from paceline.errors import ExitCode, TrainingError
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -48,7 +48,7 @@ def leaf(number: int, tensor: int, size: int, dtype: torch.dtype, absent: set) -
 def node_sum(node, tensor, size, dtype, absent):
     if node[1] - node[0] == 1:
         return leaf(node[0], tensor, size, dtype, absent)
-    cut = split_leaf(node)
+    cut = find_split_leaf(node)
     return add_optional(
         node_sum((node[0], cut), tensor, size, dtype, absent), node_sum((cut, node[1]), tensor, size, dtype, absent)
     )
@@ -133,7 +133,7 @@ def test_no_more_sums_wait_than_there_is_room_for_and_all_the_room_is_used(world
         wanted = tree_sum({node: part.clone() for node, part in parts.items()}, torch.add, leaves)
         spare = [torch.full((3,), torch.nan) for _ in range(spare_buffer_count(nodes, leaves))]
         out = torch.empty(3)
-        sum_parts(parts, leaves, out, spare, None)
+        sum_subtrees(parts, leaves, out, spare, None)
         assert torch.equal(out, wanted) and not any(one.isnan().any() for one in spare), leaves
 
 

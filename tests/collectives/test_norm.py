@@ -20,7 +20,7 @@ from paceline.collectives.norm import (
     ShardSlice,
     block_square_sums,
     merge_block_ranges,
-    split_evenly,
+    split_blocks_evenly,
 )
 from paceline.collectives.tree import TreeNode, subtrees
 
@@ -129,7 +129,7 @@ def one_run_each(rank: int, world_size: int, values: list[Tensor | None]) -> flo
 def test_even_shares_hold_each_element_once_and_as_many_blocks_each(sizes, holders):
     seen = [torch.zeros(size, dtype=torch.int64) for size in sizes]
     blocks = []
-    for shares in split_evenly(sizes, holders):
+    for shares in split_blocks_evenly(sizes, holders):
         blocks.append(0)
         for index, start, stop in shares:
             assert start % BLOCK_ELEMENTS == 0 and (stop % BLOCK_ELEMENTS == 0 or stop == sizes[index])

@@ -22,10 +22,10 @@ from paceline.collectives.tree import (
     LeafPartition,
     PartialSums,
     TreeNode,
-    add_each,
+    add_gradient_lists,
     add_optional,
+    find_split_leaf,
     is_tree_node,
-    split_leaf,
     subtrees,
     tree_sum,
 )
@@ -68,7 +68,7 @@ def cuts(draw: st.DrawFn, most: int = 24) -> list[TreeNode]:
 
 
 def test_the_docstrings_examples() -> None:
-    assert [split_leaf(node) for node in ((0, 6), (0, 4), (4, 6))] == [4, 2, 5]
+    assert [find_split_leaf(node) for node in ((0, 6), (0, 4), (4, 6))] == [4, 2, 5]
     assert subtrees((0, 3), 6) == [(0, 2), (2, 3)]
     assert subtrees((3, 6), 6) == [(3, 4), (4, 6)]
     words = {(i, i + 1): letter for i, letter in enumerate("abcdef")}
@@ -138,12 +138,12 @@ def test_a_leaf_left_out_makes_minus_zero_plus_zero_as_real_zeros_do() -> None:
 
 def test_lists_are_added_one_by_one_and_none_is_zeros() -> None:
     a, b = torch.tensor([1.0, -0.0]), torch.tensor([-0.0])
-    assert add_each(None, None) is None
-    found = add_each([a, None, b, None], [torch.tensor([2.0, -0.0]), None, None, torch.tensor([-0.0])])
+    assert add_gradient_lists(None, None) is None
+    found = add_gradient_lists([a, None, b, None], [torch.tensor([2.0, -0.0]), None, None, torch.tensor([-0.0])])
     assert found is not None and found[1] is None
     assert [bits(value) for value in found if value is not None] == [bits(torch.tensor([3.0, -0.0])), [0], [0]]
     for pair in ((None, [torch.tensor([-0.0]), None]), ([torch.tensor([-0.0]), None], None)):
-        (zero, nothing) = add_each(*pair) or []
+        (zero, nothing) = add_gradient_lists(*pair) or []
         assert nothing is None and zero is not None and bits(zero) == [0]
 
 

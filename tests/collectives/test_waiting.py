@@ -121,7 +121,7 @@ def test_a_stopped_rank_is_found_by_the_judge_and_the_waiting_one_is_freed(tmp_p
         (last,) = [op for op in answer.ops if op.group == "shared" and not op.done]
         assert (last.kind, last.seq) == ("barrier", 2)
         assert last.site == f"script.py:{waiting.line('    barrier(memory)')} in <module>"
-        frozen = [op for op in status_page.read_ring(stopped.page) if op.group == "shared"]
+        frozen = [op for op in status_page.read_recent_ops(stopped.page) if op.group == "shared"]
         assert [(op.seq, op.done) for op in frozen] == [(1, True)]
         evidence = [answer, Evidence(1, "h", 2, state="T", ops=tuple(frozen))]
         assert is_waiting(evidence[0])
@@ -179,7 +179,7 @@ finish()
 def test_totals_that_all_have_begun_are_over_for_the_judge_before_anybody_asks_for_them(tmp_path: Path) -> None:
     """Otherwise a rank that hangs in backward, after it has started the totals, would seem to wait for others."""
     with ranks(BUSY, 2, tmp_path) as (one, _):
-        wait(lambda: any(op.name == "totals of the step" for op in status_page.read_ring(one.page)), "begun")
-        wait(lambda: all(op.done for op in status_page.read_ring(one.page) if op.group == "shared"), "over")
+        wait(lambda: any(op.name == "totals of the step" for op in status_page.read_recent_ops(one.page)), "begun")
+        wait(lambda: all(op.done for op in status_page.read_recent_ops(one.page) if op.group == "shared"), "over")
         (tmp_path / "go").touch()
         assert one.process.wait(20) == 0

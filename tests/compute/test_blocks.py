@@ -5,7 +5,7 @@ import torch
 from tests.errors import raises
 from torch import nn
 
-from paceline.compute.blocks import blocks_of, check_parameter_dtypes
+from paceline.compute.blocks import check_parameter_dtypes, find_blocks
 
 
 class Transformer(nn.Module):
@@ -21,7 +21,7 @@ class Transformer(nn.Module):
 
 
 def chosen(model: nn.Module, rule: str | None = None) -> list[str]:
-    return [*blocks_of(model, rule, flag="--fsdp-wrap")]
+    return [*find_blocks(model, rule, flag="--fsdp-wrap")]
 
 
 class Around(nn.Module):

@@ -17,7 +17,7 @@ from paceline.compute.compiling import MAX_GRAPHS, compile_model, missing_compil
 from paceline.errors import TrainingError
 from paceline.launch.agent.workers import worker_environment
 from paceline.protocol.job import NodePlan
-from paceline.strategies.buffers import ignore_batch
+from paceline.strategies.buffers import ignore_dummy_batch
 
 CPU = torch.device("cpu")
 
@@ -149,7 +149,7 @@ def test_no_stand_in_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     model = nn.Linear(2, 2)
     use_cuda_graphs(model, torch.device("cuda"))
-    with ignore_batch(model, [*model.parameters()]):
+    with ignore_dummy_batch(model, [*model.parameters()]):
         model(torch.ones(1, 2))
     assert recorded == []
     model(torch.ones(3, 2))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from paceline.compute import flops
 from paceline.compute.compiling import use_cuda_graphs
-from paceline.compute.flops import FlopCount, Utilization, can_count, measure_tflops, peak_tflops, tokens_of
+from paceline.compute.flops import FlopCount, Utilization, can_count_flops, count_tokens, measure_tflops, peak_tflops
 from paceline.compute.forward import checkpoint_activations
 from paceline.compute.precision import autocast_bf16
 from paceline.rank.world import World
@@ -152,15 +152,15 @@ def test_the_precision_of_most_operations_is_known() -> None:
 def test_compiled_and_recorded_models_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(2, 2)
     monkeypatch.setitem(flops.sys.modules, "torch._dynamo.eval_frame", SimpleNamespace(cached_backends={1: False}))
-    assert can_count([model])
+    assert can_count_flops([model])
     monkeypatch.setitem(flops.sys.modules, "torch._dynamo.eval_frame", SimpleNamespace(cached_backends={1: print}))
-    assert not can_count([model])
+    assert not can_count_flops([model])
     monkeypatch.delitem(flops.sys.modules, "torch._dynamo.eval_frame")
-    assert can_count([model])
+    assert can_count_flops([model])
     recorded = nn.Linear(2, 2)
     use_cuda_graphs(recorded, torch.device("cuda"))
     several = SimpleNamespace(device_ids=[0, 1])
-    assert not can_count([recorded]) and not can_count([several])  # type: ignore[list-item]
+    assert not can_count_flops([recorded]) and not can_count_flops([several])  # type: ignore[list-item]
 
 
 IDS = torch.zeros(3, 5, dtype=torch.int64)
@@ -175,7 +175,7 @@ IDS = torch.zeros(3, 5, dtype=torch.int64)
     ],
 )  # fmt: skip
 def test_tokens_are_those_of_the_first_input(batch: Any, tokens: int) -> None:
-    assert tokens_of(batch) == tokens
+    assert count_tokens(batch) == tokens
 
 
 @pytest.fixture

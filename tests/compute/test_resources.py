@@ -15,8 +15,8 @@ from paceline.compute.resources import (
     CpuAllocation,
     current_cpu_allocation,
     peak_memory,
+    recommended_thread_count,
     thread_warnings,
-    threads_for,
     tune_malloc,
 )
 
@@ -40,7 +40,7 @@ def seats(count, cores, threads=1, *, host="a", limit=None):
     ],
 )
 def test_cores_are_divided_among_those_who_share_them(there, planned):
-    assert threads_for(there, 0) == planned
+    assert recommended_thread_count(there, 0) == planned
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,9 @@ def test_a_gpu_rank_may_leave_cores_idle():
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.frozensets(st.integers(0, 7), min_size=1)), min_size=1, max_size=6))
 def test_what_is_planned_is_never_complained_of_as_too_many_threads(places):
     there = [CpuAllocation(host, tuple(sorted(cores)), len(cores)) for host, cores in places]
-    planned = [CpuAllocation(s.host, s.cores, s.limit, threads_for(there, rank)) for rank, s in enumerate(there)]
+    planned = [
+        CpuAllocation(s.host, s.cores, s.limit, recommended_thread_count(there, rank)) for rank, s in enumerate(there)
+    ]
     assert all(seat.threads >= 1 for seat in planned)
     assert not any("rank slower" in line for line in thread_warnings(planned))
 

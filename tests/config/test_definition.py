@@ -11,9 +11,9 @@ from paceline.config.definition import (
     CHANGEABLE_SETTINGS,
     EXACT_ONLY_SETTINGS,
     FIXED_SETTINGS,
-    allowed_changes,
     check_same_definition,
-    definition_settings,
+    make_run_definition,
+    parse_allowed_changes,
 )
 from paceline.config.settings import TrainConfig, load, resolve_defaults
 from paceline.errors import PacelineError, UsageError
@@ -50,7 +50,7 @@ def test_what_may_change_is_refused_with_the_flag_that_allows_it(name):
 
 @pytest.mark.parametrize("name", CHANGEABLE_SETTINGS)
 def test_an_allowed_change_is_told_in_words(name):
-    assert allowed_changes(name) == [name]
+    assert parse_allowed_changes(name) == [name]
     [told] = check_same_definition(SAVED, changed(name), [name], WHERE)
     assert told.startswith(f"{name}: old-{name} ") and f" new-{name} " in told
 
@@ -113,20 +113,20 @@ def test_of_two_tables_only_what_differs_is_told():
     [("", []), ("lr", ["lr"]), (" lr , epochs,", ["lr", "epochs"]), ("hardware,task", ["hardware", "task"])],
 )
 def test_names_are_separated_by_commas(text, names):
-    assert allowed_changes(text) == names
+    assert parse_allowed_changes(text) == names
 
 
 @pytest.mark.parametrize("name", FIXED_SETTINGS)
 def test_what_is_fixed_cannot_be_allowed(name):
     with raises("change-never-allowed", setting="allow_change", value=name) as caught:
-        allowed_changes(f"lr,{name}")
+        parse_allowed_changes(f"lr,{name}")
     assert FIXED_SETTINGS[name] in str(caught.value)
 
 
 @pytest.mark.parametrize(("wrong", "meant"), [("epoch", "epochs"), ("wait_decay", "weight_decay"), ("LR", None)])
 def test_a_setting_that_does_not_exist_is_told_with_the_nearest_one_and_all(wrong, meant):
     with raises("unknown-name", kind="setting to change", value=wrong, allowed=[*CHANGEABLE_SETTINGS]) as caught:
-        allowed_changes(wrong)
+        parse_allowed_changes(wrong)
     assert (repr(meant) in caught.value.fields["meant"]) if meant else not caught.value.fields["meant"]
 
 
@@ -140,7 +140,7 @@ def defined(**changes: object) -> dict[str, object]:
         else:
             config = replace(config, **{name: value})
     nproc = config.launch.nproc
-    return definition_settings(resolve_defaults(config, 2 if nproc is None else int(nproc)))
+    return make_run_definition(resolve_defaults(config, 2 if nproc is None else int(nproc)))
 
 
 @pytest.mark.parametrize(
@@ -196,14 +196,14 @@ def test_a_checkpoint_of_before_there_was_a_choice_of_precision_is_one_in_fp32()
 def test_what_a_table_of_a_file_leaves_out_is_compared_too(tmp_path):
     path = tmp_path / "config.toml"
     path.write_text('[network]\ncompress = "bf16"\n')
-    now = definition_settings(load(path, must_own=True))
+    now = make_run_definition(load(path, must_own=True))
     with raises("another-run", saved={"local_steps": 4}, now={"local_steps": None}):
         check_same_definition({**now, "local_steps": 4}, now, [], WHERE)
 
 
 def test_every_setting_of_the_definition_has_a_rule():
     """A name that is written down, but compared by nobody, would be a promise that nobody keeps."""
-    assert set(definition_settings(TrainConfig())) | {"data", "hardware", "make_optimizer", "make_schedule"} == {
+    assert set(make_run_definition(TrainConfig())) | {"data", "hardware", "make_optimizer", "make_schedule"} == {
         *FIXED_SETTINGS,
         *CHANGEABLE_SETTINGS,
         "strategy",
@@ -214,4 +214,4 @@ def test_a_setting_of_the_task_may_change_if_it_is_allowed_by_its_name():
     saved, now = {**SAVED, "task_arg.width": 2, "task_arg.old": 1}, {**SAVED, "task_arg.width": 3, "task_arg.new": 1}
     with raises("another-run", saved={"task_arg.width": 2}, now={"task_arg.width": 3}, allow="task_arg.width"):
         check_same_definition(saved, now, [], WHERE)
-    assert len(check_same_definition(saved, now, allowed_changes("task_arg.width"), WHERE)) == 1
+    assert len(check_same_definition(saved, now, parse_allowed_changes("task_arg.width"), WHERE)) == 1

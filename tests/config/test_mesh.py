@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from tests.errors import raises
 
-from paceline.config.mesh import DIMENSIONS, Mesh, mesh_of, meshes_of
+from paceline.config.mesh import DIMENSIONS, Mesh, enumerate_meshes, resolve_mesh
 from paceline.config.settings import (
     ComputeConfig,
     LaunchConfig,
@@ -48,7 +48,7 @@ def test_each_rank_has_its_own_place_and_is_in_one_group_along_each_dimension() 
 )
 def test_a_mesh_that_does_not_fit_is_refused_in_words(text: str, code: str, fields: dict[str, Any]) -> None:
     with raises(code, **fields):
-        mesh_of(text, 6)
+        resolve_mesh(text, 6)
 
 
 def test_a_run_is_defined_for_as_many_virtual_ranks_as_see_different_samples() -> None:
@@ -98,7 +98,7 @@ def test_what_a_mesh_cannot_do_is_refused_before_any_process_is_started(given: A
     ],
 )  # fmt: skip
 def test_all_meshes_of_a_world_are_such_as_a_training_takes(ranks: int, meshes: str) -> None:
-    assert " ".join(map(str, meshes_of(ranks))) == meshes
-    for mesh in meshes_of(ranks):
+    assert " ".join(map(str, enumerate_meshes(ranks))) == meshes
+    for mesh in enumerate_meshes(ranks):
         strategy = "fsdp" if mesh.size_of("shard") > 1 else "bucketed"
         check_values(TrainConfig(strategy=strategy, launch=LaunchConfig(mesh=str(mesh))))

@@ -28,10 +28,10 @@ from paceline.data.loader import (
     prefetch_to_device,
 )
 from paceline.data.plan import BatchPlan, virtual_ranks_of
-from paceline.data.workers import SLOTS_OF_A_LOADER, SeededSampleDataset, name_lost_workers
+from paceline.data.workers import SLOTS_OF_A_LOADER, SeededSampleDataset, explain_lost_workers
 from paceline.errors import TrainingError
 from paceline.protocol.evidence import LOADER_KILLED
-from paceline.protocol.status_page import StatusPage, make_status_page, read_counters, read_loaders
+from paceline.protocol.status_page import StatusPage, make_status_page, read_counters, read_loader_workers
 
 CPU = torch.device("cpu")
 PLAN = BatchPlan(23, 8, virtual_ranks=2, accumulation=2, seed=3)
@@ -159,7 +159,7 @@ def test_the_box_shows_which_sample_a_process_hangs_in_and_that_it_is_waited_for
     def look():
         deadline = time.monotonic() + 30
         try:
-            while not (found := [w for w in read_loaders(page.descriptor) if w.busy and w.item == 13]):
+            while not (found := [w for w in read_loader_workers(page.descriptor) if w.busy and w.item == 13]):
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
             while not page.get("loading"):
@@ -179,7 +179,7 @@ def test_the_box_shows_which_sample_a_process_hangs_in_and_that_it_is_waited_for
     assert hanging.epoch == 0 and hanging.number // SLOTS_OF_A_LOADER == int(evaluates)
     assert os.getpid() != hanging.pid
     assert not page.get("loading")
-    assert not any(worker.busy for worker in read_loaders(page.descriptor))
+    assert not any(worker.busy for worker in read_loader_workers(page.descriptor))
     assert read_counters(page.descriptor).step == 0
 
 
@@ -190,10 +190,10 @@ from paceline.errors import TrainingError
 
 box = here.StatusPage(here.make_status_page(0))
 try:
-    with here.name_lost_workers(box, 3):
+    with here.explain_lost_workers(box, 3):
         here.once(here.Odd(), box)
 except TrainingError as error:
-    lost = next(worker for worker in here.read_loaders(box.descriptor) if worker.item == 13)
+    lost = next(worker for worker in here.read_loader_workers(box.descriptor) if worker.item == 13)
     print(json.dumps([lost.number, lost.pid, error.code, error.fields]), flush=True)
 os._exit(0)
 """
@@ -216,18 +216,18 @@ def test_a_process_that_dies_while_its_batch_is_fetched_is_named(monkeypatch):
         if next(looks) == 2:
             raise RuntimeError("DataLoader worker (pid 5) is killed by signal: Killed. ")
 
-    with pytest.raises(ConnectionResetError), name_lost_workers(StatusPage(make_status_page(0)), 3):
+    with pytest.raises(ConnectionResetError), explain_lost_workers(StatusPage(make_status_page(0)), 3):
         raise ConnectionResetError("of something else")
     monkeypatch.setattr(torch._C, "_error_if_any_worker_fails", lost)
     with (
         raises("loader-process-lost", raised=TrainingError, rank=3, pid=5),
-        name_lost_workers(StatusPage(make_status_page(0)), 3),
+        explain_lost_workers(StatusPage(make_status_page(0)), 3),
     ):
         raise ConnectionResetError("104")
 
 
 def test_an_error_that_is_none_of_a_process_passes():
-    with pytest.raises(RuntimeError, match="mine"), name_lost_workers(StatusPage(make_status_page(0)), 0):
+    with pytest.raises(RuntimeError, match="mine"), explain_lost_workers(StatusPage(make_status_page(0)), 0):
         raise RuntimeError("mine")
 
 

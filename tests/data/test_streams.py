@@ -15,7 +15,7 @@ import torch
 from tests.errors import raises
 from torch.utils.data import IterableDataset, get_worker_info
 
-from paceline.data.fingerprint import hash_of
+from paceline.data.fingerprint import hash_samples
 from paceline.data.loader import LoadingOptions
 from paceline.data.plan import BatchPlan, virtual_ranks_of
 from paceline.data.streams import (
@@ -228,9 +228,9 @@ def test_a_part_without_saved_position_begins_at_the_batch_and_not_at_the_start(
 
 
 def test_the_end_of_an_epoch_in_a_checkpoint_of_version_0_1_is_recognized() -> None:
-    assert resumed({"probe": hash_of([]), "states": {}}, 6) == []
+    assert resumed({"probe": hash_samples([]), "states": {}}, 6) == []
     with raises("stream-differs-from-saved"):
-        resumed({"probe": hash_of([]), "states": {}}, 5)
+        resumed({"probe": hash_samples([]), "states": {}}, 5)
 
 
 class Uneven(Numbers):

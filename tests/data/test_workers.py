@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, StackDataset, Subset
 from paceline.data import workers
 from paceline.data.loader import LoadingOptions, load_steps
 from paceline.data.plan import BatchPlan, virtual_ranks_of
-from paceline.data.workers import check_shared_memory, has_batched_getitems
+from paceline.data.workers import check_shared_memory_size, has_batched_getitems
 
 CPU = torch.device("cpu")
 PLAN = BatchPlan(23, 8, virtual_ranks=2, accumulation=2, seed=3)
@@ -148,26 +148,28 @@ def has_free(monkeypatch: pytest.MonkeyPatch, size_bytes: int) -> None:
 def test_room_is_counted_in_bytes_of_all_ranks_batches_ahead_and_in_use(monkeypatch) -> None:
     needed_bytes = SAMPLE_BYTES * 64 * (2 * 3 + 1) * 4
     has_free(monkeypatch, needed_bytes)
-    check_shared_memory(BATCH, 2, largest_batch=64, num_workers=3, local_ranks=4)
+    check_shared_memory_size(BATCH, 2, largest_batch=64, num_workers=3, local_ranks=4)
     has_free(monkeypatch, needed_bytes - 1)
     with raises("shared-memory-too-small", free="13.7 MiB", num_workers=3, local_ranks=4):
-        check_shared_memory(BATCH, 2, largest_batch=64, num_workers=3, local_ranks=4)
+        check_shared_memory_size(BATCH, 2, largest_batch=64, num_workers=3, local_ranks=4)
 
 
 def test_without_loader_processes_nothing_is_refused(monkeypatch) -> None:
     has_free(monkeypatch, 0)
-    check_shared_memory(BATCH, 2, largest_batch=64, num_workers=0, local_ranks=4)
+    check_shared_memory_size(BATCH, 2, largest_batch=64, num_workers=0, local_ranks=4)
 
 
 def test_where_there_is_none_at_all_loader_processes_are_refused(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(workers, "SHARED_MEMORY_FOLDER", str(tmp_path / "none"))
-    check_shared_memory(BATCH, 2, largest_batch=64, num_workers=0, local_ranks=4)
+    check_shared_memory_size(BATCH, 2, largest_batch=64, num_workers=0, local_ranks=4)
     with raises("no-shared-memory", setting="num_workers"):
-        check_shared_memory(BATCH, 2, largest_batch=64, num_workers=1, local_ranks=1)
+        check_shared_memory_size(BATCH, 2, largest_batch=64, num_workers=1, local_ranks=1)
 
 
 def test_too_few_open_files_are_refused(few_files, monkeypatch) -> None:
     has_free(monkeypatch, 1 << 40)
-    check_shared_memory(BATCH, 2, largest_batch=1, num_workers=1, local_ranks=1)  # 3 tensors x 3 batches + 64 others
+    check_shared_memory_size(
+        BATCH, 2, largest_batch=1, num_workers=1, local_ranks=1
+    )  # 3 tensors x 3 batches + 64 others
     with raises("too-few-open-files", files=75, num_workers=2, needed_files=79):
-        check_shared_memory(BATCH, 2, largest_batch=1, num_workers=2, local_ranks=1)
+        check_shared_memory_size(BATCH, 2, largest_batch=1, num_workers=2, local_ranks=1)

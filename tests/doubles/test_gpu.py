@@ -14,7 +14,7 @@ from tests.run_ranks import run_ranks
 from torch import nn
 
 from paceline import STRATEGIES, BatchPlan, LoadingOptions, Schedule, fit, load_steps, virtual_ranks_of
-from paceline.checkpoint.shards import full_state, sha256_of
+from paceline.checkpoint.shards import gather_full_state, sha256_of
 from paceline.data.arrays import ArrayDataset
 from paceline.rank.world import World
 from paceline.seeding import seeded_random_stream
@@ -44,7 +44,7 @@ def trained(rank: int, size: int, strategy: str, where: str, dropout: float = 0.
     loss = partial(F.cross_entropy, reduction="none")
     losses = [record.result.loss for record in fit(replica, batches, loss, Schedule(1e-2, 8), max_norm=1.0)]
     devices = {tensor.device.type for tensor in replica.model.state_dict().values()}
-    return [sha256_of(full_state(replica.state(), world)), losses, sorted(devices)]
+    return [sha256_of(gather_full_state(replica.state(), world)), losses, sorted(devices)]
 
 
 def both(size: int, folder: Path, strategy: str) -> None:

@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paceline.collectives import shards as shares
 from paceline.collectives.buckets import divide, divide_tensors
 from paceline.collectives.control import scale_gradients
-from paceline.collectives.norm import ShardedNorm, split_evenly
+from paceline.collectives.norm import ShardedNorm, split_blocks_evenly
 from paceline.collectives.shards import ParameterShards
-from paceline.collectives.tree import add_each, add_optional
+from paceline.collectives.tree import add_gradient_lists, add_optional
 
 CPU = torch.device("cpu")
 TYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.float32)
@@ -55,7 +55,7 @@ def with_gradients(found: Sequence[Tensor]) -> list[nn.Parameter]:
 def norm_of(found: Sequence[Tensor], missing: int | None = None) -> float:
     sizes = [len(one) for one in found]
     values = {i: one for i, one in enumerate(found) if i != missing}
-    return ShardedNorm(sizes, split_evenly(sizes, 1), 0, CPU)(values).result()
+    return ShardedNorm(sizes, split_blocks_evenly(sizes, 1), 0, CPU)(values).result()
 
 
 def dividing(count: int) -> Callable[[], object]:
@@ -70,7 +70,7 @@ def scaling(count: int) -> Callable[[], object]:
 
 def adding(count: int) -> Callable[[], object]:
     one, other = gradients(count), gradients(count, seed=1)
-    return lambda: add_each([*one], [*other])
+    return lambda: add_gradient_lists([*one], [*other])
 
 
 def packing(count: int) -> Callable[[], object]:
@@ -124,7 +124,7 @@ def test_each_is_added_as_alone() -> None:
     wanted[0] = None
     left, right = with_gaps(1), with_gaps(2)
     left[0] = right[0] = None
-    for one, other in zip(add_each(left, right) or [], wanted, strict=True):
+    for one, other in zip(add_gradient_lists(left, right) or [], wanted, strict=True):
         assert (one is None and other is None) or torch.equal(one, other)  # pyright: ignore[reportArgumentType]
 
 

@@ -30,7 +30,7 @@ from paceline.rank.guard import HangGuard
 from paceline.runs.events import Evaluated, Notice, RolledBack, Skipped, Step, read_events
 from paceline.stepping.totals import StepTotals, UnreadStep
 from paceline.strategies.average import WeightAverage
-from paceline.strategies.optimizers import skips_on_device
+from paceline.strategies.optimizers import can_skip_step_on_device
 from paceline.train.step import TaskSteps
 
 
@@ -377,7 +377,7 @@ def test_only_optimizers_that_can_skip_are_late() -> None:
             parameter.grad = torch.ones(3)
             optimizer.step()
         parameter.grad = torch.ones(3)
-        return skips_on_device(optimizer)
+        return can_skip_step_on_device(optimizer)
 
     def hooked(parameters: Any) -> Any:
         optimizer = OPTIMIZERS["adamw"](parameters)

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import paceline
 from paceline import ArrayDataset
-from paceline.collectives.control import NumberBuffers
+from paceline.collectives.control import PinnedNumberBuffers
 from paceline.config.strategies import StrategyName
 from paceline.data import loader
 from paceline.data.arrays import IndicesOnDevice
@@ -173,7 +173,7 @@ def test_indices_that_are_on_the_device_are_those_of_the_batch() -> None:
 
 
 def test_numbers_are_sent_out_of_the_same_two_buffers() -> None:
-    sender = NumberBuffers(torch.device("cpu"))
+    sender = PinnedNumberBuffers(torch.device("cpu"))
     sent = [sender.to_device([float(step), 1.0]) for step in range(5)]
     assert [numbers.tolist() for numbers in sent] == [[float(step), 1.0] for step in range(5)]
     buffers = {id(buffer) for buffer in sender._buffers}

@@ -11,9 +11,9 @@ from paceline.guard.deaths import (
     MAX_CLEANUP_SECONDS,
     VICTIM_DIAGNOSIS_DELAY_SECONDS,
     RankEnd,
+    classify_rank_end,
     diagnosis_due_seconds,
     first_to_fail,
-    rank_end,
 )
 from paceline.guard.judge import diagnose, diagnose_samples
 from paceline.protocol.evidence import Evidence, Failure, WorkerSample
@@ -59,7 +59,7 @@ def test_guilty_rank_is_named(name: str) -> None:
 
 def test_early_end_leaves_the_first_victim() -> None:
     primary = first_to_fail([victim(2, 1.2), ended(1, 0, 1.0), victim(0, 1.1)])
-    assert primary is not None and primary.rank == 0 and rank_end(primary) is RankEnd.VICTIM
+    assert primary is not None and primary.rank == 0 and classify_rank_end(primary) is RankEnd.VICTIM
 
 
 def test_nobody_failed() -> None:
@@ -107,7 +107,10 @@ def test_the_choice_is_the_best_kind_then_the_oldest_in_any_order(world: list[Wo
         return
     assert primary in failed
     for other in failed:
-        assert (rank_end(primary), primary.failed_at_seconds) <= (rank_end(other), other.failed_at_seconds)
+        assert (classify_rank_end(primary), primary.failed_at_seconds) <= (
+            classify_rank_end(other),
+            other.failed_at_seconds,
+        )
     random.shuffle(world)
     assert first_to_fail(world) == primary
 
@@ -116,7 +119,7 @@ def test_the_choice_is_the_best_kind_then_the_oldest_in_any_order(world: list[Wo
 def test_more_victims_never_take_the_blame(world: list[WorkerSample]) -> None:
     primary = first_to_fail(world)
     crowd = [*world, *(victim(rank, -1.0) for rank in (90, 91))]
-    if primary is not None and rank_end(primary) is not RankEnd.VICTIM:
+    if primary is not None and classify_rank_end(primary) is not RankEnd.VICTIM:
         assert first_to_fail(crowd) == primary
 
 
@@ -132,7 +135,7 @@ def test_a_failure_is_always_told_some_time(world: list[WorkerSample]) -> None:
 def test_the_judge_of_hangs_names_the_same_rank_where_samples_are_all_it_has(world: list[WorkerSample]) -> None:
     diagnosis, first = diagnose([Evidence.from_sample(one) for one in world]), first_to_fail(world)
     assert diagnosis.failed == diagnose_samples(world).failed == (None if first is None else first.rank)
-    if first is not None and rank_end(first).is_primary:
+    if first is not None and classify_rank_end(first).is_primary:
         assert diagnosis.causes[:1] == (first.rank,)
 
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from msgspec.structs import replace
 from tests.rendered import rendered
 
-from paceline.guard.detectors import SleepDetector
+from paceline.guard.detectors import SleepingRankDetector
 from paceline.guard.judge import diagnose
-from paceline.guard.silent import Notice, SilentFaultDetector
+from paceline.guard.silent import SilentFaultDetector, SilentFaultNotice
 from paceline.protocol.evidence import Diagnosis, Evidence, Op, Phase, ScriptFinding, StopKind, WorkerSample
 from paceline.protocol.job import HangTimeout
 from paceline.protocol.marks import BY_DDP, LAST_CALLS, MARK, ORDER, SUMMED, ReplicaFingerprint
@@ -82,7 +82,7 @@ def test_what_not_all_have_marked_is_not_compared_and_equal_is_right() -> None:
 
 
 def test_ranks_that_take_uneven_numbers_of_steps_on_purpose_are_not_compared() -> None:
-    def shadowed(*steps: int, last: bool = True) -> list[Notice]:
+    def shadowed(*steps: int, last: bool = True) -> list[SilentFaultNotice]:
         looks = silent()
         looked = [rank(n, step(5, n), uneven=n == 2, step=count) for n, count in enumerate(steps)]
         assert [*looks.update(looked, last=last), *looks.update(looked, last=last)] == []
@@ -95,7 +95,7 @@ def test_ranks_that_take_uneven_numbers_of_steps_on_purpose_are_not_compared() -
 
 
 def test_without_ddp_a_rank_that_took_far_fewer_steps_is_told_at_the_end() -> None:
-    def told(*steps: int, last: bool = True) -> list[Notice]:
+    def told(*steps: int, last: bool = True) -> list[SilentFaultNotice]:
         looks = silent()
         assert looks.update([rank(n, step=count) for n, count in enumerate(steps)], last=last) == []
         return looks.notices
@@ -300,7 +300,7 @@ def asleep(still_seconds: float, *sleeps: int, kind: StopKind = StopKind.BEHIND)
 
 def test_who_sleeps_one_sleep_for_45_seconds_is_proven_to_and_nobody_else() -> None:
     def proven(*looks: tuple[Diagnosis, list[Evidence]], windows: str = "auto") -> list[bool | None]:
-        one = SleepDetector(HangTimeout.parse(windows))
+        one = SleepingRankDetector(HangTimeout.parse(windows))
         return [one.proves_sleep(*look) if one.should_collect(look[1]) else None for look in looks]
 
     assert proven(asleep(19, -1, 5), asleep(21, -1, 5), asleep(30, -1, 5), asleep(46, -1, 5)) == [

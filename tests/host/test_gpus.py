@@ -13,11 +13,11 @@ from tests.errors import raises
 from tests.rendered import rendered
 
 from paceline.cli import train
-from paceline.cli.options import check_gpus, nproc_auto, usable_gpus
+from paceline.cli.options import check_gpus, resolve_auto_nproc, usable_gpus
 from paceline.guard.report import format_report
 from paceline.host import gpus
 from paceline.host import machine_log as gpu_trouble
-from paceline.host.gpus import cores_near, count_gpus, list_gpus, select_mig_instance
+from paceline.host.gpus import count_gpus, cpu_cores_near_gpu, list_gpus, select_mig_instance
 from paceline.host.machine_log import find_gpu_problems, query_gpu_problems
 from paceline.protocol.evidence import Diagnosis, Evidence, StopKind
 
@@ -164,7 +164,7 @@ def test_a_lost_gpu_and_one_that_does_not_say_its_memory_hide_no_other(monkeypat
     assert unified.links == ("?", "?", "-")
     assert count_gpus() == 3
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
-    assert count_gpus() == usable_gpus("cuda") == nproc_auto("auto") == 2
+    assert count_gpus() == usable_gpus("cuda") == resolve_auto_nproc("auto") == 2
 
 
 def test_amds_gpus_are_counted_by_the_kernel(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +183,7 @@ def test_what_only_the_workers_can_count_is_not_refused(bare: Path, monkeypatch:
     assert usable_gpus("cuda") is usable_gpus("auto") is usable_gpus("xpu") is None
     check_gpus("--nproc 8", 8, usable_gpus("cuda"))
     with raises("gpus-uncountable"):
-        nproc_auto("cuda")
+        resolve_auto_nproc("cuda")
 
 
 def test_ranks_may_share_a_gpu_over_gloo_only() -> None:
@@ -241,10 +241,10 @@ def test_the_cores_beside_a_gpu_are_those_of_its_numa_node(bare: Path, monkeypat
 
     monkeypatch.setitem(sys.modules, "pynvml", Found())
     monkeypatch.setattr(gpus, "PCI_DEVICES_FOLDER", bare)
-    assert cores_near("1234") == cores_near("77") == cores_near("") == set()
+    assert cpu_cores_near_gpu("1234") == cpu_cores_near_gpu("77") == cpu_cores_near_gpu("") == set()
     (bare / "0000:3b:00.0").mkdir()
     (bare / "0000:3b:00.0" / "local_cpulist").write_text("0-2,8,10-11\n")
-    assert cores_near("1234") == {0, 1, 2, 8, 10, 11}
+    assert cpu_cores_near_gpu("1234") == {0, 1, 2, 8, 10, 11}
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from tests.rendered import rendered
 from paceline.lab.compare import (
     Quartiles,
     StrategyRow,
-    compared_rows,
     describe_bit_equality,
+    make_strategy_rows,
     quartiles,
     recommend_strategy,
 )
@@ -30,7 +30,7 @@ def test_a_ratio_is_that_within_a_round_whatever_the_machine_does_meanwhile() ->
         [chunk("single-b32", 2.0 * slow, world_size=1), chunk("ddp-b32", 1.0 * slow), chunk("exact-b32", 1.25 * slow)]
         for slow in (1.0, 3.0, 10.0)
     ]
-    rows = {row.strategy: row for row in compared_rows(rounds, "single-b32", 10)}
+    rows = {row.strategy: row for row in make_strategy_rows(rounds, "single-b32", 10)}
     assert (rows["ddp"].ratio.low, rows["ddp"].ratio.median, rows["ddp"].ratio.high) == (2.0, 2.0, 2.0)
     assert rows["exact"].ratio.median == pytest.approx(1.6)
     assert rows["ddp"].rate.median == pytest.approx(640 / 3)
@@ -41,18 +41,18 @@ def test_a_ratio_is_that_within_a_round_whatever_the_machine_does_meanwhile() ->
 def test_mfu_is_the_median_of_rounds_that_all_know_it() -> None:
     uses = [{"mfu": 0.25, "tokens_per_second": 10.0}, {"mfu": 0.75}]
     rounds = [[replace(chunk("ddp-b8", 1.0), use=use, mfu_words="how")] for use in uses]
-    (row,) = compared_rows(rounds, "single-b8", 10)
+    (row,) = make_strategy_rows(rounds, "single-b8", 10)
     assert (row.mfu, row.tokens_per_second, row.mfu_words) == (0.5, None, "how")
 
 
 def test_a_strategy_that_failed_in_a_later_round_keeps_what_it_did_before() -> None:
     rounds = [[chunk("single-b8", 1.0, world_size=1), chunk("ddp-b8", 1.0)], [chunk("single-b8", 1.0, world_size=1)]]
-    assert [row.strategy for row in compared_rows(rounds, "single-b8", 10)] == ["single", "ddp"]
+    assert [row.strategy for row in make_strategy_rows(rounds, "single-b8", 10)] == ["single", "ddp"]
 
 
 def test_the_reference_is_no_row_but_the_yardstick_of_bits() -> None:
     rounds = [[chunk("reference-b8", 1.0, "r", 1), chunk("single-b8", 1.0, "s", 1), chunk("exact-b8", 1.0, "r")]]
-    rows = compared_rows(rounds, "single-b8", 10)
+    rows = make_strategy_rows(rounds, "single-b8", 10)
     assert [(row.strategy, row.bits) for row in rows] == [("single", "-"), ("exact", "every world size")]
 
 

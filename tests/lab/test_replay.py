@@ -15,7 +15,7 @@ from tests.soak_replay import LOOP, TASKS, digest_of, hashes, logged_loss, repla
 
 from paceline.checkpoint.manager import Checkpoints
 from paceline.data.plan import BatchPlan
-from paceline.lab.replay import LoggedStep, ReplayResult, read_log
+from paceline.lab.replay import LoggedStep, ReplayResult, read_logged_step
 from paceline.runs.checkpoint_format import encode_manifest, read_manifest
 from paceline.runs.events import Started, Step
 
@@ -244,13 +244,13 @@ def test_the_log_of_a_step_is_that_of_the_last_attempt_and_merged_steps_have_no_
 
     events = [started(1), step(4, 1.0, 4), step(5, 2.0), started(2), step(5, 3.0), step(6, 4.0)]
     (tmp_path / "events-0.jsonl").write_bytes(b"".join(msgspec.json.encode(event) + b"\n" for event in events))
-    assert read_log(tmp_path, 5, ended=True) == LoggedStep(2, 1, 3.0, 15)
-    assert read_log(tmp_path, 3, ended=True).loss is None
-    assert read_log(tmp_path, 7, ended=False).loss is None
+    assert read_logged_step(tmp_path, 5, ended=True) == LoggedStep(2, 1, 3.0, 15)
+    assert read_logged_step(tmp_path, 3, ended=True).loss is None
+    assert read_logged_step(tmp_path, 7, ended=False).loss is None
     with raises("replay-no-such-step", value=7, last=6):
-        read_log(tmp_path, 7, ended=True)
+        read_logged_step(tmp_path, 7, ended=True)
     with raises("replay-no-such-step", value=8, last=6, most=7):
-        read_log(tmp_path, 8, ended=False)
+        read_logged_step(tmp_path, 8, ended=False)
 
 
 def test_a_result_agrees_only_within_the_expected_difference() -> None:

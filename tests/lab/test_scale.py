@@ -31,14 +31,20 @@ from paceline.lab.scale import (
     compute_loss_causes,
     compute_scaling_losses,
     describe_scaling_loss,
-    estimated_step,
-    estimates_of,
+    estimate_scaling,
+    estimate_step_seconds,
     parse_network,
-    ran_over_network,
     read_run,
     split_steps_by_point,
+    used_several_hosts,
 )
-from paceline.report.step_parts import PhaseSeconds, RecordedSteps, StepParts, backward_per_forward, split_step
+from paceline.report.step_parts import (
+    PhaseSeconds,
+    RecordedSteps,
+    StepParts,
+    backward_to_forward_ratio,
+    split_step_time,
+)
 from paceline.runs.events import Evaluated, Event, Started, Step
 from paceline.runs.writers import EventWriter
 
@@ -97,11 +103,11 @@ def _drawn(rank: Rank, chance: random.Random) -> dict[str, float]:
 
 
 BASE = lockstep([Rank()])
-RATIO = backward_per_forward(BASE)
+RATIO = backward_to_forward_ratio(BASE)
 
 
 def weak(run: RecordedSteps) -> list[EfficiencyLossCause]:
-    return compute_loss_causes(split_step(BASE), split_step(run, RATIO))
+    return compute_loss_causes(split_step_time(BASE), split_step_time(run, RATIO))
 
 
 def explained(shares: list[EfficiencyLossCause]) -> float:
@@ -127,7 +133,7 @@ def test_one_slow_rank_is_what_the_others_wait_for(change, phase, waits_within, 
     everybody = [Rank(jitter=0.02)] * slow + [replace(Rank(jitter=0.02), **change)]
     for in_backward in waits_within:
         run = lockstep(everybody, exchange=0.002, in_backward=in_backward)
-        shares, parts = weak(run), split_step(run, RATIO)
+        shares, parts = weak(run), split_step_time(run, RATIO)
         assert shares[0].cause == WAITING
         assert (parts.slowest, parts.slow_phase) == (slow, phase)
         assert explained(shares) == pytest.approx(100, abs=5)
@@ -152,15 +158,17 @@ def test_ranks_that_are_all_slower_are_slower_compute() -> None:
 
 def test_ranks_that_are_slow_in_turn_blame_nobody() -> None:
     run = lockstep([Rank(jitter=1.0)] * 4, steps=200)
-    assert split_step(run).slowest is None
+    assert split_step_time(run).slowest is None
     assert weak(run)[0].cause in (WAITING, COMPUTE)
 
 
 def test_strong_scaling_tells_smaller_batches_from_slower_compute() -> None:
     """4 times fewer samples in half of the time: the rest is what a small batch costs, whoever computes it."""
-    whole = split_step(lockstep([Rank(data=0.004, forward=0.04, backward=0.08, optimizer=0.002)]))
-    small = split_step(lockstep([Rank(data=0.001, forward=0.02, backward=0.04, optimizer=0.002)]))
-    run = split_step(lockstep([Rank(data=0.001, forward=0.02, backward=0.04, optimizer=0.002)] * 4, exchange=0.003))
+    whole = split_step_time(lockstep([Rank(data=0.004, forward=0.04, backward=0.08, optimizer=0.002)]))
+    small = split_step_time(lockstep([Rank(data=0.001, forward=0.02, backward=0.04, optimizer=0.002)]))
+    run = split_step_time(
+        lockstep([Rank(data=0.001, forward=0.02, backward=0.04, optimizer=0.002)] * 4, exchange=0.003)
+    )
     shares = {share.cause: share for share in compute_loss_causes(whole, run, 4, small)}
     assert shares[SMALLER].seconds == pytest.approx(0.0621 - 0.1221 / 4)
     assert shares[COMPUTE].seconds == pytest.approx(0, abs=1e-9)
@@ -177,8 +185,8 @@ ranks = st.builds(Rank, data=seconds, forward=seconds, backward=seconds, optimiz
 @given(st.lists(ranks, min_size=1, max_size=5), st.floats(0, 0.1), st.booleans(), st.floats(0, 0.05))
 def test_all_shares_together_are_all_that_is_lost(everybody, exchange, in_backward, hidden) -> None:
     run = lockstep(everybody, exchange=exchange, in_backward=in_backward, steps=8, hidden=hidden)
-    base = split_step(lockstep([Rank()], steps=8))
-    for parts in (split_step(run), split_step(run, RATIO)):
+    base = split_step_time(lockstep([Rank()], steps=8))
+    for parts in (split_step_time(run), split_step_time(run, RATIO)):
         for shares, ideal in (
             (compute_loss_causes(base, parts), base.step),
             (compute_loss_causes(base, parts, 3), base.step / 3),
@@ -193,7 +201,7 @@ def test_all_shares_together_are_all_that_is_lost(everybody, exchange, in_backwa
 @given(st.lists(ranks, min_size=2, max_size=5), st.floats(0, 0.1))
 def test_what_is_waited_for_is_the_exchange_or_the_slowest_and_never_less_than_nothing(everybody, exchange) -> None:
     run = lockstep(everybody, exchange=exchange, steps=8)
-    parts = split_step(run)
+    parts = split_step_time(run)
     assert parts.exchange == pytest.approx(exchange, abs=1e-9)
     assert parts.waiting >= -1e-12
     work = parts.compute + parts.data + parts.waiting
@@ -301,8 +309,8 @@ def test_what_cannot_be_taken_apart_says_why(tmp_path: Path) -> None:
 
 def test_runs_met_over_a_network_if_any_of_them_was_on_several_hosts() -> None:
     apart = replace(TWO, hosts={0: "n1", 1: "n2"})
-    assert not ran_over_network({ScalePoint(1, 64): [ONE], ScalePoint(2, 64): [TWO]})
-    assert ran_over_network({ScalePoint(1, 64): [ONE], ScalePoint(2, 64): [TWO, apart]})
+    assert not used_several_hosts({ScalePoint(1, 64): [ONE], ScalePoint(2, 64): [TWO]})
+    assert used_several_hosts({ScalePoint(1, 64): [ONE], ScalePoint(2, 64): [TWO, apart]})
 
 
 def test_a_message_takes_the_stated_latency_twice_with_gloo_and_once_with_nccl(tmp_path: Path) -> None:
@@ -345,15 +353,19 @@ BESIDE = replace(alone(64), step=1.25 * alone(64).step + 0.004, exchange=0.004)
 
 
 def test_one_rank_each_takes_its_work_and_the_messages_and_bytes_of_a_ring() -> None:
-    steps = [estimated_step(POINTS, MACHINE, count, 64, LINK) for count in (1, 2, 4)]
+    steps = [estimate_step_seconds(POINTS, MACHINE, count, 64, LINK) for count in (1, 2, 4)]
     ring = [0.0, 2 * MESSAGE + 40e6 / 12.5e6, 6 * MESSAGE + 1.5 * 40e6 / 12.5e6]
     assert steps == pytest.approx([alone(64).step + seconds for seconds in ring])
-    assert estimated_step(POINTS, replace(MACHINE, uses_gloo=False), 2, 64, LINK) == pytest.approx(steps[1] - MESSAGE)
+    assert estimate_step_seconds(POINTS, replace(MACHINE, uses_gloo=False), 2, 64, LINK) == pytest.approx(
+        steps[1] - MESSAGE
+    )
 
 
 def test_the_work_of_a_batch_that_was_not_measured_lies_on_the_line_through_the_others() -> None:
-    assert estimated_step(POINTS, MACHINE, 1, 128, LINK) == pytest.approx(alone(128).step)
-    assert estimated_step({ScalePoint(1, 64): alone(64)}, MACHINE, 1, 128, LINK) == pytest.approx(2 * alone(64).step)
+    assert estimate_step_seconds(POINTS, MACHINE, 1, 128, LINK) == pytest.approx(alone(128).step)
+    assert estimate_step_seconds({ScalePoint(1, 64): alone(64)}, MACHINE, 1, 128, LINK) == pytest.approx(
+        2 * alone(64).step
+    )
 
 
 def test_ranks_of_one_machine_slow_each_other_down_and_add_up_there_first() -> None:
@@ -363,13 +375,13 @@ def test_ranks_of_one_machine_slow_each_other_down_and_add_up_there_first() -> N
         ScalePoint(4, 64): replace(BESIDE, step=9.0),
     }  # 4 ranks take turns: not used
     work = 1.25 * alone(256).step + 0.004
-    assert estimated_step(points, MACHINE, 1, 256, LINK) == pytest.approx(work)
+    assert estimate_step_seconds(points, MACHINE, 1, 256, LINK) == pytest.approx(work)
     over_network = replace(MACHINE, exchanges_over_network=True)
-    assert estimated_step(points, over_network, 1, 256, LINK) == pytest.approx(alone(256).step)
+    assert estimate_step_seconds(points, over_network, 1, 256, LINK) == pytest.approx(alone(256).step)
 
 
 def test_less_traffic_is_less_time_by_its_bytes_and_messages() -> None:
-    rows = estimates_of(POINTS, replace(MACHINE, low_rank_bytes=400_000), 64, None, LINK)
+    rows = estimate_scaling(POINTS, replace(MACHINE, low_rank_bytes=400_000), 64, None, LINK)
     steps = {row.where.rpartition(", ")[2]: row.step_seconds for row in rows if row.where.startswith("2 machines")}
     work = alone(64).step
     assert steps == pytest.approx({
@@ -379,18 +391,18 @@ def test_less_traffic_is_less_time_by_its_bytes_and_messages() -> None:
         "--compress powersgd": work + 2 * MESSAGE + 0.4e6 / 12.5e6,
         "--local-steps 16": work + (2 * MESSAGE + 40e6 / 12.5e6) / 16,
     })  # fmt: skip
-    few = estimates_of(POINTS, replace(MACHINE, has_split_model=True), 64, None, LINK)
+    few = estimate_scaling(POINTS, replace(MACHINE, has_split_model=True), 64, None, LINK)
     assert not [row for row in few if "--" in row.where]
 
 
 def test_efficiency_is_against_one_rank_with_the_same_or_the_whole_batch() -> None:
-    rows = [row for row in estimates_of(POINTS, MACHINE, 64, 256, LINK) if row.where == "2 machines, 1 rank each"]
+    rows = [row for row in estimate_scaling(POINTS, MACHINE, 64, 256, LINK) if row.where == "2 machines, 1 rank each"]
     ring = 2 * MESSAGE + 40e6 / 12.5e6
     assert {row.mode: row.at for row in rows} == {"weak": ScalePoint(2, 64), "strong": ScalePoint(2, 128)}
     assert {row.mode: row.efficiency for row in rows} == pytest.approx(
         {"weak": alone(64).step / (alone(64).step + ring), "strong": alone(256).step / 2 / (alone(128).step + ring)}
     )
-    assert estimated_step(POINTS, MACHINE, 2, 64, LINK, NodeTraffic(0.0, 0.0)) == pytest.approx(alone(64).step)
+    assert estimate_step_seconds(POINTS, MACHINE, 2, 64, LINK, NodeTraffic(0.0, 0.0)) == pytest.approx(alone(64).step)
 
 
 @pytest.mark.parametrize(

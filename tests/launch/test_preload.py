@@ -15,7 +15,7 @@ from tests.launch.launch_harness import PRELUDE, Launch, wait_until
 from tests.launch.terminals import shown_by_a_launch
 from tests.small_mnist import small_mnist as small_mnist
 
-from paceline.cli.train import may_preload
+from paceline.cli.train import can_fork_workers_from_preloader
 from paceline.config.settings import LaunchConfig, TrainConfig
 from paceline.protocol.control import import_time_variables
 from paceline.protocol.job import JobSpec
@@ -331,7 +331,7 @@ def test_no_worker_is_forked_beside_cuda_for_another_python_or_where_it_is_switc
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
     def preloads(where: JobSpec = here, **launch: Any) -> bool:
-        return may_preload(TrainConfig(launch=LaunchConfig(nproc=2, **launch)), where)
+        return can_fork_workers_from_preloader(TrainConfig(launch=LaunchConfig(nproc=2, **launch)), where)
 
     elsewhere = replace(here, attempt_dir="")
     assert preloads() and preloads(device="cpu") and preloads(elsewhere, device="cpu")

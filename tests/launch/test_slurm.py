@@ -25,7 +25,7 @@ from paceline.launch.slurm.queue import (
     current_allocation,
     parse_job,
     parse_sinfo,
-    without_script_overrides,
+    remove_sbatch_override_variables,
 )
 from paceline.protocol.job import Allocation, JobSpec, NodePlan
 
@@ -368,5 +368,5 @@ def test_a_job_that_can_never_start_is_told_as_such() -> None:
 
 def test_variables_of_the_shell_do_not_change_the_batch_script() -> None:
     env = {"SBATCH_SIGNAL": "x", "SBATCH_ACCOUNT": "a", "SBATCH_PARTITION": "p", "SBATCH_TIMELIMIT": "1", "HOME": "h"}
-    assert without_script_overrides(env, partition=True, minutes=True) == {"SBATCH_ACCOUNT": "a", "HOME": "h"}
-    assert "SBATCH_PARTITION" in without_script_overrides(env, partition=False, minutes=False)
+    assert remove_sbatch_override_variables(env, partition=True, minutes=True) == {"SBATCH_ACCOUNT": "a", "HOME": "h"}
+    assert "SBATCH_PARTITION" in remove_sbatch_override_variables(env, partition=False, minutes=False)

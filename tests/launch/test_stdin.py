@@ -13,7 +13,7 @@ from tests import warm
 from tests.errors import codes, ended_with
 from tests.launch.terminals import on_terminal, read_until
 
-from paceline.host.procfs import reads_input
+from paceline.host.procfs import waits_for_terminal_input
 
 pytestmark = pytest.mark.sample(4)
 
@@ -117,9 +117,9 @@ def test_waiting_for_input_is_seen(code: str, reads: bool) -> None:
         assert process.stdout is not None
         process.stdout.readline()
         until = time.monotonic() + (30.0 if reads else 0.5)
-        while reads_input(process.pid) is not True and time.monotonic() < until:
+        while waits_for_terminal_input(process.pid) is not True and time.monotonic() < until:
             time.sleep(0.02)
-        assert reads_input(process.pid) is reads
+        assert waits_for_terminal_input(process.pid) is reads
         process.kill()
 
 

@@ -19,7 +19,7 @@ from paceline.launch.plan import (
     next_submit_dir,
     node_plan,
     plan_local,
-    write_files,
+    write_plan_files,
     write_submission,
 )
 from paceline.protocol.job import Allocation, HangTimeout, Host, JobSpec, NodePlan
@@ -39,9 +39,9 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
 
 
 def test_files_are_their_owners_and_never_half_there(tmp_path: Path) -> None:
-    write_files(tmp_path, {"plan.json": "old"})
+    write_plan_files(tmp_path, {"plan.json": "old"})
     (tmp_path / "plan.json").chmod(0o644)
-    write_files(tmp_path, {"plan.json": "é\r\n"})
+    write_plan_files(tmp_path, {"plan.json": "é\r\n"})
     assert (tmp_path / "plan.json").read_bytes() == "é\r\n".encode()
     assert stat.S_IMODE((tmp_path / "plan.json").stat().st_mode) == 0o600
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
@@ -49,11 +49,11 @@ def test_files_are_their_owners_and_never_half_there(tmp_path: Path) -> None:
 
 def test_a_link_is_not_written_through(tmp_path: Path) -> None:
     (tmp_path / "plan.json").symlink_to(tmp_path / "victim")
-    write_files(tmp_path, {"plan.json": "secret"})
+    write_plan_files(tmp_path, {"plan.json": "secret"})
     assert not (tmp_path / "victim").exists() and not (tmp_path / "plan.json").is_symlink()
     (tmp_path / "closed").touch()
     with raises("settings-not-written", raised=TrainingError):
-        write_files(tmp_path / "closed", {"plan.json": "secret"})
+        write_plan_files(tmp_path / "closed", {"plan.json": "secret"})
 
 
 def test_the_newest_start_that_was_written_down_counts(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from tests.parallel.test_tensor import compare, one_step, world_of
 from tests.run_ranks import run_ranks
 from torch import Tensor, nn
 
-from paceline.parallel.context import split_along_context
+from paceline.parallel.context import apply_context_parallel
 from paceline.parallel.logits import ShardedLogits
 
 pytestmark = pytest.mark.sample(2)
@@ -85,7 +85,7 @@ def shared(model: nn.Module, world: Any) -> list[str]:
         return float(loss(model(words), targets)[0].sum().detach())
 
     model.eval()
-    return split_along_context(model, world, probe)
+    return apply_context_parallel(model, world, probe)
 
 
 @pytest.mark.slow
@@ -166,7 +166,7 @@ def refused(rank: int, size: int) -> list[tuple[str, str]]:
     for model in (nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 2))):
         takes = torch.ones(2, 2, 2) if isinstance(model[0], nn.Flatten) else torch.ones(3, 3, dtype=torch.int64)
         try:
-            split_along_context(model, world, lambda m=model, x=takes: float(m(x).sum().detach()))
+            apply_context_parallel(model, world, lambda m=model, x=takes: float(m(x).sum().detach()))
         except Exception as error:
             found.append((type(error).__name__, getattr(error, "code", "")))
     return found

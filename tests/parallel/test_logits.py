@@ -102,10 +102,10 @@ def test_a_loss_of_shared_scores_is_that_of_one_process(tmp_path: Path, kind: st
 
 
 def forward_gives(rank: int, size: int) -> tuple[bool, list[int], bool, bool]:
-    from paceline.parallel.tensor import shard_along_tensor
+    from paceline.parallel.tensor import apply_tensor_parallel
 
     model = GPT()
-    shard_along_tensor(model, world_of(rank, size, f"tensor={size}"))
+    apply_tensor_parallel(model, world_of(rank, size, f"tensor={size}"))
     given = model(sentences("train")[:2][0])
     return isinstance(given, ShardedLogits), [*given.shard.to_local().shape], given.requires_grad, given.is_cpu
 
@@ -117,10 +117,10 @@ def test_a_model_cut_by_words_gives_scores_of_which_each_rank_has_its_share(tmp_
 
 def places_seen(rank: int, size: int, sequence: bool) -> list[list[int]]:
     """(places of the whole, of this rank) at the norm of each forward."""
-    from paceline.parallel.tensor import shard_along_tensor
+    from paceline.parallel.tensor import apply_tensor_parallel
 
     model, found = GPT(), list[list[int]]()
-    shard_along_tensor(model, world_of(rank, size, f"tensor={size}"), sequence=sequence)
+    apply_tensor_parallel(model, world_of(rank, size, f"tensor={size}"), sequence=sequence)
     model.norm.register_forward_pre_hook(
         lambda _, inputs: found.append([inputs[0].shape[1], getattr(inputs[0], "_local_tensor", inputs[0]).shape[1]])
     )
@@ -152,10 +152,10 @@ def test_a_target_that_is_no_class_is_an_error_on_every_rank(tmp_path: Path) -> 
 
 def exchanged(rank: int, size: int) -> list[list[int]]:
     """(reduce-scatters, all-gathers) of a forward with shared sequences, and of its backward."""
-    from paceline.parallel.tensor import shard_along_tensor
+    from paceline.parallel.tensor import apply_tensor_parallel
 
     model, found = GPT(), list[list[int]]()
-    shard_along_tensor(model, world_of(rank, size, "tensor=2"), sequence=True)
+    apply_tensor_parallel(model, world_of(rank, size, "tensor=2"), sequence=True)
     words, targets = sentences("train")[:2]
     outputs: list[Tensor] = []
 

@@ -15,9 +15,9 @@ from tests.errors import raises
 from torch import Tensor, nn
 
 from paceline.errors import TrainingError
-from paceline.parallel.partition import Chain, LayerGroup, best_splits, profile_chain
+from paceline.parallel.partition import LayerChain, LayerGroup, choose_split_points, profile_chain
 from paceline.parallel.pipeline import ModelStage, Schedule, SplitPoint, _ShapesOnly, idle_fractions, stage_schedule
-from paceline.seeding import generator_states, restore_generator_states, seed_streams
+from paceline.seeding import generator_states, restore_generator_states, seed_generators
 
 CPU = torch.device("cpu")
 
@@ -28,9 +28,9 @@ def compiler(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
 
-def chain(*seconds: float, trained: int = 1) -> Chain:
+def chain(*seconds: float, trained: int = 1) -> LayerChain:
     layers = tuple(LayerGroup(one, 4, 0, trained) for one in seconds)
-    return Chain(tuple(SplitPoint(f"m{n}", (), ()) for n in range(1, len(seconds))), layers, {}, False)
+    return LayerChain(tuple(SplitPoint(f"m{n}", (), ()) for n in range(1, len(seconds))), layers, {}, False)
 
 
 # ---- the schedule ------------------------------------------------------------------------------------------------
@@ -58,18 +58,18 @@ def test_equal_stages_wait_for_the_share_that_gpipe_has_told(stages, count):
 
 
 def test_the_slowest_stage_is_as_fast_as_it_can_be():
-    assert best_splits(chain(1, 1, 1, 3), 2) == [2]
-    assert best_splits(chain(3, 1, 1, 1, 3), 3) == [0, 3]
-    assert best_splits(chain(1, 2, 3, 4), 2, ["m1"]) == [0]
+    assert choose_split_points(chain(1, 1, 1, 3), 2) == [2]
+    assert choose_split_points(chain(3, 1, 1, 1, 3), 3) == [0, 3]
+    assert choose_split_points(chain(1, 2, 3, 4), 2, ["m1"]) == [0]
 
 
 def test_what_cannot_be_cut_so_is_refused_in_words():
     with raises("too-many-stages", value=3, most=2, shown="m1"):
-        best_splits(chain(1, 1), 3)
+        choose_split_points(chain(1, 1), 3)
     with raises("stage-cannot-begin", value="other", shown="m1"):
-        best_splits(chain(1, 1), 2, ["other"])
+        choose_split_points(chain(1, 1), 2, ["other"])
     with raises("too-many-stages", most=1):  # nothing in it is trained
-        best_splits(chain(1, 1, trained=0), 2)
+        choose_split_points(chain(1, 1, trained=0), 2)
 
 
 class Around(nn.Module):
@@ -88,7 +88,7 @@ class Around(nn.Module):
         return nn.functional.linear(x, self.embedding.weight)  # tied
 
 
-def watched(model: nn.Module, inputs: Tensor) -> Chain:
+def watched(model: nn.Module, inputs: Tensor) -> LayerChain:
     return profile_chain(model, lambda: model(inputs), inputs, lambda outputs: outputs.square().sum())
 
 
@@ -126,12 +126,12 @@ def test_two_stages_compute_and_draw_what_the_model_does():
     models, (first, second), sent = in_stages(Around, tokens, "third")
     whole = Around()
     whole.load_state_dict(models[0].state_dict())
-    seed_streams(5)
+    seed_generators(5)
     want = whole(tokens)
     want.square().sum().backward()
-    seed_streams(5)
+    seed_generators(5)
     flow = first.forward(lambda: models[0](tokens))
-    seed_streams(6)  # the second stage's streams are elsewhere
+    seed_generators(6)  # the second stage's streams are elsewhere
     run = second.forward(lambda: models[1](tokens))
     assert not sent
     assert torch.equal(run.result, want)
@@ -169,12 +169,12 @@ def test_another_way_through_the_model_is_an_error_and_no_number(way, words):
 
 
 def test_random_streams_travel_as_bytes():
-    seed_streams(3)
+    seed_generators(3)
     random.gauss()
     numpy.random.randn()
     there = generator_states(CPU)
     want = random.gauss(), random.random(), numpy.random.randn(3).tolist(), torch.rand(2).tolist()
-    seed_streams(4)
+    seed_generators(4)
     restore_generator_states(there, CPU)
     assert want == (random.gauss(), random.random(), numpy.random.randn(3).tolist(), torch.rand(2).tolist())
 

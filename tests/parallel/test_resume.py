@@ -14,9 +14,9 @@ from torch import Tensor, optim
 from paceline import BatchPlan, LoadingOptions, World, load_steps, train_step
 from paceline.checkpoint.shards import (
     ShardFileSource,
-    full_state,
+    gather_full_state,
     make_shard_layout,
-    read_meta,
+    read_shard_file_metadata,
     select_shards_to_save,
     write_shard_file,
 )
@@ -24,7 +24,7 @@ from paceline.config.mesh import Mesh
 from paceline.data.plan import virtual_ranks_of
 from paceline.rank.world import create_mesh_groups
 from paceline.strategies import STRATEGIES, Strategy
-from paceline.train.parallelism import NO_PARALLELISM, ParallelConfig, parallelize_model
+from paceline.train.parallelism import ParallelConfig, ParallelPlan, parallelize_model
 
 WAYS = ("bucketed", "exact", "zero", "fsdp", "tensor=2", "pipeline=2", "context=2")
 OF_FOUR = (
@@ -42,7 +42,7 @@ VIRTUAL, SAVED_AT, STEPS = 4, 2, 4
 
 def prepared(way: str, world: World, seed: int) -> Strategy:
     torch.manual_seed(seed)
-    model, strategy, sharing = GPT().double(), way, NO_PARALLELISM
+    model, strategy, sharing = GPT().double(), way, ParallelPlan()
     if "=" in way:
         world, strategy = create_mesh_groups(world, Mesh.parse(way)), "fsdp" if "shard" in way else "bucketed"
         data, loading = sentences("train"), LoadingOptions(world.device)
@@ -71,10 +71,11 @@ def saved(replica: Strategy, folder: str, name: str) -> list[tuple[Path, Any]]:
     buffer = torch.zeros(places.total_bytes, dtype=torch.uint8)
     write_shard_file(buffer, places, {})
     Path(folder, f"{name}-{world.rank}").write_bytes(buffer.numpy().tobytes())
-    full_state([], world)  # all have written
+    gather_full_state([], world)  # all have written
     torch.distributed.barrier()
     return [
-        (path, (read_meta(path) or ((), ()))[1]) for path in (Path(folder, f"{name}-{r}") for r in range(world.size))
+        (path, (read_shard_file_metadata(path) or ((), ()))[1])
+        for path in (Path(folder, f"{name}-{r}") for r in range(world.size))
     ]
 
 
@@ -83,7 +84,7 @@ def go_on(rank: int, size: int, folder: str, pairs: Sequence[tuple[str, str]]) -
     world = World(rank, size, rank, size, torch.device("cpu"), "gloo")
     uninterrupted = prepared("bucketed", world, 0)
     train(uninterrupted, 0, STEPS)
-    wanted = full_state(uninterrupted.state(), world)
+    wanted = gather_full_state(uninterrupted.state(), world)
     files: dict[str, Any] = {}
     found: dict[str, float] = {}
     for first, second in pairs:
@@ -94,7 +95,7 @@ def go_on(rank: int, size: int, folder: str, pairs: Sequence[tuple[str, str]]) -
         replica = prepared(second, world, 99)
         replica.load(ShardFileSource(files[first]))
         train(replica, SAVED_AT, STEPS)
-        got = full_state(replica.state(), world)
+        got = gather_full_state(replica.state(), world)
         assert got.keys() == wanted.keys()
         found[f"{first} -> {second}"] = max(_apart(got[name], tensor) for name, tensor in wanted.items())
     return found

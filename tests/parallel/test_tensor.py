@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from paceline import World
 from paceline.checkpoint.shards import (
     ShardFileSource,
-    full_state,
+    gather_full_state,
     make_shard_layout,
-    read_meta,
+    read_shard_file_metadata,
     select_shards_to_save,
     write_shard_file,
 )
 from paceline.config.mesh import Mesh
 from paceline.errors import UsageError
-from paceline.parallel.tensor_plan import find_plan, parameter_shards
+from paceline.parallel.tensor_plan import find_tensor_parallel_plan, parameter_shards
 from paceline.rank.world import create_mesh_groups
 from paceline.strategies import STRATEGIES
 from paceline.strategies.model_parallel import WholeModelView
@@ -68,7 +68,7 @@ def bytes_of_sums(model: torch.nn.Module, ranks: int, forward: Callable[[], obje
         if way in ("rowwise", "vocabulary", "heads"):
             sent += (output[0] if isinstance(output, tuple) else output).nbytes
 
-    plan = find_plan(model, ranks)
+    plan = find_tensor_parallel_plan(model, ranks)
     hooks = [model.get_submodule(name).register_forward_hook(partial(seen, one.style)) for name, one in plan.items()]
     forward()
     for hook in hooks:
@@ -77,7 +77,7 @@ def bytes_of_sums(model: torch.nn.Module, ranks: int, forward: Callable[[], obje
 
 
 def differences(rank: int, size: int, names: list[str]) -> dict[str, Any]:
-    from paceline.parallel.tensor import shard_along_tensor
+    from paceline.parallel.tensor import apply_tensor_parallel
 
     world, found = world_of(rank, size, f"tensor={size}"), dict[str, Any]()
     for name in names:
@@ -86,7 +86,7 @@ def differences(rank: int, size: int, names: list[str]) -> dict[str, Any]:
         want = one_step(model)
         words = sentences("train")[:3][0]
         expected = bytes_of_sums(model, size, lambda: model(words))  # noqa: B023 - called here
-        sharding = shard_along_tensor(model, world)
+        sharding = apply_tensor_parallel(model, world)
         got = one_step(model)
         before = sum(sharding.sent.values())
         model.train()(words)
@@ -123,7 +123,7 @@ def test_models_of_hugging_face_do_so_too(tmp_path: Path) -> None:
 
 def found_by_one(rank: int, size: int, fails: bool) -> tuple[str, str]:
     """What is raised where rank 1 alone cannot compute with the cut model, or gets another loss."""
-    from paceline.parallel.tensor import shard_along_tensor
+    from paceline.parallel.tensor import apply_tensor_parallel
 
     asked: list[int] = []
 
@@ -136,7 +136,7 @@ def found_by_one(rank: int, size: int, fails: bool) -> tuple[str, str]:
         return 2.0
 
     try:
-        shard_along_tensor(GPT(), world_of(rank, size, "tensor=2"), None, probe)
+        apply_tensor_parallel(GPT(), world_of(rank, size, "tensor=2"), None, probe)
     except Exception as error:
         return type(error).__name__, str(error)
     return "", ""
@@ -151,7 +151,7 @@ def test_what_one_rank_alone_finds_is_told_by_it_and_ends_all(tmp_path: Path, fa
 
 
 def ways(model: nn.Module, ranks: int, asked: Mapping[str, str] | None = None) -> dict[str, str]:
-    return {name: layer.style for name, layer in find_plan(model, ranks, asked).items()}
+    return {name: layer.style for name, layer in find_tensor_parallel_plan(model, ranks, asked).items()}
 
 
 def test_pairs_are_found_by_their_shapes_and_the_rest_stays_whole() -> None:
@@ -180,7 +180,7 @@ def test_a_task_may_say_otherwise() -> None:
 )
 def test_what_cannot_be_cut_is_refused_in_words(model: nn.Module, ranks: int, asked: Any, words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        find_plan(model, ranks, asked)
+        find_tensor_parallel_plan(model, ranks, asked)
 
 
 # ---- state -------------------------------------------------------------------------------------------------------
@@ -188,14 +188,17 @@ def test_what_cannot_be_cut_is_refused_in_words(model: nn.Module, ranks: int, as
 
 def test_parts_of_all_ranks_are_saved_as_whole_tensors(tmp_path: Path) -> None:
     """Rows, columns and three shares of one weight; each rank reads its part out of what all have saved."""
-    from paceline.checkpoint.shards import ShardedSource
+    from paceline.checkpoint.shards import LocalShardSource
     from paceline.checkpoint.state import TensorShard
 
     torch.manual_seed(0)
     model = Encoder()
     wanted = {name: p.detach().clone() for name, p in model.named_parameters()}
     files: list[tuple[Path, Any]] = []
-    cuts = [parameter_shards(model, find_plan(model, 2), World(rank, 2, rank, 2, CPU, "gloo")) for rank in range(2)]
+    cuts = [
+        parameter_shards(model, find_tensor_parallel_plan(model, 2), World(rank, 2, rank, 2, CPU, "gloo"))
+        for rank in range(2)
+    ]
     for rank, own in enumerate(cuts):
         held = [
             piece
@@ -207,7 +210,7 @@ def test_parts_of_all_ranks_are_saved_as_whole_tensors(tmp_path: Path) -> None:
         write_shard_file(buffer, places, {})
         path = tmp_path / str(rank)
         path.write_bytes(buffer.numpy().tobytes())
-        meta = read_meta(path)
+        meta = read_shard_file_metadata(path)
         assert meta is not None
         files.append((path, meta[1]))
     source = ShardFileSource(files)
@@ -219,14 +222,14 @@ def test_parts_of_all_ranks_are_saved_as_whole_tensors(tmp_path: Path) -> None:
         middle = source.tensor(name, 3, 11)
         assert middle is not None
         assert torch.equal(middle, wanted[name].flatten()[3:11])
-        part = ShardedSource(source, cuts[1]).tensor(name)
+        part = LocalShardSource(source, cuts[1]).tensor(name)
         assert part is not None
         assert torch.equal(part, cut.extract_shard(wanted[name]))
 
 
 def state_of_parts(rank: int, size: int) -> Any:
     """What all ranks together save of a model on a mesh, and its weights, beside the whole ones."""
-    from paceline.parallel.tensor import shard_along_tensor
+    from paceline.parallel.tensor import apply_tensor_parallel
 
     found: list[Any] = []
     for mesh, strategy in (("data=2,tensor=2", "bucketed"), ("data=2,tensor=2", "fsdp"), ("shard=2,tensor=2", "fsdp")):
@@ -234,11 +237,11 @@ def state_of_parts(rank: int, size: int) -> Any:
         torch.manual_seed(0)
         model = GPT()
         wanted = {name: p.detach().clone() for name, p in model.state_dict().items()}
-        shards = shard_along_tensor(model, world).shards
+        shards = apply_tensor_parallel(model, world).shards
         replica = STRATEGIES[strategy](model, lambda p: torch.optim.AdamW(p), world.data)
         replica.join(WholeModelView(model, world, shards), world)
         held = replica.state()
-        together = full_state(held, world)
+        together = gather_full_state(held, world)
         weights = replica.weights()
         same = all(torch.equal(weights[name], value) for name, value in wanted.items())
         same &= all(torch.equal(together[f"model/{name}"], wanted[name]) for name, _ in GPT().named_parameters())

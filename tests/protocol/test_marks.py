@@ -16,13 +16,13 @@ from paceline.protocol.marks import (
     MARK,
     CallHistory,
     ReplicaFingerprint,
+    append_call,
     parse_call_tables,
     parse_fingerprints,
-    put_call,
-    put_finding,
     put_replica_fingerprint,
     read_call_tables,
     read_fingerprints,
+    write_script_finding,
 )
 from paceline.protocol.status_page import MARKS_AT, PAGE_BYTES, StatusPage, make_status_page
 
@@ -78,7 +78,7 @@ def test_what_was_written_is_read_again_and_what_is_torn_is_left_out(page: Statu
 def test_the_last_calls_of_each_group_are_read_again_in_their_order(page: StatusPage) -> None:
     for table, count in ((0, 5), (2, LAST_CALLS + 10)):
         for number in range(count):
-            put_call(page, table, CallHistory(70 + table, 3, number, ()), number)
+            append_call(page, table, CallHistory(70 + table, 3, number, ()), number)
     short, long = parse_call_tables(read_call_tables(page.descriptor))
     assert short == CallHistory(70, 3, 5, (0, 1, 2, 3, 4)) and short.first == 0
     assert (long.group, long.num_ranks, long.num_calls, long.calls[-1]) == (72, 3, LAST_CALLS + 10, LAST_CALLS + 9)
@@ -90,32 +90,32 @@ def test_names_calls_and_the_last_findings_are_read_again(page: StatusPage) -> N
     names = marks.NamesWriter(page)
     names.set_tensor_names(7, ["fc.weight"])
     names.set_call(5, b"0\x1fall_reduce\x1f[8]\x1ffloat32\x1f\x1ftrain.py:3 in main")
-    assert marks.read_names(page.descriptor).tensors == {"7": ["fc.weight"]}
+    assert marks.read_tensor_and_call_names(page.descriptor).tensors == {"7": ["fc.weight"]}
     called = Op("0", 0, "all_reduce", shape="[8]", dtype="float32", site="train.py:3 in main")
     assert marks.read_calls(page.descriptor) == {"5": called}
     for step in range(FINDINGS + 2):
-        put_finding(page, ScriptFinding("swallowed", step, "words"))
+        write_script_finding(page, ScriptFinding("swallowed", step, "words"))
     assert {one.step for one in marks.read_findings(page.descriptor)} == {*range(2, FINDINGS + 2)}
     page.store(marks.NAMES_AT, b"{broken\0")
     page.store(marks.FINDINGS_AT, b"\xff\xff\0")
     assert marks.read_calls(page.descriptor) == {} and len(marks.read_findings(page.descriptor)) == FINDINGS - 1
     names.set_tensor_names(8, ["a name of a tensor"] * 10_000)
-    assert marks.read_names(page.descriptor).tensors == {}
+    assert marks.read_tensor_and_call_names(page.descriptor).tensors == {}
 
 
 def test_calls_that_were_written_over_while_they_were_read_are_left_out(
     page: StatusPage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(LAST_CALLS):
-        put_call(page, 0, CallHistory(70, 3, number, ()), number)
-        put_call(page, 1, CallHistory(71, 3, number, ()), number)
+        append_call(page, 0, CallHistory(70, 3, number, ()), number)
+        append_call(page, 1, CallHistory(71, 3, number, ()), number)
     pread, more = os.pread, [(0, marks.NUM_UNSTABLE_CALLS), (1, marks.NUM_UNSTABLE_CALLS - 1)]
 
     def slow_pread(*place: int) -> bytes:
         data = pread(*place)
         for table, count in more:
             for number in range(LAST_CALLS, LAST_CALLS + count):
-                put_call(page, table, CallHistory(70 + table, 3, number, ()), number)
+                append_call(page, table, CallHistory(70 + table, 3, number, ()), number)
         more.clear()
         return data
 

@@ -86,9 +86,9 @@ def test_whatever_stands_in_a_box_its_readers_do_not_fail(descriptor: int, data:
     os.pwrite(descriptor, data, at)
     seen = status_page.read_counters(descriptor)
     assert isinstance(seen.phase, Phase) and len(seen.phase_seconds) == len(Phase)
-    assert len(status_page.read_ring(descriptor)) <= RECORDS
+    assert len(status_page.read_recent_ops(descriptor)) <= RECORDS
     assert len(status_page.read_answer(descriptor)) <= status_page.ANSWER_MAX
-    assert len(status_page.read_loaders(descriptor)) <= status_page.SLOTS
+    assert len(status_page.read_loader_workers(descriptor)) <= status_page.SLOTS
     assert len(status_page.read_native_stacks(descriptor)) <= status_page.NATIVE_MAX
 
 
@@ -96,25 +96,25 @@ def test_the_ring_keeps_the_last_collectives_in_order(descriptor: int, page: Sta
     made = [Op("0", n, "all_reduce", f"bucket {n}", "[3]", "float32", "a.py:1 in f", done=True) for n in range(1, 400)]
     for op in made:
         page.end(page.begin(op))
-    assert status_page.read_ring(descriptor) == made[-RECORDS:]
+    assert status_page.read_recent_ops(descriptor) == made[-RECORDS:]
     first = page.begin(Op("1", 1, "recv", peer=3))
-    assert status_page.read_ring(descriptor)[-1] == Op("1", 1, "recv", peer=3)
+    assert status_page.read_recent_ops(descriptor)[-1] == Op("1", 1, "recv", peer=3)
     for op in made[:RECORDS]:
         page.begin(op)
     page.end(first)  # its record is another's by now
-    assert not any(op.done for op in status_page.read_ring(descriptor))
+    assert not any(op.done for op in status_page.read_recent_ops(descriptor))
 
 
 def test_a_record_half_written_is_not_read(descriptor: int, page: StatusPage) -> None:
     for seq in (1, 2, 3):
         page.begin(Op("0", seq, "barrier"))
     os.pwrite(descriptor, (RECORDS + 2).to_bytes(8, "little"), status_page.RING_AT + status_page.RECORD.size)
-    assert [op.seq for op in status_page.read_ring(descriptor)] == [1, 3]
+    assert [op.seq for op in status_page.read_recent_ops(descriptor)] == [1, 3]
 
 
 def test_long_words_cost_their_own_ends_only(descriptor: int, page: StatusPage) -> None:
     page.begin(Op("g" * 99, 7, "reduce_scatter", "n\x1f" * 99, "[1, 2] " * 99, "float32", "\udcffé" * 99))
-    (op,) = status_page.read_ring(descriptor)
+    (op,) = status_page.read_recent_ops(descriptor)
     assert (op.group, op.seq, op.kind, op.dtype) == ("g" * 24, 7, "reduce_scatter", "float32")
     assert op.name.startswith("n n ") and op.shape.startswith("[1, 2] ") and op.site.startswith("?")
 
@@ -141,10 +141,10 @@ def test_time_goes_to_the_phase_that_was(descriptor: int, page: StatusPage) -> N
 
 
 def test_only_a_process_that_catches_the_signal_takes_it() -> None:
-    assert not status_page.takes_signal(os.getpid()) and not status_page.takes_signal(2**22 + 1)
+    assert not status_page.handles_signal(os.getpid()) and not status_page.handles_signal(2**22 + 1)
     signal.signal(status_page.STACK_SIGNAL, lambda *_: None)
     try:
-        assert status_page.takes_signal(os.getpid())
+        assert status_page.handles_signal(os.getpid())
     finally:
         signal.signal(status_page.STACK_SIGNAL, signal.SIG_DFL)
 
@@ -166,7 +166,7 @@ def test_a_muted_box_keeps_what_it_may_say(descriptor: int) -> None:
         False,
         (5, 0, 0, 0, 0),
     )
-    assert [loader.item for loader in status_page.read_loaders(descriptor)] == [1, 2]
+    assert [loader.item for loader in status_page.read_loader_workers(descriptor)] == [1, 2]
 
 
 @contextmanager
@@ -225,7 +225,7 @@ def test_a_reader_never_takes_a_part_of_a_record_for_a_record(descriptor: int, p
         page.begin(Op("0", seq, "send", peer=seq))
     new = Op("1", 1 + RECORDS, "recv", peer=1 + RECORDS)
     mixed = reads(descriptor, status_page.RING_AT, status_page.RECORD.size, lambda: page.begin(new))
-    found = [op for data in mixed for _, op in status_page.decode_ring(data)]
+    found = [op for data in mixed for _, op in status_page.decode_recent_ops(data)]
     assert all(op in (Op("0", 1, "send", peer=1), new) for op in found) and new in found
     old, mark = (marks.ReplicaFingerprint(n, n, 0, (n,) * 4, (n,) * 4, (float(n),) * 4) for n in (1, 17))
     marks.put_replica_fingerprint(page, old)

@@ -22,7 +22,7 @@ from tests.run_script import free_port
 from paceline.launch.agent.workers import read_failure_record
 from paceline.protocol import status_page
 from paceline.protocol.control import WorkerSpec
-from paceline.protocol.evidence import Answer, Failure, Op
+from paceline.protocol.evidence import Failure, Op, WorkerAnswer
 from paceline.rank import bootstrap
 from paceline.rank.preload import _wrap_torch_collectives
 
@@ -59,7 +59,7 @@ class Rank:
     def output(self) -> str:
         return (self.folder / f"output-{self.number}").read_text(errors="replace")
 
-    def ask(self, question: int = 1, *, seconds: float = 3.0) -> Answer | None:
+    def ask(self, question: int = 1, *, seconds: float = 3.0) -> WorkerAnswer | None:
         """Its answer, if one comes within `seconds`."""
         status_page.set_counter(self.page, "asked", question)
         deadline = time.monotonic() + seconds
@@ -67,11 +67,11 @@ class Rank:
             if time.monotonic() > deadline:
                 return None
             time.sleep(0.01)
-        return msgspec.json.decode(status_page.read_answer(self.page), type=Answer)
+        return msgspec.json.decode(status_page.read_answer(self.page), type=WorkerAnswer)
 
     def native(self) -> str:
         """Its stacks as faulthandler writes them."""
-        assert status_page.takes_signal(self.process.pid)
+        assert status_page.handles_signal(self.process.pid)
         os.ftruncate(self.page, status_page.PAGE_BYTES)
         os.kill(self.process.pid, status_page.STACK_SIGNAL)
         wait(lambda: OUTERMOST.search(status_page.read_native_stacks(self.page)), "no stacks")

@@ -9,7 +9,7 @@ from tests.errors import raises
 
 from paceline.errors import UsageError
 from paceline.rank.environment import (
-    check_shape,
+    check_rank_counts,
     expand_nodes,
     is_launched,
     job_token,
@@ -154,11 +154,11 @@ def test_a_token_is_the_jobs_and_nobody_elses() -> None:
 
 
 def test_half_a_job_does_not_run_as_a_whole_one() -> None:
-    check_shape(TORCHRUN, 2, 2)
+    check_rank_counts(TORCHRUN, 2, 2)
     with raises("world-not-as-asked", wrong="WORLD_SIZE is 4, not 8 and LOCAL_WORLD_SIZE is 2, not 4"):
-        check_shape(TORCHRUN, 2, 4)
+        check_rank_counts(TORCHRUN, 2, 4)
     with raises("world-not-as-asked", wrong="LOCAL_WORLD_SIZE is not set, not 2"):
-        check_shape({"WORLD_SIZE": "4"}, 2, 2)
+        check_rank_counts({"WORLD_SIZE": "4"}, 2, 2)
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,7 @@ def test_the_ring_outlives_an_abort(tmp_path: Path) -> None:
     script = TORCH + "work = dist.all_reduce(torch.ones(4, 2), async_op=True); os.abort()\n"
     with ranks(script, 1, tmp_path, started=True, PYTHONFAULTHANDLER="") as (one,):
         assert one.process.wait(30) == -signal.SIGABRT
-        (op,) = status_page.read_ring(one.page)
+        (op,) = status_page.read_recent_ops(one.page)
         assert (op.kind, op.seq, op.shape, op.dtype) == ("all_reduce", 1, "[4, 2]", "float32")
         assert op.site == f"script.py:{one.line('os.abort()')} in <module>"
 
@@ -227,8 +227,8 @@ time.sleep(1000)
 def test_a_forked_child_says_what_it_loads_and_nothing_in_its_parents_name(tmp_path: Path) -> None:
     with ranks(FORKS, 1, tmp_path) as (one,):
         one.wait_ready()
-        wait(lambda: status_page.read_loaders(one.page), "the child says nothing")
-        (loader,) = status_page.read_loaders(one.page)
+        wait(lambda: status_page.read_loader_workers(one.page), "the child says nothing")
+        (loader,) = status_page.read_loader_workers(one.page)
         try:
             assert (loader.number, loader.item, loader.epoch, loader.busy) == (3, 4711, 1, True)
             assert loader.pid != one.process.pid
@@ -257,7 +257,7 @@ def test_off_leaves_the_count_of_steps_only(tmp_path: Path) -> None:
         seen = status_page.read_counters(one.page)
         assert seen.step == 5 and not any((seen.ready, seen.answered, seen.beat_ns, seen.waiting, *seen.phase_seconds))
         assert not seen.has_called_collective and seen.progress_values == (5, 0, 0, 0, 0)
-        assert not status_page.takes_signal(one.process.pid)
+        assert not status_page.handles_signal(one.process.pid)
         assert "ledger.py" not in one.output() and one.output().endswith("[]\n")
 
 
@@ -270,7 +270,7 @@ def test_a_program_that_closes_all_descriptors_is_not_sent_the_signal(tmp_path: 
         wait(
             lambda: status_page.read_counters(one.page).ready == status_page.WATCHED, "still said to be safe", seconds=3
         )
-        assert not status_page.takes_signal(one.process.pid)
+        assert not status_page.handles_signal(one.process.pid)
 
 
 def test_the_watcher_keeps_no_process_alive_and_prints_nothing(tmp_path: Path) -> None:

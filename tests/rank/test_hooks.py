@@ -12,7 +12,7 @@ from tests.run_ranks import run_ranks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline.rank.probes import Hooks, ScriptListener, wrap_function
+from paceline.rank.probes import ScriptHooks, ScriptListener, wrap_function
 from paceline.rank.sites import CodeOwner, code_owner, short_filename
 
 
@@ -45,7 +45,7 @@ def trained(model: Any, data: list[Any]) -> list[float]:
 def loop(rank: int, size: int, num_workers: int, hooked: bool) -> list[Any]:
     listener, complaints = Heard(), list[BaseException]()
     if hooked:
-        Hooks(complaints.append).add_listeners(listener).install()
+        ScriptHooks(complaints.append).add_listeners(listener).install()
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(2, 1))
     loader = DataLoader(TensorDataset(torch.ones(4, 2)), 2, num_workers=num_workers, persistent_workers=num_workers > 0)
@@ -92,7 +92,7 @@ class Counting(ScriptListener):
 
 def dismissed(rank: int, size: int) -> list[Any]:
     first, second, broken, complaints = Counting(), Counting(), BrokenAtTheEnd(), list[BaseException]()
-    hooks = Hooks(complaints.append).add_listeners(broken, first).add_listeners(second).install()
+    hooks = ScriptHooks(complaints.append).add_listeners(broken, first).add_listeners(second).install()
     trained(torch.nn.Linear(2, 1), [(torch.ones(1, 2),)])
     hooks.remove_listeners(broken, first)
     trained(torch.nn.Linear(2, 1), [(torch.ones(1, 2),)])
@@ -129,7 +129,7 @@ def test_a_hook_is_passed_over(monkeypatch: pytest.MonkeyPatch, level: int, func
 
 
 def test_its_lines_are_still_ours() -> None:
-    code = Hooks.install.__code__.co_filename
+    code = ScriptHooks.install.__code__.co_filename
     wrap_function(Old, "step")
     file = Old.step.__code__.co_filename
     assert file != code and (short_filename(file), code_owner(file)) == (short_filename(code), CodeOwner.NOBODY)

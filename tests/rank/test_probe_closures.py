@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from paceline.protocol.facts import ScriptFacts, SeenStep
 from paceline.protocol.marks import read_findings
 from paceline.protocol.status_page import StatusPage, make_status_page
-from paceline.rank.check.loaders import LoaderWatch
-from paceline.rank.check.steps import StepWatch
-from paceline.rank.probes import Hooks, ScriptListener
+from paceline.rank.check.loaders import LoaderRecorder
+from paceline.rank.check.steps import StepRecorder
+from paceline.rank.probes import ScriptHooks, ScriptListener
 from paceline.rank.probes.faults import BatchTracker, NonFiniteGradientDetector, StaleGradientDetector
 from paceline.rank.probes.steps import PhaseTracker
 
@@ -84,7 +84,7 @@ MAKE: dict[str, Callable[..., Any]] = {
 def told(rank: int, size: int, how: str) -> list[str]:
     """A step with a closure that fails and one that does not, and a step without."""
     heard = Heard()
-    Hooks(print).add_listeners(heard).install()
+    ScriptHooks(print).add_listeners(heard).install()
     model = torch.nn.Linear(2, 1)
     MAKE["SGD"](model.parameters())  # torch calls hooks in the step of each class that was made
     optimizer = MAKE.get(how, MAKE["SGD"])(model.parameters())
@@ -130,7 +130,7 @@ def looked_on() -> StatusPage:
     """The box of this process, in which its steps and what is not finite are noted from now on."""
     page = StatusPage(make_status_page(0))
     steps, batches = PhaseTracker(page), BatchTracker()
-    Hooks(print).add_listeners(
+    ScriptHooks(print).add_listeners(
         batches, NonFiniteGradientDetector(page, steps, batches), StaleGradientDetector(page, steps), steps
     ).install()
     return page
@@ -272,8 +272,8 @@ def test_a_closure_that_is_called_more_often_than_before_leaves_no_step_out() ->
 def windows_of_three(rank: int, size: int, how: str) -> list[SeenStep]:
     """Two epochs of 13 batches, as Lightning's Trainer goes: the last backward of a window is in the step's closure."""
     facts = ScriptFacts(rank, size, size, "n1", cores=2)
-    loading = LoaderWatch(facts)
-    Hooks(print).add_listeners(loading, StepWatch(facts, loading)).install()
+    loading = LoaderRecorder(facts)
+    ScriptHooks(print).add_listeners(loading, StepRecorder(facts, loading)).install()
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(3, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -334,7 +334,7 @@ class _PrefetchDataFetcher:
 def taken(rank: int, size: int, data: Dataset[Any], ahead: bool) -> list[str]:
     """Which batch the script has, as a framework hands it on."""
     batches = BatchTracker()
-    Hooks(print).add_listeners(batches).install()
+    ScriptHooks(print).add_listeners(batches).install()
     fetched, had = iter(_PrefetchDataFetcher(DataLoader(data))), list[str]()
     following = next(fetched, None) if ahead else None
     for _ in range(3):

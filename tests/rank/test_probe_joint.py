@@ -28,7 +28,7 @@ class Replica:
 
 
 class Rank:
-    """The listeners of one, as `watch_script` has them, and what a script does."""
+    """The listeners of one, as `install_script_probes` has them, and what a script does."""
 
     def __init__(self, page: StatusPage) -> None:
         self.page, self.collectives = page, 0

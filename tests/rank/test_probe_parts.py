@@ -20,10 +20,10 @@ from paceline.protocol.marks import (
     parse_fingerprints,
     read_findings,
     read_fingerprints,
-    read_names,
+    read_tensor_and_call_names,
 )
 from paceline.protocol.status_page import StatusPage, make_status_page, read_counters
-from paceline.rank.probes import Hooks
+from paceline.rank.probes import ScriptHooks
 from paceline.rank.probes.faults import (
     BatchTracker,
     NonFiniteGradientDetector,
@@ -114,7 +114,7 @@ def test_every_element_is_marked_within_some_steps_and_one_bit_makes_another_mar
     for _ in range(40):
         prints.on_step_end(optimizer)
     first = marked(page)
-    names = read_names(page.descriptor).tensors[str(first[0].layout)]
+    names = read_tensor_and_call_names(page.descriptor).tensors[str(first[0].layout)]
     assert {part for mark in first for part in mark.tensor_indices} == {*range(len(names))}
     assert set(names) == {f"parameter {n}" for n in range(4)}
     assert all(names[mark.tensor_indices[-1]] == "parameter 3" for mark in first)  # the last part is in each
@@ -296,7 +296,7 @@ def test_a_thread_that_an_exception_ends_is_told_at_once_and_python_says_it_too(
     others: list[object] = []
     monkeypatch.setattr(threading, "excepthook", others.append)
     complaints: list[BaseException] = []
-    Hooks(complaints.append).add_listeners(SwallowedExceptionDetector(page, PhaseTracker(page))).install()
+    ScriptHooks(complaints.append).add_listeners(SwallowedExceptionDetector(page, PhaseTracker(page))).install()
 
     def read() -> None:
         raise OSError("a broken record")

@@ -158,7 +158,7 @@ def test_two_ranks_on_one_gpu_are_found_when_they_meet(
 
     def meets(rank: int, uuid: str) -> None:
         monkeypatch.setattr(world, "device_uuid", lambda _: uuid)
-        world.check_placement(rank, 4, gpu, backend, store)
+        world.check_gpu_placement(rank, 4, gpu, backend, store)
 
     for rank, uuid in ((0, "a"), (1, "b"), (2, ""), (3, "")):
         meets(rank, uuid)
@@ -178,7 +178,7 @@ def test_a_rank_goes_to_the_cores_beside_its_gpu(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
     monkeypatch.setattr("os.sched_setaffinity", lambda _, cores: gone.append(cores))
     for near in ({2, 3, 4, 5}, {0, 1, 2, 3, 4}, {8, 9}, set[int]()):  # the last three: nothing is better
-        monkeypatch.setattr(world, "cores_near", lambda _, near=near: near)
+        monkeypatch.setattr(world, "cpu_cores_near_gpu", lambda _, near=near: near)
         world.set_cpu_affinity(torch.device("cuda", 0))
     assert gone == [{2, 3}]
 

@@ -14,7 +14,7 @@ from tests.errors import raises
 from tests.rendered import rendered
 
 from paceline.cli import logs
-from paceline.report.analysis import EXAMPLES, Analysis, ParsedLine, log_figures, read_line
+from paceline.report.analysis import EXAMPLES, Analysis, ParsedLine, log_figures, parse_log_line
 from paceline.report.run import read_run
 from paceline.runs.attempt import LogTimesWriter
 from paceline.runs.events import Ended, Evaluated, Skipped, Started, Step
@@ -201,12 +201,12 @@ LINES: list[tuple[str, str, dict[str, Any]]] = [
 def test_a_line_says_this_and_nothing_else(line: str, kind: str, says: dict[str, Any]) -> None:
     rank, samples = says.get("rank", ""), says.get("samples")
     values = {name: value for name, value in says.items() if name not in ("rank", "samples")}
-    assert read_line(line) == ParsedLine(kind, rank, pytest.approx(values, nan_ok=True), samples)  # pyright: ignore
+    assert parse_log_line(line) == ParsedLine(kind, rank, pytest.approx(values, nan_ok=True), samples)  # pyright: ignore
 
 
 def test_the_examples_that_people_are_shown_are_known() -> None:
     for kind, example in EXAMPLES.items():
-        assert read_line(example).format == kind
+        assert parse_log_line(example).format == kind
 
 
 @pytest.mark.parametrize(
@@ -222,4 +222,4 @@ def test_the_examples_that_people_are_shown_are_known() -> None:
     ],
 )
 def test_a_hostile_line_is_read_without_an_error(line: str) -> None:
-    read_line(line)
+    parse_log_line(line)

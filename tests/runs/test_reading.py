@@ -14,12 +14,12 @@ from paceline.runs.reading import (
     is_folder,
     list_folders,
     list_names,
+    list_symlinks,
     read_file,
     read_json,
     read_lines,
     read_toml,
     real_path,
-    symlinks,
 )
 
 
@@ -106,8 +106,8 @@ def test_a_folder_with_too_much_in_it_is_no_run(tmp_path: Path, monkeypatch) -> 
     (tmp_path / "d").symlink_to("a")
     (tmp_path / "e").mkdir()
     assert list_names(tmp_path) == ["a", "b", "c", "d", "e"]
-    assert symlinks(tmp_path) == ["d"] and list_folders(tmp_path) == ["e"]
-    assert symlinks(tmp_path / "none") == list_folders(tmp_path / "none") == []
+    assert list_symlinks(tmp_path) == ["d"] and list_folders(tmp_path) == ["e"]
+    assert list_symlinks(tmp_path / "none") == list_folders(tmp_path / "none") == []
     monkeypatch.setattr(reading, "MAX_ENTRIES", 3)
     with pytest.raises(UnreadableFileError, match="has more than 3 files"):
         list_names(tmp_path)

@@ -135,7 +135,7 @@ def a_few_bytes_at_a_time(monkeypatch):
 
 def test_a_file_is_written_whole_though_the_system_takes_a_few_bytes_at_a_time(tmp_path, a_few_bytes_at_a_time):
     data = bytes(range(256)) * 12
-    size_bytes, sha256 = writing.write_new(tmp_path / "a", [b"", data[:10], data[10:1000], data[1000:]])
+    size_bytes, sha256 = writing.write_new_file(tmp_path / "a", [b"", data[:10], data[10:1000], data[1000:]])
     assert (tmp_path / "a").read_bytes() == data
     assert size_bytes == len(data)
     assert sha256 == hashlib.sha256(data).hexdigest()
@@ -144,7 +144,7 @@ def test_a_file_is_written_whole_though_the_system_takes_a_few_bytes_at_a_time(t
 def test_memory_of_any_shape_is_written_by_its_bytes(tmp_path, a_few_bytes_at_a_time):
     square = memoryview(bytes(range(12))).cast("B", (3, 4))
     longs = memoryview(bytes(16)).cast("Q")
-    assert writing.write_new(tmp_path / "a", [square, longs])[0] == 28
+    assert writing.write_new_file(tmp_path / "a", [square, longs])[0] == 28
     assert (tmp_path / "a").read_bytes() == bytes(range(12)) + bytes(16)
 
 
@@ -153,7 +153,7 @@ def test_a_file_is_never_written_over_nor_through_a_link(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     for name in ("old", "link"):
         with pytest.raises(FileExistsError):
-            writing.write_new(tmp_path / name, [b"new"])
+            writing.write_new_file(tmp_path / name, [b"new"])
     assert (tmp_path / "old").read_bytes() == b"old"
     assert not (tmp_path / "elsewhere").exists()
 
@@ -164,4 +164,4 @@ def test_an_error_of_the_chunks_is_not_swallowed(tmp_path):
         raise ValueError("the tensor is gone")
 
     with pytest.raises(ValueError, match="the tensor is gone"):
-        writing.write_new(tmp_path / "a", failing())
+        writing.write_new_file(tmp_path / "a", failing())

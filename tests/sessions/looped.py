@@ -466,7 +466,7 @@ def change(case: Case, model: Net, optimizer: torch.optim.Optimizer, phase: int,
             optimizer.add_param_group({"params": list(model.head.parameters())})
 
 
-def seed_streams(case: Case) -> None:
+def seed_generators(case: Case) -> None:
     """As a script begins: its streams seeded, or other ones in each process."""
     if case.seeded:
         torch.manual_seed(5)
@@ -587,7 +587,7 @@ class Plain:
 
 def plain(case: Case, orders: dict[tuple[int, ...], list[list[int]]] | None = None) -> Result:
     """Train in this process; in the given order of samples, or in the case's own."""
-    seed_streams(case)
+    seed_generators(case)
     reports = Reports()
     found = trained(case, Plain(orders), 0, reports)
     found.steps = [([*where[:3]], sorted(samples)) for where, samples in reports.steps.items()]
@@ -767,7 +767,7 @@ def case_of(told: dict[str, Any]) -> Case:
 def main() -> None:
     folder, attempt = Path(sys.argv[1]), int(sys.argv[2])
     case = case_of(json.loads((folder / "case.json").read_text()))
-    seed_streams(case)
+    seed_generators(case)
     settings: dict[str, Any] = {"strategy": case.strategy}
     if case.virtual_ranks:
         settings["virtual_ranks"] = case.virtual_ranks

@@ -34,7 +34,7 @@ def data() -> TensorDataset:
     return TensorDataset(torch.randn(48, 6, dtype=torch.float64, generator=generator), torch.arange(48) % 3)
 
 
-def optimizers_of(model: Any) -> list[Optimizer]:
+def optimizers_to_verify(model: Any) -> list[Optimizer]:
     hidden = [model[2].weight, model[4].weight]
     rest = [p for p in model.parameters() if all(p is not other for other in hidden)]
     return [Muon(hidden, lr=0.02), AdamW(rest, lr=0.01)]
@@ -57,7 +57,7 @@ def train(model: nn.Module, optimizers: list[Optimizer], schedulers: list[Any], 
 
 def alone() -> dict[str, Tensor]:
     model = net()
-    optimizers = optimizers_of(model)
+    optimizers = optimizers_to_verify(model)
     schedulers = schedulers_of(optimizers)
     inputs, targets = data().tensors
     for _ in range(EPOCHS):
@@ -69,7 +69,7 @@ def alone() -> dict[str, Tensor]:
 def in_session(strategy: str, folder: Path | None = None, *, epochs: int = EPOCHS) -> dict[str, Tensor]:
     with paceline.session(folder, strategy=strategy, virtual_ranks=3, device="cpu", resume=folder is not None) as s:
         model = net()
-        given = optimizers_of(model)
+        given = optimizers_to_verify(model)
         model, optimizers, schedulers = s.prepare(model, given, schedulers_of(given))
         assert optimizers == given and [type(one) for one in optimizers] == [Muon, AdamW]
         loader = s.loader(data(), global_batch=GLOBAL, shuffle=False)
@@ -82,7 +82,7 @@ def cleared_by_one(number: int, folder: Path, epochs: int) -> dict[str, Tensor]:
     """A loop that clears the gradients of one optimizer only: those of the other one add up. An epoch is a step."""
     with paceline.session(folder, strategy="exact", virtual_ranks=3, device="cpu", resume=True) as s:
         model = net()
-        model, optimizers = s.prepare(model, optimizers_of(model))
+        model, optimizers = s.prepare(model, optimizers_to_verify(model))
         loader = s.loader(Subset(data(), range(GLOBAL)), global_batch=GLOBAL, shuffle=False)
         for _ in s.epochs(epochs):
             for x, y in loader:
@@ -103,7 +103,7 @@ def refused(act: Any) -> str:
 
 
 def added_later(s: Any, model: Any) -> None:
-    muon, adamw = optimizers_of(model)
+    muon, adamw = optimizers_to_verify(model)
     s.prepare(model, muon)
     s.prepare(model, adamw)
 
@@ -113,7 +113,7 @@ def trained_twice(s: Any, model: Any) -> None:
 
 
 def one_scheduler(s: Any, model: Any) -> None:
-    given = optimizers_of(model)
+    given = optimizers_to_verify(model)
     s.prepare(model, given, schedulers_of(given)[:1])
 
 
@@ -167,7 +167,7 @@ def resumed_with(act: Any, folder: Path) -> str:
 def closures() -> str:
     with paceline.session(device="cpu") as s:
         model, losses = net(), list[Any]()
-        model, optimizers = s.prepare(model, optimizers_of(model))
+        model, optimizers = s.prepare(model, optimizers_to_verify(model))
         for x, y in s.loader(data(), global_batch=GLOBAL):
             s.backward(F.cross_entropy(model(x), y))
             losses = [optimizer.step(lambda: 3) for optimizer in optimizers]
@@ -227,8 +227,8 @@ if __name__ == "__main__":
         print("refused", *map(refused, (added_later, trained_twice, one_scheduler)))
         run = into / "run-other"
         in_session("exact", run, epochs=1)
-        swapped = resumed_with(lambda model: optimizers_of(model)[::-1], run)
-        print("resumed", swapped, resumed_with(lambda model: optimizers_of(model)[:1], run))
+        swapped = resumed_with(lambda model: optimizers_to_verify(model)[::-1], run)
+        print("resumed", swapped, resumed_with(lambda model: optimizers_to_verify(model)[:1], run))
         print(closures())
     for name, weights in found.items() if rank == 0 else ():
         save_file({key: value.contiguous() for key, value in weights.items()}, into / f"{name} {size}")

@@ -9,13 +9,13 @@ from tests.errors import ended_with
 
 from paceline.cli import logs, status
 from paceline.cli.live import _newest_diagnosis
-from paceline.cli.run_state import agent_run_folder, attempts, run_state
+from paceline.cli.run_state import attempts, run_folder_locked_by_agent, run_state
 from paceline.errors import ExitCode
 from paceline.report.outcome import root_failures
 from paceline.report.page import repeat_command
 from paceline.report.run import read_run
 from paceline.runs.attempt import AttemptEnd, write_attempt_end
-from paceline.runs.folder import LAUNCH_FILE, create_attempt_dir, log_attempt_dir
+from paceline.runs.folder import LAUNCH_FILE, create_attempt_dir, find_attempt_dir_with_logs
 from paceline.runs.reading import read_toml
 from paceline.runs.summary import Summary, write_summary
 
@@ -68,7 +68,7 @@ def test_both_folders_lead_to_the_rank_that_failed_first(
     ]
     assert logs.main([str(run), "--rank", "1", "--grep", "4711"]) == status.main([str(run)]) == 0
     assert capsys.readouterr().out.count("bad sample 4711") >= 2
-    assert agent_run_folder(run) == failed[0] / "launched"
+    assert run_folder_locked_by_agent(run) == failed[0] / "launched"
 
 
 @pytest.mark.ranks
@@ -149,4 +149,4 @@ def test_what_is_no_attempt_is_not_followed(tmp_path: Path, text: str | bytes) -
     (tmp_path / "attempt-2").touch()
     told = text.replace("{file}", str(tmp_path / "attempt-2")).encode() if isinstance(text, str) else text
     (attempt / LAUNCH_FILE).write_bytes(told)
-    assert log_attempt_dir(attempt) == attempt
+    assert find_attempt_dir_with_logs(attempt) == attempt

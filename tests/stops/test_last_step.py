@@ -18,8 +18,8 @@ from paceline.protocol.control import BOOTSTRAP
 
 STOPS = """
 from paceline.rank.guard import HangGuard
-from paceline.rank.stops import StepStops
-stops = StepStops(HangGuard.of_process().page, ("worker.py",))
+from paceline.rank.stops import StepStopHandler
+stops = StepStopHandler(HangGuard.of_process().page, ("worker.py",))
 def step(number):  # ranks without collectives, as far apart as they can be
     time.sleep(0.002 * (1 + 2 * rank))
     if number == 20: ready()

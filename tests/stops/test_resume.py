@@ -14,7 +14,7 @@ from tests.errors import raises
 from paceline.errors import ExitCode
 from paceline.protocol.status_page import StatusPage, make_status_page
 from paceline.rank import frameworks
-from paceline.rank.stops import RECORD, StepStops, StoppableTraining
+from paceline.rank.stops import RECORD, StepStopHandler, StoppableTraining
 
 
 @pytest.fixture(autouse=True)
@@ -35,11 +35,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def command(*argv: str) -> StepStops:
-    return StepStops(StatusPage(make_status_page(0)), argv)
+def command(*argv: str) -> StepStopHandler:
+    return StepStopHandler(StatusPage(make_status_page(0)), argv)
 
 
-def opened(stops: StepStops, folder: Path) -> StoppableTraining:
+def opened(stops: StepStopHandler, folder: Path) -> StoppableTraining:
     training = stops.open(folder)
     assert training is not None
     return training
@@ -169,7 +169,7 @@ def test_trainer_says_that_it_has_no_checkpoint_of_its_own(folder: Path, transfo
 # ---- the callback of Trainer ----
 
 
-class Requested(StepStops):
+class Requested(StepStopHandler):
     """Stops with a request that takes effect after this step."""
 
     last_step = 2
@@ -182,7 +182,7 @@ class Requested(StepStops):
         return self._steps >= self.last_step
 
 
-def callback_of(stops: StepStops, folder: Path) -> tuple[Any, Any, list[str]]:
+def callback_of(stops: StepStopHandler, folder: Path) -> tuple[Any, Any, list[str]]:
     """The callback, its control, and the order of what it does at the end."""
     done: list[str] = []
     trainer = SimpleNamespace(
@@ -257,7 +257,7 @@ def test_accelerate_stops_after_a_save_of_rank_0_alone_and_not_in_a_window(
     monkeypatch.setitem(sys.modules, "accelerate.accelerator", SimpleNamespace(Accelerator=accelerator_class))
     stops = Requested(StatusPage(make_status_page(0)), ["train.py"])
     stops.last_step = 1
-    frameworks.install_accelerate(stops, "accelerate.accelerator")
+    frameworks.patch_accelerate(stops, "accelerate.accelerator")
     accelerator = accelerator_class()
     assert accelerator.save_state("state-1") == "state-1" and "window" in capfd.readouterr().err
     accelerator.sync_gradients = True

@@ -14,7 +14,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import SGD
 
 from paceline import ArrayDataset, BatchPlan, LoadingOptions, World, load_steps, train_step
-from paceline.checkpoint.shards import full_state
+from paceline.checkpoint.shards import gather_full_state
 from paceline.data.plan import virtual_ranks_of
 from paceline.errors import UsageError
 from paceline.strategies import STRATEGIES, Strategy
@@ -119,7 +119,7 @@ def differences(rank: int, size: int) -> dict[tuple[str, str, str], float]:
                 except UsageError as error:
                     assert (name, change) == ("ddp", set_) and "p.set_" in str(error), (name, change, when)
                     continue
-                saved = full_state(replica.state(), world)
+                saved = gather_full_state(replica.state(), world)
                 for key, tensor in wanted.items():
                     for one in (got[key], saved[f"model/{key}"].reshape(tensor.shape)):
                         case = (name, change.__name__, when)

@@ -21,7 +21,7 @@ from tests.strategies.test_state import opened, save, squared
 from torch import Tensor, nn
 
 from paceline import ArrayDataset, BatchPlan, LoadingOptions, World, load_steps, train_step
-from paceline.checkpoint.shards import full_state
+from paceline.checkpoint.shards import gather_full_state
 from paceline.data.plan import virtual_ranks_of
 from paceline.errors import ExitCode, PacelineError, ReportedByPeer
 from paceline.stepping.nonfinite import PARAMETERS_UNCHANGED_TEXT
@@ -157,12 +157,12 @@ def stop_and_go(rank: int, world_size: int, folder: Path) -> int:
         train(straight, 0, SAVED_AT)
         save(straight.state(), folder / f"{name}-{rank}", rank, RANKS)
         train(straight, SAVED_AT, STEPS)
-        wanted, seen = full_state(straight.state(), world), weights(straight)
+        wanted, seen = gather_full_state(straight.state(), world), weights(straight)
         again = replica(rank, slow)
         source = opened(folder / f"{name}-{r}" for r in range(RANKS))
         assert said(lambda to=again, of=source: to.load(of)) == ""
         train(again, SAVED_AT, STEPS)
-        found = full_state(again.state(), world)
+        found = gather_full_state(again.state(), world)
         assert list(found) == list(wanted)
         assert [n for n, tensor in found.items() if not torch.equal(tensor, wanted[n])] == [], name
         assert torch.equal(weights(again), seen), name

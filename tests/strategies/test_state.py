@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from paceline import ArrayDataset, BatchPlan, LoadingOptions, World, load_steps, train_step
 from paceline.checkpoint.shards import (
     ShardFileSource,
-    full_state,
+    gather_full_state,
     make_shard_layout,
-    read_meta,
+    read_shard_file_metadata,
     select_shards_to_save,
     write_shard_file,
 )
@@ -95,7 +95,7 @@ def save(held: list[TensorShard], path: Path, rank: int = 0, world_size: int = 1
 
 
 def opened(paths: Iterable[Path]) -> ShardFileSource:
-    files = [(path, read_meta(path)) for path in paths]
+    files = [(path, read_shard_file_metadata(path)) for path in paths]
     return ShardFileSource([(path, meta[1]) for path, meta in files if meta])
 
 
@@ -143,7 +143,7 @@ def go_on(rank: int, size: int, folder: str) -> int:
         replica = prepared(second, optimizer, world, seed=99)
         replica.load(source)
         train(replica, SAVED_AT, STEPS)
-        found = full_state(replica.state(), world)
+        found = gather_full_state(replica.state(), world)
         case = f"{first} on {size_then} -> {second} on {size_now}, {optimizer}"
         assert list(found) == wanted.names(""), case
         for name, tensor in found.items():

@@ -20,7 +20,7 @@ from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline import BatchPlan, LoadingOptions, World, load_steps, train_step
-from paceline.checkpoint.shards import ShardedParameter, full_state, sha256_of
+from paceline.checkpoint.shards import ShardedParameter, gather_full_state, sha256_of
 from paceline.collectives.owners import update_cost
 from paceline.config.mesh import Mesh
 from paceline.data.plan import virtual_ranks_of
@@ -214,7 +214,7 @@ def train(replica: Strategy, virtual_ranks: int) -> None:
 
 
 def state_of(replica: Strategy) -> tuple[str, dict[str, Tensor]]:
-    state = full_state(replica.state(), replica.world)
+    state = gather_full_state(replica.state(), replica.world)
     return sha256_of(state), {name: tensor.clone() for name, tensor in state.items()}
 
 

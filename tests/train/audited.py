@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from paceline.checkpoint.shards import sha256_of
 from paceline.data.arrays import ArrayDataset
-from paceline.data.loader import LoadingOptions, load_again, load_steps, split_inputs_and_targets
+from paceline.data.loader import LoadingOptions, load_micro_batch_for_audit, load_steps, split_inputs_and_targets
 from paceline.data.plan import BatchPlan
 from paceline.errors import PacelineError
 from paceline.rank.world import World
-from paceline.stepping.audit import Audits
+from paceline.stepping.audit import StepAuditor
 from paceline.strategies import STRATEGIES
 from paceline.train.step import TaskSteps
 
@@ -68,12 +68,12 @@ class Training:
         self.loading, self.saved, self.said = LoadingOptions(self.world.device), 0, list[str]()
         self.audits, self.every = None, every or 1
         if every is not None:
-            self.audits = Audits(every, self.world, virtual_ranks, "stop", self._save, self.said.append)
+            self.audits = StepAuditor(every, self.world, virtual_ranks, "stop", self._save, self.said.append)
             self.audits.use(self._load_again, self.plan)
         self.steps = TaskSteps(self.replica, losses, audits=self.audits)
 
     def _load_again(self, *place: Any) -> Any:
-        batch = load_again(self.data, self.loading, *place)
+        batch = load_micro_batch_for_audit(self.data, self.loading, *place)
         return None if batch is None else split_inputs_and_targets(batch)
 
     def _save(self) -> None:

@@ -14,7 +14,7 @@ from tests.errors import raises
 from tests.run_script import run_script
 
 from paceline.checkpoint.shards import sha256_of
-from paceline.config.choices import steps_or_seconds
+from paceline.config.choices import parse_checkpoint_interval
 from paceline.errors import ExitCode
 from paceline.runs import events, trackers
 from paceline.train.evaluations import BestEvaluation
@@ -76,12 +76,12 @@ def test_the_best_is_the_first_of_the_best_by_its_own_direction() -> None:
 
 
 def test_a_rhythm_is_steps_or_a_time() -> None:
-    assert [steps_or_seconds(said) for said in (None, 20, "90s", "1.5min", "2h")] == [
+    assert [parse_checkpoint_interval(said) for said in (None, 20, "90s", "1.5min", "2h")] == [
         (None, None), (20, None), (None, 90.0), (None, 90.0), (None, 7200.0),
     ]  # fmt: skip
     for said in ("10 min", "0s", "-1h", "10m", ""):
         with raises("checkpoint-every-not-a-time", value=said):
-            steps_or_seconds(said)
+            parse_checkpoint_interval(said)
 
 
 def guest(folder: Path, settings: Mapping[str, Any]) -> trackers.Tracker:

@@ -21,7 +21,7 @@ from torch import nn
 from paceline import ArrayDataset
 from paceline.compute.memory import SavedForBackward
 from paceline.config.settings import ComputeConfig, DataConfig, LaunchConfig, TrainConfig, check_values
-from paceline.data.loader import LoadingOptions, index_of_largest
+from paceline.data.loader import LoadingOptions, index_of_largest_sample
 from paceline.rank.world import World
 from paceline.strategies import STRATEGIES
 from paceline.train import memory
@@ -309,7 +309,7 @@ def test_one_virtual_rank_saves_sums_and_buffers(strategy, virtual_ranks, mib):
         world=World(0, 2, 0, 2, CPU, "gloo"), virtual_ranks=virtual_ranks, parts=None, in_lockstep=False, model=model,
         module=module, parameters=[model.weight], keeps_partial_sums=sums,
     )  # fmt: skip
-    assert memory.bytes_of_more_virtual_ranks(replica) == mib * MIB
+    assert memory.extra_virtual_rank_bytes(replica) == mib * MIB
 
 
 class Gpu:
@@ -369,13 +369,13 @@ class Ragged(torch.utils.data.Dataset):
 
 def test_the_largest_sample_is_found_by_lengths_or_by_bytes():
     ragged = Ragged()
-    assert index_of_largest(ragged, 0, LoadingOptions(CPU)) == 496  # one of every 8
+    assert index_of_largest_sample(ragged, 0, LoadingOptions(CPU)) == 496  # one of every 8
     for lengths in ([3, 9, 4], lambda: [9]):  # of something else
         ragged.lengths = lengths
-        assert index_of_largest(ragged, 0, LoadingOptions(CPU)) == 496
+        assert index_of_largest_sample(ragged, 0, LoadingOptions(CPU)) == 496
     ragged.lengths = [3, 9, 4] + [0] * 997
-    assert index_of_largest(ragged, 0, LoadingOptions(CPU)) == 1
-    assert index_of_largest(ArrayDataset(torch.zeros(5, 2), torch.zeros(5)), 0, LoadingOptions(CPU)) == 0
+    assert index_of_largest_sample(ragged, 0, LoadingOptions(CPU)) == 1
+    assert index_of_largest_sample(ArrayDataset(torch.zeros(5, 2), torch.zeros(5)), 0, LoadingOptions(CPU)) == 0
 
 
 def test_backward_can_recompute_all_layers_but_one():

@@ -18,7 +18,7 @@ from paceline.collectives.control import all_gather_tensors
 from paceline.data.arrays import ArrayDataset
 from paceline.errors import UsageError
 from paceline.strategies import STRATEGIES
-from paceline.train.metrics import compute_metrics, compute_over_ranks, make_accumulators, states_of
+from paceline.train.metrics import collect_metric_states, compute_metrics, compute_over_ranks, make_accumulators
 
 CPU = torch.device("cpu")
 SAMPLES = 101  # on 3 ranks: 34, 34 and 33
@@ -117,7 +117,7 @@ def alone(metrics: Any, virtual_ranks: int, samples: int = SAMPLES) -> dict[str,
             inputs, targets = whole.gather(indices)
             for tally in found.values():
                 tally.add(v, Net()(inputs).detach(), targets)
-    return compute_metrics(found, [states_of(found)], samples, virtual_ranks)
+    return compute_metrics(found, [collect_metric_states(found)], samples, virtual_ranks)
 
 
 @pytest.mark.parametrize("virtual_ranks", [1, 3, 8])

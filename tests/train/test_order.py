@@ -15,7 +15,7 @@ from paceline.errors import PacelineError
 from paceline.protocol.evidence import Op
 from paceline.rank.guard import HangGuard
 from paceline.rank.world import World
-from paceline.stepping.order import CollectiveOrderCheck, Mismatch, compare_orders
+from paceline.stepping.order import CallMismatch, CollectiveOrderCheck, compare_call_orders
 
 NOTHING = frozenset[str]()
 
@@ -31,8 +31,8 @@ def lines(text: str, **rest: str) -> list[Op]:
 
 def odd(*histories: list[Op], known: frozenset[str] = NOTHING) -> tuple[int, ...]:
     """The ranks that are named for a difference."""
-    found = compare_orders([*histories], NOTHING, known)
-    assert isinstance(found, Mismatch)
+    found = compare_call_orders([*histories], NOTHING, known)
+    assert isinstance(found, CallMismatch)
     return found.minority_ranks
 
 
@@ -43,9 +43,11 @@ def odd(*histories: list[Op], known: frozenset[str] = NOTHING) -> tuple[int, ...
 def test_a_rank_that_takes_the_same_lines_in_another_order_is_named(other, world_size, data):
     assume("".join(other) != "abcdef")
     odd = data.draw(st.integers(0, world_size - 1))
-    found = compare_orders([lines("".join(other) if rank == odd else "abcdef") for rank in range(world_size)], NOTHING)
+    found = compare_call_orders(
+        [lines("".join(other) if rank == odd else "abcdef") for rank in range(world_size)], NOTHING
+    )
     at = next(i for i, letter in enumerate(other) if letter != "abcdef"[i])
-    assert isinstance(found, Mismatch)
+    assert isinstance(found, CallMismatch)
     assert found.minority_ranks == (odd,)
     assert [call.site for call in found.calls if call] == [
         other[at] if rank == odd else "abcdef"[at] for rank in range(world_size)
@@ -62,8 +64,8 @@ def test_another_kind_shape_or_name_is_a_difference_whatever_the_line(other):
 
 
 def test_one_call_more_is_a_difference():
-    found = compare_orders([lines("ab"), lines("ab"), lines("abc")], NOTHING)
-    assert isinstance(found, Mismatch)
+    found = compare_call_orders([lines("ab"), lines("ab"), lines("abc")], NOTHING)
+    assert isinstance(found, CallMismatch)
     assert found.minority_ranks == (2,) and found.calls[0] is None
 
 
@@ -82,7 +84,7 @@ def test_one_call_more_is_a_difference():
     ids=["branch", "branch now and then", "roots in turn", "named", "groups"],
 )
 def test_what_a_right_program_does_is_no_difference(histories, local):
-    assert compare_orders(histories, NOTHING) == local
+    assert compare_call_orders(histories, NOTHING) == local
 
 
 def test_a_reordering_beside_a_branch_is_seen():
@@ -103,7 +105,7 @@ def test_who_leaves_the_lines_of_all_for_two_calls_that_look_alike_is_named_even
     ids=["one", "unlike", "all new"],
 )
 def test_leaving_known_lines_is_allowed_where_nothing_can_be_exchanged(histories):
-    assert not isinstance(compare_orders(histories, NOTHING, frozenset("ab")), Mismatch)
+    assert not isinstance(compare_call_orders(histories, NOTHING, frozenset("ab")), CallMismatch)
 
 
 # ---- between ranks -----------------------------------------------------------------------------------------------

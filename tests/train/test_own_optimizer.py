@@ -17,7 +17,7 @@ from torch import Tensor
 from paceline.config.settings import OptimizerConfig
 from paceline.runs.events import Step, read_events
 from paceline.seeding import derive_seed, seeded_random_stream
-from paceline.train.optimizer import configured_optimizer_maker, schedule_for
+from paceline.train.optimizer import configured_optimizer_maker, make_lr_schedule
 
 TASK = """
 import os
@@ -151,7 +151,7 @@ def test_groups_and_a_schedule_come_to_what_torch_alone_comes_to(train, mine, tm
 
 def test_without_a_schedule_the_rates_stay_as_the_groups_have_them(mine):
     optimizer = mine.groups(mine.model())
-    rates = schedule_for(OptimizerConfig(), 1e-3, mine.kept, optimizer, 6)
+    rates = make_lr_schedule(OptimizerConfig(), 1e-3, mine.kept, optimizer, 6)
     assert [rates.set_lr(optimizer, step) for step in (0, 5)] == [0.01, 0.01]
     assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.02]
 
@@ -159,7 +159,7 @@ def test_without_a_schedule_the_rates_stay_as_the_groups_have_them(mine):
 def test_a_schedule_alone_takes_the_flags_of_the_optimizer(mine):
     wish = OptimizerConfig(optimizer="sgd", lr=0.5)
     optimizer = configured_optimizer_maker(wish, 0.25, mine.scheduled, mine.model())(mine.model().parameters())
-    rates = schedule_for(wish, 0.25, mine.scheduled, optimizer, 6)
+    rates = make_lr_schedule(wish, 0.25, mine.scheduled, optimizer, 6)
     assert rates.set_lr(optimizer, 0) == 0.25  # after lr scaling
     optimizer.step()
     assert rates.set_lr(optimizer, 1) == 0.125
@@ -192,7 +192,7 @@ def test_what_has_no_meaning_is_refused(mine, monkeypatch, name, wish, code, val
     task, model, settings = getattr(mine, name), mine.model(), OptimizerConfig(**wish)
     with raises(code) as caught:
         optimizer = configured_optimizer_maker(settings, settings.lr, task, model)(model.parameters())
-        schedule_for(settings, settings.lr, task, optimizer, 6)
+        make_lr_schedule(settings, settings.lr, task, optimizer, 6)
     fields = caught.value.fields
     assert fields.get("value", fields.get("kind")) == value
     if code == "optimizer-option-unused":

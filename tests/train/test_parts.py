@@ -12,7 +12,7 @@ from paceline import ArrayDataset, Task
 from paceline.data.loader import LoadingOptions
 from paceline.runs.progress import WARMUP_STEPS, Throughput
 from paceline.train.optimizer import Schedule, scaled_lr
-from paceline.train.prepare import check_loss
+from paceline.train.prepare import try_loss_on_first_samples
 from paceline.train.step import weighted_losses
 from paceline.train.weights import save, save_in_any_folder
 
@@ -151,7 +151,7 @@ def test_what_is_tried_before_step_1_leaves_no_trace_in_buffers() -> None:
     )
     loading = LoadingOptions(torch.device("cpu"), 0, None)
     with raises("buffer-made-in-forward", name="mean"):
-        check_loss(task, MadeLate(late=True), data, loading)
+        try_loss_on_first_samples(task, MadeLate(late=True), data, loading)
     model = MadeLate(late=False)
-    check_loss(task, model, data, loading)
+    try_loss_on_first_samples(task, model, data, loading)
     assert float(model.seen) == 0

@@ -4,9 +4,9 @@ from tests import warm
 
 LOOK = """
 import os, sys
-from paceline.config.settings import absolute_task
+from paceline.config.settings import make_task_path_absolute
 from paceline.tasks.registry import load_task
-task = load_task(absolute_task(sys.argv[1]), {})
+task = load_task(make_task_path_absolute(sys.argv[1]), {})
 print(sys.path.index(os.getcwd()) if os.getcwd() in sys.path else "not there", len(sys.path))
 """
 
@@ -26,13 +26,13 @@ def test_the_working_folder_is_in_the_path_for_a_module_in_it_only(tmp_path):
 
 
 def test_a_module_is_written_down_with_the_folder_that_it_was_found_in(tmp_path, monkeypatch):
-    from paceline.config.settings import absolute_task
+    from paceline.config.settings import make_task_path_absolute
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pkg").mkdir()
     (tmp_path / "pkg" / "tasks.py").write_text("from paceline.tasks.mnist import cnn as task\n")
     in_folder = f"{tmp_path}:pkg.tasks:task"
-    assert absolute_task("pkg.tasks:task") == absolute_task(in_folder) == in_folder
+    assert make_task_path_absolute("pkg.tasks:task") == make_task_path_absolute(in_folder) == in_folder
     for unchanged in ("paceline.tasks.mnist:cnn", "mnist-cnn"):  # installed
-        assert absolute_task(unchanged) == unchanged
-    assert absolute_task("pkg/tasks.py:task").startswith(f"{tmp_path}/pkg/")
+        assert make_task_path_absolute(unchanged) == unchanged
+    assert make_task_path_absolute("pkg/tasks.py:task").startswith(f"{tmp_path}/pkg/")

@@ -4,6 +4,6 @@ state: named tensors; shards: a rank's part of them as a file; format: manifest 
 checkpoints; snapshots: states in memory; resume: the newest state; export: a state_dict; buffer_reductions.
 
 Write   replica.state() -> select_shards_to_save -> make_shard_layout -> write_shard_file (copy) ->
-        write_new (thread) -> commit: manifest, fsync, rename
+        write_new_file (thread) -> commit: manifest, fsync, rename
 Read    entries -> check: manifest, sizes, hashes -> ShardFileSource, a `Source` -> replica.load
 """

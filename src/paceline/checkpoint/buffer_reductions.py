@@ -40,7 +40,7 @@ class BufferObservation:
     """Integer buffers: the difference of all changed elements from their initial value; None if they differ."""
     decreased: bool  # integer and bool buffers: whether an element is smaller than before
     seen: BufferHistory
-    by_samples: bool | None = None  # floating-point and complex buffers: `may_count_samples` of the last step
+    by_samples: bool | None = None  # floating-point and complex buffers: `may_depend_on_sample_count` of the last step
 
 
 def possible_reductions(buffer: Tensor) -> tuple[str, ...]:
@@ -131,7 +131,7 @@ def _called_unevenly(ranks: Sequence[BufferObservation]) -> bool:
     return len(steps) > 1 and (0 in steps or len({value.seen.micro_batches for value in ranks}) == 1)
 
 
-def may_count_samples(now: Tensor, before: Tensor, micro_batches: int, samples: int) -> bool | None:
+def may_depend_on_sample_count(now: Tensor, before: Tensor, micro_batches: int, samples: int) -> bool | None:
     """Whether a change that is equal on all virtual ranks may depend on their number of samples; None: no change.
 
     It does not if each micro-batch has changed the buffer by one, if the buffer decreased by a fraction (a

@@ -22,19 +22,19 @@ BUFFER_NAME_PATTERN = re.compile(r"buffers/(?:([0-9]{1,9})/)?(.+)")  # of one vi
 REDUCTION_NAME_PATTERN = re.compile(r"reduction/([a-z]+)/(.+)")
 
 
-def saved_names(model: nn.Module) -> dict[str, str]:
+def saved_names_by_state_dict_name(model: nn.Module) -> dict[str, str]:
     """By name in the state_dict, the name under which a tensor is saved: tied ones have one. "": it is not saved."""
     saved = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     return {name: saved.get(id(tensor), "") for name, tensor in model.state_dict(keep_vars=True).items()}
 
 
 def state_dict_names_by_saved_name(model: nn.Module) -> dict[str, list[str]]:
-    """The inverse of `saved_names`, for tensors with names other than the saved one.
+    """The inverse of `saved_names_by_state_dict_name`, for tensors with names other than the saved one.
 
     A tied parameter has several names, a buffer that is not persistent has none.
     """
     names: dict[str, list[str]] = {name: [] for name, _ in (*model.named_parameters(), *model.named_buffers())}
-    for name, saved in saved_names(model).items():
+    for name, saved in saved_names_by_state_dict_name(model).items():
         names.setdefault(saved, []).append(name)
     return {saved: exported for saved, exported in names.items() if exported != [saved]}
 

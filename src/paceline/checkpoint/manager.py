@@ -239,7 +239,7 @@ class Checkpoints:
         decode_manifest(encoded)  # raises an error unless it can be read again
         try:
             check_files(tmp, manifest, hashed=())
-            writing.write_new(tmp / MANIFEST_NAME, [encoded])
+            writing.write_new_file(tmp / MANIFEST_NAME, [encoded])
             writing.sync_folder(tmp)
         except (OSError, DamagedCheckpoint):
             with self._fence.hold_claim(self._checked_claim()):

@@ -52,12 +52,12 @@ class ResumePoint:
     memory_file_descriptors: frozenset[int] = frozenset()  # the memory files of a snapshot
 
 
-def newest_state(
+def find_newest_state(
     checkpoints: Checkpoints, world: World, report: MessageCallback, *, memory: bool
 ) -> ResumePoint | None:
     """The newest state, on disk or (if `memory`) in memory (a collective).
 
-    If a snapshot is the newest state, hosts without it receive it. For `report` and errors, see `newest_on_disk`.
+    If a snapshot is the newest state, hosts without it receive it. `report`, errors: see `find_newest_checkpoint`.
     """
     local = newest_snapshot(inherited_memory_files()) if memory else None
     ages = (
@@ -67,7 +67,7 @@ def newest_state(
     # on a single host, all ranks must see the same snapshots: otherwise one of them has files of a different run
     is_usable = bool(known_ages) and (world.local_size < world.size or all(age == known_ages[0] for age in ages))
     age: list[int] | None = max(known_ages) if is_usable else None
-    on_disk = newest_on_disk(checkpoints, world, report, after=-1 if age is None else age[1])
+    on_disk = find_newest_checkpoint(checkpoints, world, report, after=-1 if age is None else age[1])
     if on_disk is not None or age is None:
         return on_disk
     snapshot = local if ages[world.rank] == age else None
@@ -80,7 +80,7 @@ def newest_state(
     )
 
 
-def newest_on_disk(
+def find_newest_checkpoint(
     checkpoints: Checkpoints, world: World, report: MessageCallback, *, after: int = -1, before: float = math.inf
 ) -> ResumePoint | None:
     """The newest intact checkpoint between two steps (a collective). The ranks split the work of hashing.
@@ -174,7 +174,7 @@ def find_resume_point(
     if not resume and not location.generation:
         return None
     checkpoints = Checkpoints(location.folder / run_folder.CHECKPOINTS, trust=trust)
-    origin = newest_state(checkpoints, world, location.notices.append, memory=location.generation > 0)
+    origin = find_newest_state(checkpoints, world, location.notices.append, memory=location.generation > 0)
     if origin is None and not restart:
         with raise_on_all_ranks(world):
             run_folder.check_not_finished(location.folder)

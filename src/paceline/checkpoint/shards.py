@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from paceline.checkpoint.state import Source, TensorShard, view_ranges
-from paceline.collectives.buckets import assign_balanced
+from paceline.collectives.buckets import assign_items_to_least_loaded
 from paceline.collectives.control import all_gather_object
 from paceline.collectives.tree import round_up
 from paceline.errors import UsageError
@@ -48,7 +48,7 @@ METADATA_KEY = "paceline"  # the key of paceline's metadata
 def select_shards_to_save(shards: Sequence[TensorShard], rank: int, world_size: int) -> list[TensorShard]:
     """The tensors that `rank` saves: those that only it holds, and its portion, by bytes, of the replicated ones."""
     replicated = sorted((h for h in shards if h.replicated), key=lambda h: h.name)
-    portion = assign_balanced([h.tensor.nbytes for h in replicated], world_size)[rank]
+    portion = assign_items_to_least_loaded([h.tensor.nbytes for h in replicated], world_size)[rank]
     return [h for h in shards if h.is_unique] + [replicated[i] for i in portion]
 
 
@@ -126,7 +126,7 @@ def write_shard_file(buffer: Tensor, shard: ShardLayout, meta: Mapping[str, Any]
     )
 
 
-def read_meta(path: Path | str) -> tuple[Any, tuple[Piece, ...]] | None:
+def read_shard_file_metadata(path: Path | str) -> tuple[Any, tuple[Piece, ...]] | None:
     """The metadata and the pieces of a file of `write_shard_file`; None for any other file, or an incomplete one."""
     try:
         with safe_open(str(path), "pt") as file:
@@ -214,7 +214,7 @@ class ShardFileSource:
 # ---- the full state
 
 
-def full_state(held: Sequence[TensorShard], world: World) -> dict[str, Tensor]:
+def gather_full_state(held: Sequence[TensorShard], world: World) -> dict[str, Tensor]:
     """All tensors of the state in their full shapes, sorted by name (a collective).
 
     Shards are gathered. Replicated tensors are those of this rank.
@@ -299,7 +299,7 @@ class ShardedParameter:
             at = last
 
 
-def parameter_of(name: str, known: Mapping[str, object]) -> str | None:
+def find_parameter_of_tensor(name: str, known: Mapping[str, object]) -> str | None:
     """The parameter that a tensor belongs to: itself, or that of a gradient, an average or an optimizer state."""
     if name in known:
         return name
@@ -311,10 +311,10 @@ def parameter_of(name: str, known: Mapping[str, object]) -> str | None:
 
 
 def find_sharded_parameter(name: str, sharded: Mapping[str, ShardedParameter]) -> ShardedParameter | None:
-    return sharded.get(parameter_of(name, sharded) or "")
+    return sharded.get(find_parameter_of_tensor(name, sharded) or "")
 
 
-class ShardedSource:
+class LocalShardSource:
     """A `Source` of this rank's shards, from a source of full parameters."""
 
     def __init__(self, source: Source, sharded: Mapping[str, ShardedParameter]) -> None:

@@ -33,7 +33,7 @@ from paceline.checkpoint.shards import (
     DTYPES_BY_NAME,
     ShardFileSource,
     make_shard_layout,
-    read_meta,
+    read_shard_file_metadata,
     select_shards_to_save,
     write_shard_file,
 )
@@ -221,7 +221,7 @@ def newest_snapshot(files: Iterable[Sequence[int]]) -> Snapshot | None:
     """The newest state with all its parts in these memory files, by rank."""
     states: dict[tuple[int, int, int], dict[int, tuple[int, SnapshotMeta, tuple[Piece, ...]]]] = {}
     for descriptor in itertools.chain.from_iterable(files):
-        metadata = read_meta(_path(descriptor))
+        metadata = read_shard_file_metadata(_path(descriptor))
         if metadata is None:
             continue
         with suppress(msgspec.ValidationError):  # not written by paceline

@@ -12,7 +12,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from paceline.cli.options import check_positive, split_command
-from paceline.config.choices import LauncherName, launchers_of
+from paceline.config.choices import LauncherName, launchers_supporting_setting
 from paceline.config.settings import ClusterConfig
 from paceline.errors import ExitCode, UsageError
 from paceline.host.shell_environment import parse_env
@@ -24,7 +24,7 @@ from paceline.launch.plan import (
     next_submit_dir,
     parse_hosts,
     plan_local,
-    write_files,
+    write_plan_files,
     write_submission,
 )
 from paceline.launch.slurm import queue
@@ -49,7 +49,7 @@ FOLLOW_UP_HINT = "paceline status {} shows the progress; also: paceline logs, pa
 
 def check_cluster_options(cluster: ClusterConfig) -> None:
     for field in dataclasses.fields(cluster):
-        allowed = launchers_of(field.name)
+        allowed = launchers_supporting_setting(field.name)
         if cluster.on not in allowed and getattr(cluster, field.name) != field.default:
             raise UsageError(code="option-of-another-launcher", setting=field.name, allowed=allowed, value=cluster.on)
     if cluster.join_timeout <= 0:
@@ -162,11 +162,11 @@ def locked_run_dir(
         os.close(lock)
 
 
-def with_submit_dir(job: JobSpec, settings: str = "") -> JobSpec:
+def add_submit_dir_to_job(job: JobSpec, settings: str = "") -> JobSpec:
     """Make the submit folder of this start. `settings`: the text of config.toml for the workers; empty: write none."""
     submit_dir = next_submit_dir(Path(job.run_dir))
     if settings:
-        write_files(submit_dir, {"config.toml": settings})
+        write_plan_files(submit_dir, {"config.toml": settings})
     return replace(job, submit_dir=str(submit_dir))
 
 
@@ -174,7 +174,7 @@ def start(cluster: ClusterConfig, job: JobSpec) -> int:
     if cluster.on == "slurm":
         return _start_slurm(cluster, job)
     plan = LAUNCHERS[cluster.on](job)
-    write_files(Path(job.submit_dir), plan.files)
+    write_plan_files(Path(job.submit_dir), plan.files)
     if cluster.sync:
         run_rsync(rsync_commands(job))
     _record(cluster, job)
@@ -196,9 +196,9 @@ def _start_slurm(cluster: ClusterConfig, job: JobSpec) -> int:
     if allocation is not None:
         queue.check_allocation(allocation, job)
     plan = plan_slurm(job)
-    write_files(submit_dir, plan.files)
+    write_plan_files(submit_dir, plan.files)
     if allocation is None:
-        queue.check_fits(job, os.environ)
+        queue.check_job_fits_partitions(job, os.environ)
     _record(cluster, job)  # also before it is submitted: the run is known even if this process is killed now
     if allocation is not None:
         return queue.run_in_allocation(submit_dir / SCRIPT_FILE)

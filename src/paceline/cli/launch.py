@@ -16,7 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from paceline.cli import command_line, jobs
-from paceline.cli.options import HELP_OPTIONS, check_positive, nproc_auto, resolve_threads_per_rank, usable_gpus
+from paceline.cli.options import HELP_OPTIONS, check_positive, resolve_auto_nproc, resolve_threads_per_rank, usable_gpus
 from paceline.cli.torchrun import LaunchArguments, read_arguments
 from paceline.config.choices import untested_torch_notice
 from paceline.config.settings import ClusterConfig, load
@@ -31,7 +31,7 @@ from paceline.rank.bootstrap import worker_command
 from paceline.rank.environment import is_launched
 from paceline.runs import reading, writing
 from paceline.runs.attempt import read_notices
-from paceline.runs.console import print_to_stderr, remove_controls
+from paceline.runs.console import print_to_stderr, remove_control_characters
 from paceline.runs.folder import CONFIG, create_attempt_dir, new_run_dir
 
 FINDINGS_NAME = "check.json"
@@ -115,7 +115,7 @@ def main(arguments: Sequence[str]) -> int:
     if run_dir is None and log_dir is not None:
         run_dir = new_run_dir(job.name, Path(log_dir))
     if options.script.check:
-        job = job_with_script_check(job, cluster, script)
+        job = add_script_check_to_job(job, cluster, script)
     if cluster.dry_run:
         return jobs.show_plan(cluster, jobs.dry_run_job(job, run_dir, job.name))
     is_local, code = cluster.on == "local" and not cluster.detach, ExitCode.DONE
@@ -128,7 +128,9 @@ def main(arguments: Sequence[str]) -> int:
             if options.script.check:
                 code = report_findings(job, code)
         else:
-            job = jobs.with_submit_dir(job)  # with the lock held: a refused start must not look like the active run
+            job = jobs.add_submit_dir_to_job(
+                job
+            )  # with the lock held: a refused start must not look like the active run
     if not is_local:
         code = jobs.start(cluster, job)  # node 0's agent takes the lock
     print_to_stderr(f"run folder {run_dir}")
@@ -208,7 +210,7 @@ def _script_job(options: ScriptLaunchConfig, command: Sequence[str]) -> JobSpec:
             raise UsageError(code="nproc-of-this-machine", value=nproc, launcher=cluster.on)
         if nproc == "gpu" and usable_gpus("auto") == 0:
             raise UsageError(code="no-gpu-to-count")
-        nproc = nproc_auto("cpu" if nproc == "cpu" else "auto")
+        nproc = resolve_auto_nproc("cpu" if nproc == "cpu" else "auto")
     placed = jobs.make_job_spec(cluster, nproc)
     return replace(
         placed,
@@ -227,7 +229,7 @@ def _script_job(options: ScriptLaunchConfig, command: Sequence[str]) -> JobSpec:
     )
 
 
-def job_with_script_check(job: JobSpec, cluster: ClusterConfig, script: Sequence[str]) -> JobSpec:
+def add_script_check_to_job(job: JobSpec, cluster: ClusterConfig, script: Sequence[str]) -> JobSpec:
     refused = {
         f"--on {cluster.on}": cluster.on != "local",
         "--detach": cluster.detach,
@@ -265,7 +267,7 @@ def report_findings(job: JobSpec, code: int) -> int:
     findings = check_findings(ranks, [*read_notices(attempt_dir)])
     with suppress(OSError):  # with a full disk, print the report anyway
         writing.replace_file(attempt_dir / FINDINGS_NAME, msgspec.json.encode(findings))
-    print(remove_controls(render_report(job.name, ranks, findings, code)), flush=True)
+    print(remove_control_characters(render_report(job.name, ranks, findings, code)), flush=True)
     if code:
         print_to_stderr(f"the script ended with exit code {code}: later parts of it were not checked")
     return code or (ExitCode.FAILED if count_mistakes(findings) else ExitCode.DONE)

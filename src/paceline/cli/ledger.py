@@ -17,7 +17,7 @@ from paceline.cli import command_line
 from paceline.cli.options import check_out_file, write_json
 from paceline.config.settings import check_values, load, resolve_batch_sizes
 from paceline.errors import ExitCode, UsageError, plural
-from paceline.runs.console import remove_controls, table_console
+from paceline.runs.console import remove_control_characters, table_console
 from paceline.runs.owners import warn_if_shared
 from paceline.runs.reading import is_folder, real_path
 
@@ -51,11 +51,11 @@ def main(arguments: Sequence[str]) -> int:
     train_config = load(settings, must_own=False)
     check_values(train_config)
 
-    from paceline.lab.ranks.ledger import check_samples
+    from paceline.lab.ranks.ledger import check_sample_use
     from paceline.train.prepare import make_plan  # imports torch
 
     # All settings are in config.toml: no default depends on the world size
-    result = check_samples(
+    result = check_sample_use(
         run_dir, partial(make_plan, train_config, resolve_batch_sizes(train_config.data, world_size=1))
     )
     if config.json:
@@ -104,7 +104,9 @@ def _print(result: LedgerReport) -> None:
     for start in result.incarnations:
         logged = f"{start.first_step} to {start.last_step}" if start.last_step else "none"
         cells = (start.attempt, start.generation, start.world_size, " ".join(start.hosts), start.start_step, logged)
-        table.add_row(*(Text(remove_controls(str(cell))) for cell in (*cells, start.counted, start.thrown_away)))
+        table.add_row(
+            *(Text(remove_control_characters(str(cell))) for cell in (*cells, start.counted, start.thrown_away))
+        )
     console.print(table)
     table = Table("epoch", "steps", "samples used once", "never", "repeatedly")
     for (steps, *counts), group in groupby(result.epochs, lambda e: (e.steps, e.once, e.never, e.repeatedly)):
@@ -115,9 +117,9 @@ def _print(result: LedgerReport) -> None:
     if result.epochs:
         console.print(table)
     for note in result.notes:
-        console.print(remove_controls(f"note: {note}"), markup=False, soft_wrap=True)
+        console.print(remove_control_characters(f"note: {note}"), markup=False, soft_wrap=True)
     for finding in result.findings[:MAX_SHOWN]:
-        console.print(remove_controls(finding), style="bold", markup=False, soft_wrap=True)
+        console.print(remove_control_characters(finding), style="bold", markup=False, soft_wrap=True)
     if len(result.findings) > MAX_SHOWN:
         console.print(f"... and {len(result.findings) - MAX_SHOWN} more: --json FILE writes all of them")
     console.print(_diagnosis(result), markup=False, soft_wrap=True)

@@ -28,7 +28,7 @@ from paceline.protocol.job import GRACE_PERIOD_SECONDS, NodePlan
 from paceline.report.live import LiveReader, RunSnapshot
 from paceline.report.watch_lines import summary_line
 from paceline.runs import writing
-from paceline.runs.console import format_timestamp, remove_controls
+from paceline.runs.console import format_timestamp, remove_control_characters
 from paceline.runs.folder import CHECKPOINTS, JOIN_FILE, LOCK
 from paceline.runs.owners import UnreadableFileError
 from paceline.runs.reading import list_names, read_file, read_json
@@ -75,15 +75,15 @@ def cancel(arguments: Sequence[str]) -> int:
     state, details, *_ = run_state.read_run_status(run_dir, access)
     if state not in LIVE_STATES:
         details = f" ({details})" if details else ""
-        print(remove_controls(f"there is nothing to cancel: the run is {state}{details}"), file=sys.stderr)
+        print(remove_control_characters(f"there is nothing to cancel: the run is {state}{details}"), file=sys.stderr)
         return ExitCode.FAILED if state == "unknown" else ExitCode.DONE
-    ask_to_stop(run_dir, access, now=config.now)
+    request_run_stop(run_dir, access, now=config.now)
     return _wait_for_end(run_dir, access)
 
 
-def ask_to_stop(run_dir: Path, access: run_state.RunAccess, *, now: bool = False) -> None:
+def request_run_stop(run_dir: Path, access: run_state.RunAccess, *, now: bool = False) -> None:
     """Ask Slurm or the agent to end the run after it has saved, or `now` without saving. Do not wait for the end."""
-    folder, submission = last_submission(run_state.agent_run_folder(run_dir))
+    folder, submission = last_submission(run_state.run_folder_locked_by_agent(run_dir))
     slurm_job = submission.slurm_job if submission is not None else ""
     if slurm_job and (job := queue.query_job_state(slurm_job)) is not None and job.lives:
         if not queue.job_writes_to(slurm_job, folder):
@@ -94,7 +94,7 @@ def ask_to_stop(run_dir: Path, access: run_state.RunAccess, *, now: bool = False
 
 
 def _stop_agent(run_dir: Path, submission: SubmitRecord | None, access: run_state.RunAccess, *, now: bool) -> None:
-    roster = run_state.coordinator_roster(run_dir)
+    roster = run_state.read_coordinator_roster(run_dir)
     if roster is None or not run_state.is_agent_alive(run_dir, roster, submission, access):
         try:
             holder = read_file(run_dir / LOCK, limit_bytes=1000).decode(errors="replace").strip()
@@ -121,7 +121,7 @@ def _wait_for_end(run_dir: Path, access: run_state.RunAccess) -> int:
             return ExitCode.FAILED
         time.sleep(END_POLL_SECONDS)
     saved = Checkpoints(run_dir / CHECKPOINTS).entries()
-    print(remove_controls(f"ended: {end.state}" + (f" ({end.details})" if end.details else "")))
+    print(remove_control_characters(f"ended: {end.state}" + (f" ({end.details})" if end.details else "")))
     if not saved:
         print("no checkpoint was saved")
     elif end.state != "done":
@@ -347,7 +347,7 @@ class _Run:
 
     def stop(self) -> str:
         self._newest()
-        ask_to_stop(self.run_dir, self.access)
+        request_run_stop(self.run_dir, self.access)
         return "stop requested: the run saves its state first"
 
     def _newest(self) -> Path:
@@ -371,4 +371,4 @@ def _print_changes(run: _Run) -> None:
 
 
 def _say(line: str) -> None:
-    print(remove_controls(line), flush=True)
+    print(remove_control_characters(line), flush=True)

@@ -23,7 +23,7 @@ from paceline.guard.sentences import format_ranks
 from paceline.launch.output import LogTail
 from paceline.launch.plan import last_submission
 from paceline.report.logs import MAX_SHOWN_BYTES, LineFilter, MergedLine, RankLine, RankLogs, merge_lines, rank_logs
-from paceline.runs.console import format_timestamp, join_ranges, remove_controls, sparkline
+from paceline.runs.console import format_timestamp, join_ranges, remove_control_characters, sparkline
 from paceline.runs.folder import attempt_dirs
 from paceline.runs.owners import warn_if_shared
 from paceline.runs.reading import is_file, is_folder, real_path
@@ -219,7 +219,7 @@ def analyze(arguments: Sequence[str]) -> int:
     if config.json:
         print_json(analyses)
     else:
-        print("\n\n".join(remove_controls(_analysis_page(analysis)) for analysis in analyses))
+        print("\n\n".join(remove_control_characters(_analysis_page(analysis)) for analysis in analyses))
     return ExitCode.DONE
 
 

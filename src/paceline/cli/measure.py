@@ -17,7 +17,7 @@ import psutil
 from paceline.cli import command_line, options
 from paceline.config import settings as configuration
 from paceline.config.choices import torch_unsupported_reason
-from paceline.config.mesh import BATCH_DIMENSIONS, Mesh, format_strategy, mesh_of, meshes_of
+from paceline.config.mesh import BATCH_DIMENSIONS, Mesh, enumerate_meshes, format_strategy, resolve_mesh
 from paceline.config.strategies import (
     DEFAULT_STRATEGY,
     EXACT_STRATEGIES,
@@ -29,7 +29,7 @@ from paceline.config.strategies import (
 from paceline.errors import ExitCode, UsageError, plural, unknown_name_error
 from paceline.host.cgroup import threads_per_rank, usable_cores
 from paceline.lab import scale as scaling
-from paceline.lab.compare import REFERENCE_PREFIX, StrategyRow, compared_rows, print_compared, recommend_strategy
+from paceline.lab.compare import REFERENCE_PREFIX, StrategyRow, make_strategy_rows, print_comparison, recommend_strategy
 from paceline.lab.measurement import INSPECTED_STEPS, NO_EXCHANGE, Candidate, FailedMeasurement
 from paceline.lab.rounds import CandidateGroups, MeasuredRounds, candidate_dir, measure_rounds
 from paceline.lab.scale import NetworkSpeed, Runs, ScalePoint, TrainingProperties
@@ -76,7 +76,7 @@ class MeasurementConfig:
     """print JSON instead of tables"""
 
 
-def check_measurement(how: MeasurementConfig) -> None:
+def check_measurement_options(how: MeasurementConfig) -> None:
     options.check_positive(how, "steps", "rounds", "threads_per_rank")
     if how.warmup < INSPECTED_STEPS:
         raise UsageError(code="warmup-too-short", least=INSPECTED_STEPS, value=how.warmup)
@@ -88,9 +88,9 @@ def train_config(task: str, how: MeasurementConfig, *, num_workers: int | None =
     default = configuration.load(real_path(how.config), must_own=True) if how.config else configuration.TrainConfig()
     values = {
         "launch.device": how.device, "launch.backend": how.backend, "compute.precision": how.precision,
-        "optimizer.optimizer": configuration.absolute_task(how.optimizer or default.optimizer.optimizer),
+        "optimizer.optimizer": configuration.make_task_path_absolute(how.optimizer or default.optimizer.optimizer),
         "data.data_dir": how.data_dir, "model.stem": how.stem, "data.num_workers": num_workers,
-        "task": configuration.absolute_task(task), "task_arg": [*how.task_arg],
+        "task": configuration.make_task_path_absolute(task), "task_arg": [*how.task_arg],
     }  # fmt: skip
     values = {dest: value for dest, value in values.items() if value is not None} | {"strategy": None}
     config: configuration.TrainConfig = options.build_settings(configuration.TrainConfig, values, default)
@@ -101,7 +101,7 @@ def train_config(task: str, how: MeasurementConfig, *, num_workers: int | None =
 
 
 @contextmanager
-def measure_groups(
+def measure_candidate_groups(
     groups: CandidateGroups, settings: configuration.TrainConfig, how: MeasurementConfig, *, memory: bool
 ) -> Generator[tuple[MeasuredRounds, Path]]:
     """Yields the measurements, and the folder of the event files, which is deleted at the end of the context."""
@@ -160,7 +160,7 @@ def compare(arguments: Sequence[str]) -> int:
     config: CompareConfig = command_line("compare").parse(arguments)
     how = config.how
     options.check_positive(config, "nproc")
-    check_measurement(how)
+    check_measurement_options(how)
     strategies = options.parse_names("strategy", config.strategies, ["all", *STRATEGY_INFO])
     if "all" in strategies:
         strategies = [name for name in STRATEGY_INFO if name != SINGLE_PROCESS_STRATEGY]
@@ -168,7 +168,7 @@ def compare(arguments: Sequence[str]) -> int:
     settings = train_config(config.task, how)
     gpus = options.usable_gpus(settings.launch.device)
     cores = usable_cores()
-    nproc = config.nproc or options.nproc_auto(settings.launch.device)
+    nproc = config.nproc or options.resolve_auto_nproc(settings.launch.device)
     options.check_gpus(f"--nproc {nproc}", nproc, gpus, settings.launch.backend)
     asked_threads = how.threads_per_rank or settings.launch.threads_per_rank
     threads = asked_threads or threads_per_rank(cores, nproc)
@@ -178,7 +178,7 @@ def compare(arguments: Sequence[str]) -> int:
     meshes = _meshes(config, nproc, settings)
     sequence = config.sequence_parallel or settings.launch.sequence_parallel
     groups = _make_candidate_groups(strategies, meshes, nproc, batches, threads, asked_threads or 1, sequence=sequence)
-    with measure_groups(groups, settings, how, memory=True) as (rounds, _):
+    with measure_candidate_groups(groups, settings, how, memory=True) as (rounds, _):
         pass
     if rounds.code != ExitCode.DONE:
         return rounds.code
@@ -186,7 +186,7 @@ def compare(arguments: Sequence[str]) -> int:
     memory = None if gpus else psutil.virtual_memory().total // nproc
     compared = _comparison(config, rounds, refused, batches[0], memory, cores, threads)
     output_results(
-        compared, how, partial(print_compared, compared.rows, compared.failures, compared.advice, compared.notes)
+        compared, how, partial(print_comparison, compared.rows, compared.failures, compared.advice, compared.notes)
     )
     ran = [row for row in compared.rows if row.world_size == nproc and (row.strategy in strategies or row.mesh)]
     return ExitCode.DONE if ran or not (strategies or meshes) else ExitCode.FAILED
@@ -196,7 +196,9 @@ def _meshes(config: CompareConfig, nproc: int, settings: configuration.TrainConf
     if "auto" in config.meshes and nproc == 1:
         raise UsageError(code="meshes-of-one-process")
     texts = config.meshes or [mesh for mesh in [settings.launch.mesh] if mesh]
-    meshes = [mesh for text in texts for mesh in (meshes_of(nproc) if text == "auto" else [mesh_of(text, nproc)])]
+    meshes = [
+        mesh for text in texts for mesh in (enumerate_meshes(nproc) if text == "auto" else [resolve_mesh(text, nproc)])
+    ]
     for mesh in meshes:
         launch = replace(settings.launch, mesh=str(mesh))
         if mesh.size_of("pipeline") == 1:
@@ -250,7 +252,7 @@ def _comparison(
     config: CompareConfig, rounds: MeasuredRounds, refused: Sequence[FailedMeasurement], batch: int, memory: int | None,
     cores: int, threads: int,
 ) -> Comparison:  # fmt: skip
-    rows = compared_rows(rounds.rounds, f"single-b{batch}", config.how.steps)
+    rows = make_strategy_rows(rounds.rounds, f"single-b{batch}", config.how.steps)
     measured = [row for row in rows if row.strategy not in (SINGLE_PROCESS_STRATEGY, NO_EXCHANGE)]
     chosen = [row for row in measured if row.batch_size == batch]
     single = [row for row in rows if row.strategy == SINGLE_PROCESS_STRATEGY]
@@ -325,7 +327,7 @@ def _check_scale(config: ScaleConfig) -> tuple[Mesh, list[int]]:
         )  # fmt: skip
     copies = sorted({1, *(ranks // copy.size for ranks in rank_counts)})
     options.check_positive(config, "batch_size")
-    check_measurement(config.how)
+    check_measurement_options(config.how)
     if config.how.steps < MIN_STEPS:
         raise UsageError(code="too-few-steps", least=MIN_STEPS, value=config.how.steps)
     if copies[-1] == 1:
@@ -348,7 +350,7 @@ def _scale_runs(config: ScaleConfig, folders: str, network: NetworkSpeed | None)
     # The number of cores is unknown: assume one for each rank
     cores, on_cpus = sum(at.ranks for at in runs), any(run.on_cpus for points in runs.values() for run in points)
     machine = TrainingProperties(
-        cores, 1, size, exchanges_over_network=scaling.ran_over_network(runs), uses_gloo=on_cpus
+        cores, 1, size, exchanges_over_network=scaling.used_several_hosts(runs), uses_gloo=on_cpus
     )
     batches = (weak if config.mode != "strong" else None, strong if config.mode != "weak" else None)
     title = f"{len(paths)} runs, {size / 1e6:.1f} MB of weights; backward without communication is that of one rank"
@@ -370,7 +372,10 @@ def _scale_task(config: ScaleConfig, network: NetworkSpeed | None, copy: Mesh, c
     weak = config.batch_size if config.mode != "strong" else None
     strong = config.batch_size * math.lcm(*copies) if config.mode != "weak" else None
     points = points_to_measure(copies, weak, strong)
-    with measure_groups(_scale_groups(config, copy, points, threads), settings, how, memory=False) as (rounds, folder):
+    with measure_candidate_groups(_scale_groups(config, copy, points, threads), settings, how, memory=False) as (
+        rounds,
+        folder,
+    ):
         if rounds.code != ExitCode.DONE:
             return rounds.code
         if rounds.failures:
@@ -407,11 +412,11 @@ def _publish_scaling(
     parts = scaling.split_steps_by_point(runs, alone)
     modes = [(mode, batch) for mode, batch in zip(("weak", "strong"), batches, strict=True) if batch]
     lost = [row for mode, batch in modes for row in scaling.compute_scaling_losses(runs, parts, machine, mode, batch)]
-    estimates = scaling.estimates_of(parts, machine, *batches, network) if network else []
+    estimates = scaling.estimate_scaling(parts, machine, *batches, network) if network else []
     if network is None:
         notes = [*notes, "to estimate a step on more nodes, specify their network: --network 100Gbit,5us"]
     scaled = scaling.ScalingReport(title, lost, estimates, notes)
-    output_results(scaled, config.how, partial(scaling.print_scaled, scaled))
+    output_results(scaled, config.how, partial(scaling.print_scaling_report, scaled))
     return ExitCode.DONE
 
 

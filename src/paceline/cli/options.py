@@ -35,7 +35,7 @@ from paceline.config.choices import check_not_renamed
 from paceline.errors import UsageError, plural, unknown_name_error
 from paceline.host.cgroup import usable_cores
 from paceline.host.gpus import GPU_SHARING_BACKENDS, count_gpus
-from paceline.runs.console import escape_controls
+from paceline.runs.console import escape_control_characters
 from paceline.runs.reading import real_path
 
 HELP_WIDTH = 100  # most columns of the help
@@ -382,7 +382,7 @@ def usable_gpus(device: str) -> int | None:
     return gpus
 
 
-def nproc_auto(device: str) -> int:
+def resolve_auto_nproc(device: str) -> int:
     """The value of `--nproc auto` on this machine: the number of GPUs, or of cores without a GPU."""
     gpus = usable_gpus(device)
     if gpus is None:
@@ -404,7 +404,7 @@ def check_out_file(flag: str, path: Path | None) -> None:
         raise UsageError(code="out-folder-missing", setting=flag, value=path, folder=path.absolute().parent)
 
 
-def out_path(flag: str, path: Path) -> Path:
+def resolve_output_path(flag: str, path: Path) -> Path:
     """The path of the file to replace. A link is replaced itself, not its target, which another user may have made."""
     check_out_file(flag, path)
     if path.exists() and not path.is_file():  # for example, /dev/null must stay a device
@@ -417,4 +417,6 @@ def write_json(path: Path, results: object) -> None:
 
 
 def print_json(results: object) -> None:
-    sys.stdout.write(escape_controls(msgspec.json.format(msgspec.json.encode(results), indent=2).decode()) + "\n")
+    sys.stdout.write(
+        escape_control_characters(msgspec.json.format(msgspec.json.encode(results), indent=2).decode()) + "\n"
+    )

@@ -20,7 +20,7 @@ from paceline.cli import command_line
 from paceline.cli.options import check_out_file, check_positive, write_json
 from paceline.cli.run_state import find_run
 from paceline.config import settings as configuration
-from paceline.config.definition import definition_settings
+from paceline.config.definition import make_run_definition
 from paceline.config.strategies import EXACT_STRATEGIES
 from paceline.errors import ExitCode, PacelineError, UsageError, first_few
 from paceline.lab import replay as reports
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str]) -> int:
     run = open_replay_source(
         config.run, config.step, device=config.device, eager=config.find_nonfinite, trust=config.trust
     )
-    check_code(run, config.script, arguments[separator + 1 :])
+    check_replayed_code(run, config.script, arguments[separator + 1 :])
 
     from paceline.rank.imports import TRAINING_MODULES, import_without_gc
 
@@ -117,7 +117,7 @@ def open_replay_source(run: str, step: int, *, device: Device | None, eager: boo
     if not trust:
         check_owned_by_us(run_dir)
     summary = read_summary(run_dir)
-    logged = reports.read_log(run_dir, step, ended=summary is not None and summary.exit == ExitCode.DONE)
+    logged = reports.read_logged_step(run_dir, step, ended=summary is not None and summary.exit == ExitCode.DONE)
     environment: dict[str, Any] = read_json_if_readable(run_dir / "environment.json", dict[str, Any]) or {}
     paths = (run_dir / f"attempt-{logged.attempt}" / CONFIG, run_dir / CONFIG)
     path = next((path for path in paths if is_file(path)), paths[-1])
@@ -134,7 +134,7 @@ def open_replay_source(run: str, step: int, *, device: Device | None, eager: boo
     return ReplaySource(run_dir, trained, logged, environment, trust)
 
 
-def check_code(run: ReplaySource, script: Path | None, arguments: Sequence[str]) -> None:
+def check_replayed_code(run: ReplaySource, script: Path | None, arguments: Sequence[str]) -> None:
     task = str(run.config.task)
     if not is_session_script(task):
         if script is not None or arguments:
@@ -203,9 +203,9 @@ def diff(arguments: Sequence[str]) -> int:
     from paceline.rank.imports import TRAINING_MODULES, import_without_gc
 
     import_without_gc(TRAINING_MODULES)  # the first import of torch; the children are forks
-    from paceline.lab.ranks.replay import definition_of
+    from paceline.lab.ranks.replay import read_run_definition
 
-    tables = [{**definition_settings(side.run.config), **definition_of(side.run)} for side in sides]
+    tables = [{**make_run_definition(side.run.config), **read_run_definition(side.run)} for side in sides]
     result = Difference(reports.differing_settings(*tables), step)
     if step is not None:
         _repeat_and_compare(result, sides)
@@ -245,7 +245,7 @@ def _sides(config: DiffConfig, arguments: Sequence[list[str]]) -> tuple[tuple[Co
         run = open_replay_source(str(run_dir), first, device=config.device, eager=True, trust=config.trust)
         its_script = config.script_b if of_b and config.script_b else script
         script_args = tuple(arguments[min(number * (not python), len(arguments) - 1)] if arguments else ())
-        check_code(run, its_script, script_args)
+        check_replayed_code(run, its_script, script_args)
         if run.config.strategy not in EXACT_STRATEGIES:
             allowed = ", ".join(EXACT_STRATEGIES)
             raise UsageError(code="diff-not-exact", run_dir=run_dir, strategy=run.config.strategy, allowed=allowed)
@@ -305,7 +305,7 @@ def _measure_difference(
     a: StepRecording,
 ) -> None:
     """Repeat the steps again, to fetch the tensor that differs."""
-    from paceline.lab.ranks.diff import measure
+    from paceline.lab.ranks.diff import measure_first_difference
 
     first = result.first
     assert first is not None
@@ -313,7 +313,7 @@ def _measure_difference(
         _record(side, folder, fetch=position)
     place = (first.step, first.place[:2])
     batches = (r.samples for r in a.records if r.kind == "samples" and (r.step, r.place[:2]) == place)
-    measure(result, [folder / TENSOR for folder in folders], next(batches, ()))
+    measure_first_difference(result, [folder / TENSOR for folder in folders], next(batches, ()))
 
 
 def _record(side: ComparedRun, folder: Path, *, fetch: int | None = None) -> StepRecording:
@@ -344,11 +344,11 @@ def record_in_this_process(folder: Path | None = None, request: RecordRequest | 
         folder, request = Path(sys.argv[1]), msgspec.json.decode(sys.stdin.buffer.read(), type=RecordRequest)
     sys.stdout.flush()
     os.dup2(2, 1)  # what a script prints is no result
-    from paceline.lab.ranks.diff import record
+    from paceline.lab.ranks.diff import record_steps
 
     try:
         run = open_replay_source(request.run, request.first, device=request.device, eager=True, trust=request.trust)
-        recording = record(run, request, folder)
+        recording = record_steps(run, request, folder)
     except PacelineError as error:
         recording = StepRecording(error=str(error))
     (folder / RECORDING).write_bytes(msgspec.json.encode(recording))

@@ -12,14 +12,14 @@ from typing import Any
 import msgspec
 
 from paceline.cli import command_line
-from paceline.cli.options import out_path
+from paceline.cli.options import resolve_output_path
 from paceline.cli.run_state import find_run, newest_run, read_run_status
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.report.figures import make_drawings
 from paceline.report.page import PAGE_MARK, render_html
 from paceline.report.run import PHASES, RankLog, RunData, pick_evenly, read_run
 from paceline.runs import writing
-from paceline.runs.console import remove_controls
+from paceline.runs.console import remove_control_characters
 from paceline.runs.events import Checkpointed, Evaluated
 from paceline.runs.owners import warn_if_shared
 from paceline.runs.reading import is_file
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
     are_foreign = [warn_if_shared(folder) for folder in folders]  # not inside `any`: it warns about each folder
     name = "report.html"
     out = config.out or (Path(name) if len(folders) > 1 or any(are_foreign) else folders[0] / name)
-    out = out_path("--out", out)
+    out = resolve_output_path("--out", out)
     _check_out(out)
     runs = [_read(folder) for folder in folders]
     command = shlex.join(("paceline", "report", *(folder.name for folder in folders)))
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
         writing.replace_file(out, text.encode("utf-8", "replace"))
     except OSError as error:
         raise UsageError(f"{out} cannot be written: {error.strerror}. Specify a different file: -o FILE") from None
-    print(remove_controls(f"{out}  ({len(text) / 1e6:.1f} MB, opens in any browser)"))
+    print(remove_control_characters(f"{out}  ({len(text) / 1e6:.1f} MB, opens in any browser)"))
     if config.open and not webbrowser.open(out.as_uri()):
         raise PacelineError(f"the report is written, but this machine has no browser. Copy {out} to one that has")
     return ExitCode.DONE
@@ -104,7 +104,7 @@ def _read(folder: Path) -> RunData:
 
 def trace(arguments: Sequence[str]) -> int:
     config: TraceConfig = command_line("trace").parse(arguments)
-    folder, out = find_run(config.run), out_path("--out", config.out)
+    folder, out = find_run(config.run), resolve_output_path("--out", config.out)
     warn_if_shared(folder)
     if os.path.lexists(out) and not config.overwrite:
         raise UsageError(code="trace-exists", out=config.out)
@@ -119,7 +119,7 @@ def trace(arguments: Sequence[str]) -> int:
     for missing in run.unreadable_parts:
         print(f"skipped: {missing}")
     where = f"{config.out}: open it in ui.perfetto.dev or chrome://tracing"
-    print(remove_controls(f"{len(events):,} events written to {where}"))
+    print(remove_control_characters(f"{len(events):,} events written to {where}"))
     return ExitCode.DONE
 
 
@@ -132,7 +132,7 @@ def trace_events(run: RunData) -> Iterator[dict[str, Any]]:
     hosts = [*dict.fromkeys(run.hosts.values())]
     began = min((log.start_events[0].unix_time for log in run.ranks.values() if log.start_events), default=0.0)
     for number, host in enumerate(hosts):
-        yield {"ph": "M", "name": "process_name", "pid": number, "args": {"name": remove_controls(host)}}
+        yield {"ph": "M", "name": "process_name", "pid": number, "args": {"name": remove_control_characters(host)}}
     for rank, log in run.ranks.items():
         if not log.start_events:
             continue
@@ -144,7 +144,14 @@ def trace_events(run: RunData) -> Iterator[dict[str, Any]]:
             where = {**process, "tid": 2 * rank + (category == "collective")}
             begin, duration = ((at - began) * MICROSECONDS, max(0.0, seconds) * MICROSECONDS)
             times = {"ts": round(begin, 1), "dur": round(duration, 1)}
-            yield {"ph": "X", "name": remove_controls(name)[:120], "cat": category, **where, **times, "args": args}
+            yield {
+                "ph": "X",
+                "name": remove_control_characters(name)[:120],
+                "cat": category,
+                **where,
+                **times,
+                "args": args,
+            }
     for node, samples in run.machines.items():
         for sample in samples:
             counters = {"cores busy": sample.cores_busy, "memory GB": sample.memory_bytes / 1e9}

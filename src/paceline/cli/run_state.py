@@ -85,14 +85,14 @@ def find_run(asked: str) -> Path:
             raise UsageError(code="run-ambiguous", value=asked, count=len(matches), allowed=matches[-20:])
         path = RUNS / matches[0]
     path = real_path(path)
-    if not holds_run(path):
+    if not is_run_folder(path):
         raise UsageError(code="not-a-run-folder", asked=asked, config=CONFIG)
     return path
 
 
 def newest_run() -> Path:
     """The folder of the newest run in runs/, by modification time. Prints the folder."""
-    runs = [path for name in list_folders(real_path(RUNS)) if holds_run(path := real_path(RUNS / name))]
+    runs = [path for name in list_folders(real_path(RUNS)) if is_run_folder(path := real_path(RUNS / name))]
     if not runs:
         raise UsageError(code="no-run-here")
     newest = max(runs, key=lambda path: path.stat().st_mtime_ns)
@@ -100,7 +100,7 @@ def newest_run() -> Path:
     return newest
 
 
-def holds_run(folder: Path) -> bool:
+def is_run_folder(folder: Path) -> bool:
     """Whether a folder is a run folder: it contains settings, an attempt or a submit folder."""
     files = list_names(folder)
     return CONFIG in files or any(attempt_number(Path(name)) or submit_number(Path(name)) for name in files)
@@ -113,7 +113,7 @@ def resolve_run_access(config: RunFlags, *, act: bool = False) -> tuple[Path, Ru
     error.
     """
     run_dir = find_run(config.run) if config.run or act else newest_run()
-    for folder in () if config.trust else dict.fromkeys((run_dir, agent_run_folder(run_dir))):
+    for folder in () if config.trust else dict.fromkeys((run_dir, run_folder_locked_by_agent(run_dir))):
         if act:
             check_owned_by_us(folder)
         elif warn_if_shared(folder):
@@ -125,7 +125,7 @@ def attempts(run_dir: Path) -> list[Path]:
     return [*attempt_dirs(run_dir).values()]
 
 
-def agent_run_folder(run_dir: Path) -> Path:
+def run_folder_locked_by_agent(run_dir: Path) -> Path:
     """The run folder that the agent of the newest attempt has locked: for a session, that of `paceline launch`."""
     return next((attempt.parent for attempt in attempts(run_dir)[-1:]), run_dir)
 
@@ -142,7 +142,7 @@ def is_locked(run_dir: Path) -> bool:
     return False
 
 
-def coordinator_roster(run_dir: Path) -> Roster | None:
+def read_coordinator_roster(run_dir: Path) -> Roster | None:
     for attempt in attempts(run_dir)[-1:]:
         with suppress(OSError):
             return read_json(roster_path(attempt), Roster)
@@ -173,7 +173,7 @@ def signal_agent(run_dir: Path, roster: Roster, submission: SubmitRecord | None,
             finally:
                 os.close(handle)
         return True
-    lock = shlex.quote(str(agent_run_folder(run_dir) / LOCK))
+    lock = shlex.quote(str(run_folder_locked_by_agent(run_dir) / LOCK))
     command = f'for file in /proc/{roster.agent_pid}/fd/*; do if [ "$file" -ef {lock} ]; then '
     command += f"kill -TERM {roster.agent_pid}; echo sent; exit 0; fi; done; "
     done = _run_on_coordinator(submission, access, f"{command}test -d /proc/{roster.agent_pid} || echo sent")
@@ -189,7 +189,7 @@ def _not_its_agent(roster: Roster, run_dir: Path) -> UsageError:
 def _holds_lock(pid: int, run_dir: Path) -> bool:
     """Whether a process has the lock file of the run open. Only processes of the run have."""
     try:
-        with open_file(agent_run_folder(run_dir) / LOCK) as lock:
+        with open_file(run_folder_locked_by_agent(run_dir) / LOCK) as lock:
             lock_file = (lock.status.st_dev, lock.status.st_ino)
         open_files = [*(PROC / str(pid) / "fd").iterdir()]
     except OSError:  # no such process, or it belongs to another user
@@ -304,7 +304,7 @@ def _slurm_job(submission: SubmitRecord | None, access: RunAccess) -> tuple[queu
 
 def read_run_status(run_dir: Path, access: RunAccess = NO_ACCESS) -> RunStatus:
     """The state of a run without its progress. This is cheaper than `run_state`, for commands that poll."""
-    _, submission = last_submission(agent_run_folder(run_dir))
+    _, submission = last_submission(run_folder_locked_by_agent(run_dir))
     job, not_queried = _slurm_job(submission, access)
     state, details = _determine_state(run_dir, submission, job, not_queried, access)
     return RunStatus(state, details, submission, job)
@@ -317,7 +317,7 @@ def _determine_state(
         return ("queued" if job.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD") else "running"), str(job)
     if is_locked(run_dir):
         return "running", ""
-    roster = coordinator_roster(run_dir)
+    roster = read_coordinator_roster(run_dir)
     is_alive = is_agent_alive(run_dir, roster, submission, access) if roster is not None else False
     if is_alive:
         return "running", ""
@@ -366,7 +366,7 @@ def _hosts(submission: SubmitRecord | None, job: queue.JobState | None, run_dir:
         return (job.nodes,)
     if submission is not None and submission.hosts:
         return submission.hosts
-    roster = coordinator_roster(run_dir)
+    roster = read_coordinator_roster(run_dir)
     return (roster.host,) if roster is not None else ()
 
 

@@ -13,7 +13,7 @@ from paceline.cli.options import print_json
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.report.outcome import find_bottleneck
 from paceline.report.run import read_run
-from paceline.runs.console import format_timestamp, remove_controls, shorten, table_console
+from paceline.runs.console import format_timestamp, remove_control_characters, shorten, table_console
 from paceline.runs.events import event_files
 from paceline.runs.folder import ADAPTER, AVERAGE_WEIGHTS, BEST_WEIGHTS, WEIGHTS
 from paceline.runs.owners import warn_if_shared
@@ -50,7 +50,11 @@ def main(arguments: Sequence[str]) -> int:
     if config.json:
         print_json(state)
     else:
-        print("\n".join(f"{name:10}{remove_controls(text)[: run_state.MOST_CHARS]}" for name, text in _lines(state)))
+        print(
+            "\n".join(
+                f"{name:10}{remove_control_characters(text)[: run_state.MOST_CHARS]}" for name, text in _lines(state)
+            )
+        )
     return ExitCode.DONE
 
 
@@ -117,7 +121,7 @@ def list_runs(arguments: Sequence[str]) -> int:
     folder = real_path(config.folder)
     if not is_folder(folder):
         raise UsageError(code="no-folder-of-runs", folder=folder)
-    if run_state.holds_run(folder):
+    if run_state.is_run_folder(folder):
         raise UsageError(code="run-not-folder-of-runs", folder=folder)
     states = [state for name in list_folders(folder) if (state := _state(folder / name)) is not None]
     states.sort(key=lambda state: (-state.unix_time, state.run_dir))
@@ -133,7 +137,7 @@ def list_runs(arguments: Sequence[str]) -> int:
 def _state(run_dir: Path) -> RunState | None:
     """The state of the run in a folder, `unknown` if it cannot be read; None if the folder holds no run."""
     try:
-        if not run_state.holds_run(run_dir):
+        if not run_state.is_run_folder(run_dir):
             return None
         warn_if_shared(run_dir)
         return run_state.run_state(run_dir)

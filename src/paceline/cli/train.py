@@ -16,12 +16,12 @@ from msgspec.structs import replace as replace_fields
 
 from paceline.checkpoint.manager import Checkpoints
 from paceline.cli import command_line, jobs
-from paceline.cli.options import build_settings, check_gpus, nproc_auto, resolve_threads_per_rank, usable_gpus
+from paceline.cli.options import build_settings, check_gpus, resolve_auto_nproc, resolve_threads_per_rank, usable_gpus
 from paceline.config import settings as configuration
 from paceline.config import strategies
 from paceline.config.choices import torch_unsupported_reason, untested_torch_notice
-from paceline.config.definition import allowed_changes, check_same_definition, definition_settings
-from paceline.config.mesh import mesh_of
+from paceline.config.definition import check_same_definition, make_run_definition, parse_allowed_changes
+from paceline.config.mesh import resolve_mesh
 from paceline.config.settings import ClusterConfig, TrainConfig, check_values, default_strategy, resolve_batch_sizes
 from paceline.errors import ExitCode, UsageError, format_option
 from paceline.host.gpus import count_gpus
@@ -31,7 +31,7 @@ from paceline.launch.supervise import run
 from paceline.protocol.balance import parse_balance
 from paceline.protocol.control import PRELOAD, WorkerSpec
 from paceline.protocol.job import HangTimeout, JobSpec
-from paceline.rank.environment import check_shape, is_launched, rank_counts
+from paceline.rank.environment import check_rank_counts, is_launched, rank_counts
 from paceline.rank.imports import TRAINING_MODULES, import_without_gc
 from paceline.runs import folder as run_folder
 from paceline.runs.checkpoint_format import DamagedCheckpoint
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
     if cluster.on != "local":
         return _train_elsewhere(config, job)
     gpus = usable_gpus(config.launch.device)
-    nproc = nproc_auto(config.launch.device) if config.launch.nproc == "auto" else nproc
+    nproc = resolve_auto_nproc(config.launch.device) if config.launch.nproc == "auto" else nproc
     if nproc is None and config.cluster != ClusterConfig():
         raise UsageError(code="option-needs-nproc")
     check_training(config, nproc or 1, config.launch.min_nproc or nproc or 1)
@@ -130,7 +130,7 @@ def check_training(config: TrainConfig, nproc: int, min_nproc: int, fixed_nodes:
 
     `nproc` is the number of all processes. The run may continue with as few as `min_nproc`, but needs `fixed_nodes`.
     """
-    mesh = mesh_of(config.launch.mesh, nproc)
+    mesh = resolve_mesh(config.launch.mesh, nproc)
     shape = resolve_batch_sizes(config.data, mesh.replicas)
     check_task(config.task, configuration.task_options(config))
     check_optimizer(config.optimizer.optimizer)
@@ -162,7 +162,7 @@ def check_training(config: TrainConfig, nproc: int, min_nproc: int, fixed_nodes:
 
 def _check_balance(config: TrainConfig, nproc: int, min_nproc: int) -> None:
     balance, launch = config.cluster.balance, config.launch
-    if mesh_of(launch.mesh, nproc).replicas < nproc:
+    if resolve_mesh(launch.mesh, nproc).replicas < nproc:
         raise UsageError(code="balance-with-mesh", value=balance)
     if launch.min_nproc is not None and parse_balance(balance):
         raise UsageError(code="balance-of-changing-ranks", value=balance, setting="--min-nproc")
@@ -188,7 +188,7 @@ def resolve_hang_windows(config: TrainConfig) -> HangTimeout:
 
 def _check_checkpoints(config: TrainConfig, nproc: int) -> None:
     c, launch = config.checkpoint, config.launch
-    allowed = allowed_changes(c.allow_change)
+    allowed = parse_allowed_changes(c.allow_change)
     if c.resume == "auto" and config.run.run_dir is None:
         raise UsageError(code="resume-without-run-dir")
     if c.resume == "no" and (c.restart or allowed):
@@ -208,7 +208,7 @@ def _check_checkpoints(config: TrainConfig, nproc: int) -> None:
     for _, path in checkpoints.entries():  # use the newest one with a readable manifest; the workers check its bytes
         with suppress(DamagedCheckpoint):
             saved = checkpoints.check(path, files=()).definition
-            definition = definition_settings(configuration.resolve_defaults(config, nproc))
+            definition = make_run_definition(configuration.resolve_defaults(config, nproc))
             definition |= all_settings(str(config.task), configuration.task_options(config))
             check_same_definition(saved, definition, allowed, str(path))
             return
@@ -225,7 +225,7 @@ def _train_here(config: TrainConfig) -> tuple[Path, int]:
                 world_size=env.get("WORLD_SIZE"),
             )  # fmt: skip
         if config.cluster.nodes and isinstance(nproc, int):
-            check_shape(env, int(config.cluster.nodes.rpartition(":")[2]), nproc)
+            check_rank_counts(env, int(config.cluster.nodes.rpartition(":")[2]), nproc)
         local_size = env.get("LOCAL_WORLD_SIZE", "1")
         if str(nproc) not in ("None", "auto", local_size):
             raise UsageError(code="nproc-within-launcher", value=nproc, local_size=local_size)
@@ -273,7 +273,7 @@ def _launch(job: JobSpec, config: TrainConfig) -> tuple[Path, int]:
         attempt, attempt_dir = run_folder.create_attempt_dir(run_dir)
         run_folder.write_settings(attempt_dir, configuration.dump(config))
         _record(config, run_dir)
-        job = training_job(config, replace_fields(job, run_dir=str(run_dir), attempt_dir=str(attempt_dir)))
+        job = make_training_job(config, replace_fields(job, run_dir=str(run_dir), attempt_dir=str(attempt_dir)))
         code = run(plan_local(job), keep_open=[lock])
     if code == ExitCode.USAGE and attempt > 1:
         return run_dir, code  # keep the summary of the earlier attempt
@@ -287,7 +287,7 @@ def _show_plan(config: TrainConfig, job: JobSpec) -> int:
     job = jobs.dry_run_job(job, config.run.run_dir, str(config.task))
     if config.cluster.on == "local":
         job = replace_fields(job, attempt_dir=f"{job.run_dir}/attempt-1")
-    return jobs.show_plan(config.cluster, training_job(config, job))
+    return jobs.show_plan(config.cluster, make_training_job(config, job))
 
 
 def _hand_over(config: TrainConfig, job: JobSpec, size: int) -> int:
@@ -303,9 +303,9 @@ def _hand_over(config: TrainConfig, job: JobSpec, size: int) -> int:
             cluster=ClusterConfig(nodes=shape),
         )
         config = configuration.resolve_defaults(config, size)
-        job = jobs.with_submit_dir(replace_fields(job, run_dir=str(run_dir)), configuration.dump(config))
+        job = jobs.add_submit_dir_to_job(replace_fields(job, run_dir=str(run_dir)), configuration.dump(config))
         _record(config, run_dir)
-    code = jobs.start(cluster, training_job(config, job))
+    code = jobs.start(cluster, make_training_job(config, job))
     if on == "ssh" and not job.detached and code not in (ExitCode.DONE, ExitCode.SAVED, ExitCode.USAGE):
         _write_failed_summary(run_dir, config, size, code)
     is_here = not job.detached if on == "ssh" else on == "slurm" and current_allocation(os.environ) is not None
@@ -315,7 +315,7 @@ def _hand_over(config: TrainConfig, job: JobSpec, size: int) -> int:
     return code
 
 
-def training_job(config: TrainConfig, job: JobSpec) -> JobSpec:
+def make_training_job(config: TrainConfig, job: JobSpec) -> JobSpec:
     """The job of a training. Each worker runs `paceline train` with the settings in the folder of this start."""
     settings_file = Path(job.attempt_dir or job.submit_dir) / run_folder.CONFIG
     return replace_fields(
@@ -328,11 +328,11 @@ def training_job(config: TrainConfig, job: JobSpec) -> JobSpec:
         min_nproc=config.launch.min_nproc or 0,
         grace_period_seconds=config.launch.grace_period,
         name=Path(job.run_dir).name or str(config.task),
-        preload=may_preload(config, job),
+        preload=can_fork_workers_from_preloader(config, job),
     )
 
 
-def may_preload(config: TrainConfig, job: JobSpec) -> bool:
+def can_fork_workers_from_preloader(config: TrainConfig, job: JobSpec) -> bool:
     """Whether workers may be forked from a process that has imported torch.
 
     They are not forked if they use CUDA or a different Python. A single worker only gains a faster restart. On another
@@ -348,12 +348,12 @@ def may_preload(config: TrainConfig, job: JobSpec) -> bool:
 
 def _write_failed_summary(run_dir: Path, config: TrainConfig, size: int, code: int) -> None:
     try:
-        write_summary(run_dir, failed_summary(run_dir, config, size, code))
+        write_summary(run_dir, make_failed_run_summary(run_dir, config, size, code))
     except OSError as error:  # for example, the full disk that ended the run
         print(f"cannot write summary.json: {error}", file=sys.stderr)
 
 
-def failed_summary(run_dir: Path, config: TrainConfig, nproc: int, code: int) -> Summary:
+def make_failed_run_summary(run_dir: Path, config: TrainConfig, nproc: int, code: int) -> Summary:
     """The summary of a failed run. Its exit code is `code`, which replaces the code in a summary of the ranks."""
     written = read_summary(run_dir)
     if written is not None:
@@ -362,7 +362,7 @@ def failed_summary(run_dir: Path, config: TrainConfig, nproc: int, code: int) ->
     with suppress(OSError):
         events = read_events(run_dir / "events-0.jsonl")
         steps = {event.step: event.samples for event in events if isinstance(event, Step)}
-    shape = resolve_batch_sizes(config.data, mesh_of(config.launch.mesh, nproc).replicas)
+    shape = resolve_batch_sizes(config.data, resolve_mesh(config.launch.mesh, nproc).replicas)
     return Summary(
         task=str(config.task),
         exit=code,

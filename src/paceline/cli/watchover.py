@@ -32,7 +32,7 @@ class WatchoverConfig:
 
 
 def main(arguments: Sequence[str]) -> int:
-    options, script = split_script(arguments)
+    options, script = split_options_and_script(arguments)
     config: WatchoverConfig = command_line("watchover").parse(options)
     windows = HangTimeout.parse(config.hang_timeout)
     if not script:
@@ -45,13 +45,13 @@ def main(arguments: Sequence[str]) -> int:
     if not is_launched(os.environ):
         print_to_stderr("watchover: started as a single process; nothing to watch")
     elif not windows.off:
-        attach_to_agent(agent_plan(config, windows, os.environ), os.environ)
+        attach_to_agent(make_agent_plan(config, windows, os.environ), os.environ)
     if not sys.flags.safe_path:  # `python -m` has added the working folder, unlike `python script.py`
         sys.path.pop(0)
     run_script(command[command.index(BOOTSTRAP) + 1 :])
 
 
-def split_script(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_options_and_script(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Our options, and the script with its arguments, which begins at the first argument that is not an option."""
     at = 0
     while at < len(arguments) and arguments[at].startswith("-") and arguments[at] not in ("-m", "--"):
@@ -60,7 +60,7 @@ def split_script(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return options, script[1:] if script[:1] == ["--"] else script
 
 
-def agent_plan(config: WatchoverConfig, windows: HangTimeout, env: Mapping[str, str]) -> NodePlan:
+def make_agent_plan(config: WatchoverConfig, windows: HangTimeout, env: Mapping[str, str]) -> NodePlan:
     if missing := [name for name in RANK_VARIABLES if not env.get(name, "").isdecimal()]:
         raise UsageError(code="launcher-variables-missing", missing=[*missing], counts=[*RANK_VARIABLES])
     rank, size, _, local_size = (int(env[name]) for name in RANK_VARIABLES)  # local rank 0 starts the agent

@@ -43,7 +43,7 @@ def assign_buckets(sizes: Sequence[int], capacity: int, first: int = 0) -> list[
     return buckets
 
 
-def assign_balanced(sizes: Sequence[int], holders: int) -> list[list[int]]:
+def assign_items_to_least_loaded(sizes: Sequence[int], holders: int) -> list[list[int]]:
     """Distribute item indices over holders: the largest item first, each to the holder with the smallest total."""
     loads, indices_by_holder = [0] * holders, [list[int]() for _ in range(holders)]
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
@@ -53,7 +53,7 @@ def assign_balanced(sizes: Sequence[int], holders: int) -> list[list[int]]:
     return indices_by_holder
 
 
-def buckets_of(
+def group_into_buckets(
     parameters: Sequence[nn.Parameter], bucket_bytes: int, kinds: Mapping[nn.Parameter, int] | None = None
 ) -> list[list[nn.Parameter]]:
     """The parameters in buckets of one type and one of the `kinds` each, in the order in which backward fills them."""
@@ -134,7 +134,9 @@ def divide(total: Tensor, divisor: float | Tensor) -> Tensor:
 
 
 def divide_tensors(totals: Iterable[Tensor], divisor: float | Tensor) -> None:
-    for group, number in group_by_type(totals, divisor) if isinstance(divisor, Tensor) or divisor != 1.0 else ():
+    for group, number in (
+        group_tensors_by_dtype(totals, divisor) if isinstance(divisor, Tensor) or divisor != 1.0 else ()
+    ):
         if group[0].element_size() < 4:
             for total in group:
                 divide(total, divisor)
@@ -142,7 +144,9 @@ def divide_tensors(totals: Iterable[Tensor], divisor: float | Tensor) -> None:
             torch._foreach_div_(group, number)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 
-def group_by_type(tensors: Iterable[Tensor], number: float | Tensor) -> Generator[tuple[list[Tensor], float | Tensor]]:
+def group_tensors_by_dtype(
+    tensors: Iterable[Tensor], number: float | Tensor
+) -> Generator[tuple[list[Tensor], float | Tensor]]:
     """Groups of tensors of one type, each with `number` in the form for a foreach kernel: on a GPU, of that type."""
     groups: dict[torch.dtype, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
@@ -155,7 +159,7 @@ def numels_and_dtypes(parameters: Sequence[nn.Parameter]) -> tuple[list[int], li
     return [p.numel() for p in parameters], [p.dtype for p in parameters]
 
 
-def agreed_layouts(parameters: Bucket, ranks: int, group: Group = None) -> list[Layout]:
+def agree_on_gradient_layouts(parameters: Bucket, ranks: int, group: Group = None) -> list[Layout]:
     """The layout of each gradient in a sum: that of its parameter, if dense and equal on all ranks (a collective)."""
     if not parameters:
         return []
@@ -179,7 +183,9 @@ def _is_dense(tensor: Tensor) -> bool:
     return tensor.numel() > 0
 
 
-def convert_to_layouts(grads: Grads | None, dtypes: Sequence[torch.dtype], layouts: Sequence[Layout]) -> Grads | None:
+def convert_gradients_to_layouts(
+    grads: Grads | None, dtypes: Sequence[torch.dtype], layouts: Sequence[Layout]
+) -> Grads | None:
     """The list, with a copy in place of each gradient that has other strides or another type."""
     for index, grad in enumerate(grads or ()):
         if grads and grad is not None and (grad.stride() != layouts[index][1] or grad.dtype != dtypes[index]):

@@ -30,12 +30,12 @@ from paceline.collectives.buckets import (
     BUCKET_BYTES,
     Bucket,
     PackedBucket,
-    agreed_layouts,
+    agree_on_gradient_layouts,
     assign_grads,
-    buckets_of,
-    convert_to_layouts,
+    convert_gradients_to_layouts,
     divide,
     divide_tensors,
+    group_into_buckets,
     is_present,
     numels_and_dtypes,
 )
@@ -47,7 +47,7 @@ from paceline.collectives.hosts import (
     make_leaf_order_plan,
     make_rank_order_plan,
     node_group_name,
-    single_rank_nodes,
+    topology_of_single_rank_nodes,
 )
 from paceline.collectives.memory_sum import MAX_TENSORS, TreeSum
 from paceline.collectives.shared_memory import (
@@ -56,7 +56,7 @@ from paceline.collectives.shared_memory import (
     MemoryLayout,
     SharedMemory,
     SharedMemoryUnavailable,
-    connect_memory,
+    connect_shared_memory,
 )
 from paceline.collectives.torch_collectives import (
     CPU,
@@ -115,7 +115,7 @@ class TorchBucketReduction:
     ) -> None:
         """A collective. `in_order`: add in the order of the tree, not in that of the backend's all-reduce."""
         parameters = [parameter for bucket in buckets for parameter in bucket]
-        layouts = iter(agreed_layouts(parameters, len(partition.ranges), group))
+        layouts = iter(agree_on_gradient_layouts(parameters, len(partition.ranges), group))
         padded_size = partition.padded if in_order else int
         self._packed = [PackedBucket(bucket, [next(layouts) for _ in bucket], padded_size) for bucket in buckets]
         self.buckets, self._partition, self._in_order, self._group = buckets, partition, in_order, group
@@ -154,7 +154,7 @@ class SharedMemoryBucketReduction:
         """A collective. `memory`: None if this rank has all leaves. `ranks`: of the world, if `partition` has fewer."""
         self.buckets: Sequence[Bucket] = [parameters]
         self._parameters = parameters
-        self._layouts = agreed_layouts(parameters, ranks or len(partition.ranges))
+        self._layouts = agree_on_gradient_layouts(parameters, ranks or len(partition.ranges))
         numels, self._dtypes = numels_and_dtypes(parameters)
         self._sum = memory and TreeSum(memory, numels, self._dtypes, partition, layouts=self._layouts)
         self.discard_sums()
@@ -163,7 +163,7 @@ class SharedMemoryBucketReduction:
         del number
         self._own = partials
         for grads in partials:
-            convert_to_layouts(grads, self._dtypes, self._layouts)
+            convert_gradients_to_layouts(grads, self._dtypes, self._layouts)
 
     def finish_buckets(self, divisor: float | Tensor | None) -> bool:
         own, self._own = self._own, []
@@ -205,7 +205,7 @@ class Communicator:
         if group is None or group.size() == 1 or not _uses_gloo(group):
             return None
         keys = all_gather_json(handshake.node_key(), group.size())
-        return single_rank_nodes(group, _timeout_seconds(group)) if len(set(keys)) == len(keys) else None
+        return topology_of_single_rank_nodes(group, _timeout_seconds(group)) if len(set(keys)) == len(keys) else None
 
     def broadcast(self, tensors: Sequence[Tensor], src: int, name: str) -> None:
         """Copy the contiguous tensors of rank `src` into those of all ranks."""
@@ -244,7 +244,7 @@ class Communicator:
     def make_bucket_reduction(self, parameters: Bucket, partition: LeafPartition, *, in_order: bool) -> BucketReduction:
         """The all-reduce of gradients. `in_order`: in the order of the tree, not in the cheapest one."""
         return TorchBucketReduction(
-            buckets_of(parameters, BUCKET_BYTES), partition, in_order=in_order, group=self._group
+            group_into_buckets(parameters, BUCKET_BYTES), partition, in_order=in_order, group=self._group
         )
 
 
@@ -277,13 +277,13 @@ class MemoryCommunicator(Communicator):
     def start_sum(self, numbers: Tensor, name: str) -> WaitFunction:
         if not numbers.is_cpu or numbers.nbytes > self._shared.totals.data_bytes:
             return super().start_sum(numbers, name)
-        wait = memory_sum.AsyncSum(self._shared, numbers.tolist(), name).finish
+        wait = memory_sum.AsyncAllReduce(self._shared, numbers.tolist(), name).finish
         return lambda: torch.tensor(wait(), dtype=torch.float64)
 
     def start_float_sum(self, numbers: Sequence[float], name: str) -> Callable[[], list[float]]:
         if len(numbers) > len(self._shared.totals.floats[0][0]):
             return super().start_float_sum(numbers, name)
-        return memory_sum.AsyncSum(self._shared, numbers, name).finish
+        return memory_sum.AsyncAllReduce(self._shared, numbers, name).finish
 
     def all_gather(self, out: Tensor, mine: Tensor, name: str, *, async_op: bool = False) -> dist.Work | None:
         if not mine.is_cpu:
@@ -325,7 +325,7 @@ class _HostsCommunicator(Communicator):
         plan = (make_leaf_order_plan if in_order else make_rank_order_plan)(partition, self._hosts.memory.size)
         # a rank sends its part of a bucket in one bundle
         bucket_bytes = min(MAX_BUCKET_BYTES, BUNDLE_BYTES * self._hosts.memory.size)
-        return HierarchicalBucketReduction(buckets_of(parameters, bucket_bytes), self._hosts, plan)
+        return HierarchicalBucketReduction(group_into_buckets(parameters, bucket_bytes), self._hosts, plan)
 
 
 _chosen: WeakKeyDictionary[dist.ProcessGroup, Communicator] = WeakKeyDictionary()
@@ -368,7 +368,7 @@ def _create(group: dist.ProcessGroup, choice: TransportChoice) -> Communicator:
         return Communicator()
     layout = MemoryLayout(group.size(), BULK_BYTES)
     try:
-        members = connect_memory(group.rank(), layout, wanted=choice != "torch")
+        members = connect_shared_memory(group.rank(), layout, wanted=choice != "torch")
     except SharedMemoryUnavailable as refusal:
         if choice == "shared":
             raise _memory_not_shared(group, str(refusal)) from None

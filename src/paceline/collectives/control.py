@@ -11,7 +11,7 @@ code.
 
 Sums and gathers of a loop (`s.sum`, `s.gather`) look the same to a transport, wherever a rank calls them. A rank that
 has left a loop early would silently add its numbers to those of a different line. Each rank therefore sends a hash of
-its stack along, of the user's lines only (see `CallSites`). Ranks may call from different lines on purpose:
+its stack along, of the user's lines only (see `CallSiteComparison`). Ranks may call from different lines on purpose:
 
     if s.rank == 0: s.sum(mine) else: s.sum(0)
 
@@ -41,7 +41,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.collectives.buckets import grad_of, group_by_type, is_present
+from paceline.collectives.buckets import grad_of, group_tensors_by_dtype, is_present
 from paceline.collectives.communicator import MemoryCommunicator, get_communicator
 from paceline.errors import ExitCode, PacelineError, ReportedByPeer, TrainingError, UsageError
 from paceline.rank.guard import HangGuard
@@ -108,7 +108,7 @@ def to_device_async(numbers: Sequence[float], device: torch.device) -> Tensor:
     return on_host.to(device, non_blocking=True)
 
 
-class NumberBuffers:
+class PinnedNumberBuffers:
     """Copies (n,) float64 between the host and a device in each step, through memory that is allocated once.
 
     Two page-locked buffers take turns: the numbers of a step are read before those of the next but one are written.
@@ -220,7 +220,9 @@ def scale_gradients(
     # The fused kernel doubles the memory on the CPU, and takes float32 only.
     on_host = device.type == "cpu"
     if on_host or not gradients or any(gradient.dtype != torch.float32 for gradient in gradients):
-        for group, number in group_by_type(gradients, factor) if isinstance(factor, Tensor) or factor != 1.0 else ():
+        for group, number in (
+            group_tensors_by_dtype(gradients, factor) if isinstance(factor, Tensor) or factor != 1.0 else ()
+        ):
             torch._foreach_mul_(group, number)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
         return are_finite_on_cpu(gradients) if on_host else are_finite(gradients, device)
     # The kernel checks an element before it multiplies it. With a factor above 1 the product may overflow.
@@ -239,7 +241,7 @@ FACTOR, PRIME = 1_000_003, (1 << 61) - 1
 HALF_HASH_LIMIT = 1 << 26  # a float64 holds two such hashes exactly
 
 
-class CallSites:
+class CallSiteComparison:
     """The call sites of the sums and gathers of this process's loops: detects ranks that call from different lines."""
 
     def __init__(self) -> None:
@@ -291,14 +293,14 @@ def _user_lines() -> str:
     return ", called from ".join(format_frame(frame_record(frame)) for frame in islice(of_user, MAX_SHOWN_LINES))
 
 
-def default_call_sites() -> CallSites:
+def default_call_sites() -> CallSiteComparison:
     """The call sites of torch's default group."""
     group = dist.group.WORLD
     assert group is not None  # torch.distributed is initialized
-    return _of_group.setdefault(group, CallSites())
+    return _of_group.setdefault(group, CallSiteComparison())
 
 
-_of_group: WeakKeyDictionary[dist.ProcessGroup, CallSites] = WeakKeyDictionary()
+_of_group: WeakKeyDictionary[dist.ProcessGroup, CallSiteComparison] = WeakKeyDictionary()
 
 
 def _mismatch(hashes: Sequence[int], sites: Sequence[str], name: str, rank: int) -> PacelineError:
@@ -429,7 +431,7 @@ def sum_over_ranks(
     With the name LOOP_SUMS_NAME, all ranks must call this from the same line of the program and with the same `where`.
 
     Raises:
-        TrainingError: with MISMATCH, on one rank, if they do not; see `CallSites`.
+        TrainingError: with MISMATCH, on one rank, if they do not; see `CallSiteComparison`.
         ReportedByPeer: on the other ranks.
     """
     exchange = get_communicator(group)
@@ -451,7 +453,7 @@ def all_gather_tensors(value: Any, world: World, name: str, *, where: Sequence[i
     must be the same on all ranks, like the line of the call.
 
     Raises:
-        TrainingError: with MISMATCH, on one rank, if ranks call from different lines; see `CallSites`.
+        TrainingError: with MISMATCH, on one rank, if ranks call from different lines; see `CallSiteComparison`.
         ReportedByPeer: on the other ranks.
     """
     if world.size == 1:

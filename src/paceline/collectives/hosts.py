@@ -28,9 +28,9 @@ from torch import Tensor
 from paceline.collectives.buckets import (
     Bucket,
     Layout,
-    agreed_layouts,
+    agree_on_gradient_layouts,
     assign_grads,
-    convert_to_layouts,
+    convert_gradients_to_layouts,
     divide,
     numels_and_dtypes,
 )
@@ -41,10 +41,10 @@ from paceline.collectives.memory_sum import (
     ScratchBuffers,
     SlotBuffers,
     TensorList,
-    assign_lanes,
+    assign_subtree_lanes,
     describe_tensors,
     spare_buffer_count,
-    sum_parts,
+    sum_subtrees,
 )
 from paceline.collectives.shared_memory import GROUP_NAME, MemoryLayout, MemoryPeer, SharedMemory
 from paceline.collectives.torch_collectives import TreeAllReduce
@@ -94,7 +94,7 @@ def connect_nodes(memory: SharedMemory, host: int, hosts: int) -> NodeTopology:
     return NodeTopology(memory, host, hosts, weakref.ref(group))
 
 
-def single_rank_nodes(group: dist.ProcessGroup, timeout_seconds: float) -> NodeTopology:
+def topology_of_single_rank_nodes(group: dist.ProcessGroup, timeout_seconds: float) -> NodeTopology:
     rank, layout = group.rank(), MemoryLayout(1, bulk_bytes=4096)
     alone = MemoryPeer(rank, os.getpid(), 0, memoryview(bytearray(layout.total_bytes)))
     memory = SharedMemory([alone], 0, layout, timeout_seconds, group=node_group_name(rank))
@@ -127,7 +127,7 @@ def make_leaf_order_plan(partition: LeafPartition, size: int) -> HierarchyPlan:
     across = LeafPartition(
         [(partition.ranges[first][0], partition.ranges[first + size - 1][1]) for first in firsts], number
     )
-    lanes = assign_lanes(nodes[number * size : (number + 1) * size])
+    lanes = assign_subtree_lanes(nodes[number * size : (number + 1) * size])
     within = [
         Subtree(stop - first, {(a - first, b - first): at for (a, b), at in lanes.items() if first <= a and b <= stop})
         for first, stop in across.subtrees_by_rank[number]
@@ -155,7 +155,7 @@ class HierarchicalBucketReduction:
     def __init__(self, buckets: Sequence[Bucket], hosts: NodeTopology, plan: HierarchyPlan) -> None:
         """A collective. `plan` defines the order of additions."""
         parameters = [parameter for bucket in buckets for parameter in bucket]
-        scratch, layouts = ScratchBuffers(), iter(agreed_layouts(parameters, hosts.size))
+        scratch, layouts = ScratchBuffers(), iter(agree_on_gradient_layouts(parameters, hosts.size))
         self.buckets = buckets
         self._sums = [
             HierarchicalSum(hosts, bucket, [next(layouts) for _ in bucket], plan, f"bucket {number}", scratch)
@@ -214,7 +214,7 @@ class HierarchicalSum:
         Several sums may begin before the first one ends, in the same order on all ranks. The second half of `last`, the
         last exchange of the previous sum, starts during the first half of this one. Returns the last exchange.
         """
-        self._own = [convert_to_layouts(grads, self._dtypes, self._layouts) for grads in partials]
+        self._own = [convert_gradients_to_layouts(grads, self._dtypes, self._layouts) for grads in partials]
         with self._operation:
             for bundle in self._bundles:
                 self._pending.append(self._send(bundle, first=not self._pending))
@@ -268,7 +268,7 @@ class HierarchicalSum:
                 out.copy_(next(iter(parts.values())))
             else:
                 spare = self._lanes.spare_buffers(chunk.dtype, spare_buffer_count(parts, subtree.leaf_count), width)
-                sum_parts(parts, subtree.leaf_count, out, spare, None)
+                sum_subtrees(parts, subtree.leaf_count, out, spare, None)
         return width
 
     def _distribute(self, bundle: Bundle, flat: Tensor, results: Results) -> None:

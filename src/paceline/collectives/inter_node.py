@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.collectives.buckets import assign_balanced, assign_grads, numels_and_dtypes
+from paceline.collectives.buckets import assign_grads, assign_items_to_least_loaded, numels_and_dtypes
 from paceline.collectives.communicator import SharedMemoryBucketReduction
 from paceline.collectives.hosts import NodeTopology
 from paceline.collectives.memory_sum import TreeSum
@@ -186,7 +186,7 @@ class InterNodeSum:
     ) -> None:
         self._parameters, self._hosts = parameters, hosts
         memory = hosts.memory
-        self._carried = sorted(assign_balanced([p.numel() for p in parameters], memory.size)[memory.rank])
+        self._carried = sorted(assign_items_to_least_loaded([p.numel() for p in parameters], memory.size)[memory.rank])
         double = any(p.dtype == torch.float64 for p in parameters)
         self._dtype = torch.float64 if double else torch.float32
         self._codec = make_codec(

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from paceline.collectives.buckets import Layout, divide, is_present
 from paceline.collectives.shared_memory import MAX_FLAGS, SharedMemory
-from paceline.collectives.tree import ALIGNMENT_ELEMENTS, LeafPartition, TreeNode, round_up, split_leaf, tree_sum
+from paceline.collectives.tree import ALIGNMENT_ELEMENTS, LeafPartition, TreeNode, find_split_leaf, round_up, tree_sum
 
 SMALL_TENSOR_DIVISOR = 4  # a tensor smaller than a fourth of a lane shares a chunk
 TensorList = Sequence[Tensor | None]  # each tensor, dense; None: all zeros
@@ -236,7 +236,7 @@ def copy_tensors(targets: Results, sources: Results) -> None:
                 target.copy_(torch.zeros(()) if source is None else source)
 
 
-def assign_lanes(nodes: Iterable[Iterable[TreeNode]]) -> dict[TreeNode, LaneAddress]:
+def assign_subtree_lanes(nodes: Iterable[Iterable[TreeNode]]) -> dict[TreeNode, LaneAddress]:
     """The lane of each subtree, given the subtrees of each rank."""
     return {node: (rank, lane) for rank, rank_nodes in enumerate(nodes) for lane, node in enumerate(rank_nodes)}
 
@@ -261,7 +261,7 @@ class TreeSum:
         """For up to `MAX_TENSORS` tensors with these sizes, types and layouts (default (n,)), the same on all ranks."""
         self._memory, self._leaves, self._sizes = memory, partition.leaf_count, sizes
         nodes = partition.subtrees_by_rank
-        self._nodes, self._own_nodes = assign_lanes(nodes), nodes[memory.rank]
+        self._nodes, self._own_nodes = assign_subtree_lanes(nodes), nodes[memory.rank]
         self._spares = spare_buffer_count(self._nodes, self._leaves)
         lanes = max(map(len, nodes))
         total_bytes = sum(size * dtype.itemsize for size, dtype in zip(sizes, dtypes, strict=True))
@@ -362,7 +362,7 @@ class TreeSum:
     ) -> None:
         del start  # for subclasses
         spare = self._lanes.spare_buffers(chunk.dtype, self._spares, out.numel()) if self._spares else []
-        sum_parts(parts, self._leaves, out, spare, divisor)
+        sum_subtrees(parts, self._leaves, out, spare, divisor)
 
 
 def has_finite_sum(values: Tensor) -> bool:
@@ -376,7 +376,7 @@ def describe_tensors(sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> tup
 
 
 def spare_buffer_count(parts: Collection[TreeNode], leaves: int) -> int:
-    """The number of temporary sums that `sum_parts` needs for these subtrees, besides its result."""
+    """The number of temporary sums that `sum_subtrees` needs for these subtrees, besides its result."""
     return max(1, _live_sums(parts, (0, leaves))) - 1
 
 
@@ -384,12 +384,12 @@ def _live_sums(parts: Collection[TreeNode], node: TreeNode) -> int:
     """The largest number of sums in memory at the same time during the computation of `node`, including its sum."""
     if node in parts:
         return 0
-    split = split_leaf(node)
+    split = find_split_leaf(node)
     left, right = _live_sums(parts, (node[0], split)), _live_sums(parts, (split, node[1]))
     return max(left, right + min(left, 1), 1)  # the left sum is kept while the right one is computed
 
 
-def sum_parts(
+def sum_subtrees(
     parts: dict[TreeNode, Tensor], leaves: int, out: Tensor, spare: list[Tensor], divisor: float | Tensor | None
 ) -> None:
     """Write the tree's sum of two or more parts into `out`. The parts do not change."""
@@ -533,11 +533,11 @@ def reduce_scatter(
             if as_gloo and size > 2:  # a sum of two has one order
                 ring_sum([*parts.values()], memory.rank * shard_size + start, size * shard_size, total)
             else:
-                sum_parts(parts, partition.leaf_count, total, [buffer[: stop - start] for buffer in spare], None)
+                sum_subtrees(parts, partition.leaf_count, total, [buffer[: stop - start] for buffer in spare], None)
     return out
 
 
-class AsyncSum:
+class AsyncAllReduce:
     """A small asynchronous all-reduce in shared memory. The hang guard uses it like torch's `Work`."""
 
     def __init__(self, memory: SharedMemory, numbers: Sequence[float], name: str) -> None:

@@ -136,7 +136,7 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
     )
 
 
-def split_evenly(sizes: Sequence[int], holders: int) -> list[list[ShardSlice]]:
+def split_blocks_evenly(sizes: Sequence[int], holders: int) -> list[list[ShardSlice]]:
     """Shards with the same number of blocks, for ranks that hold whole gradients and split only the work."""
     tree = BlockTree(sizes)
     shards: list[list[ShardSlice]] = []

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.collectives.buckets import assign_balanced
+from paceline.collectives.buckets import assign_items_to_least_loaded
 from paceline.collectives.communicator import print_on_rank_0
 from paceline.collectives.torch_collectives import Group, name_collective
 
@@ -59,7 +59,9 @@ class ParameterOwners:
         self._ranges, self._pieces, self._rank, self._group = ranges, pieces, rank, group
         self._has_gradient, self._holds_values = has_gradient, holds_values
         self._device = next(iter(parameters.values())).device
-        owned_by_rank = assign_balanced([update_cost(shape) for shape in self._shapes.values()], len(ranges))
+        owned_by_rank = assign_items_to_least_loaded(
+            [update_cost(shape) for shape in self._shapes.values()], len(ranges)
+        )
         names = [*parameters]
         self._owner = {names[i]: owner for owner, indices in enumerate(owned_by_rank) for i in indices}
         self._active: list[str] = []

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.collectives.buckets import BUCKET_BYTES, Bucket, buckets_of, divide, trainable_parameters
+from paceline.collectives.buckets import BUCKET_BYTES, Bucket, divide, group_into_buckets, trainable_parameters
 from paceline.collectives.communicator import get_communicator
 from paceline.collectives.owners import LocalShard, ParameterOwners, replace_parameters
 from paceline.collectives.torch_collectives import WaitFunction
@@ -76,7 +76,9 @@ class ParameterShards:
         parameters = trainable_parameters(module)
         _check_no_views(parameters)
         self.module, self.rank, self.world_size = module, rank, world_size
-        self.buckets = [_shard_bucket(bucket, world_size) for bucket in buckets_of(parameters, bucket_bytes, kinds)]
+        self.buckets = [
+            _shard_bucket(bucket, world_size) for bucket in group_into_buckets(parameters, bucket_bytes, kinds)
+        ]
         self._parameters = [p for bucket in self.buckets for p in bucket.parameters]
         self._data = [p.data for p in self._parameters]
         self._pointers = [p.data_ptr() for p in self._parameters]

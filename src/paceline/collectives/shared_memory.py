@@ -4,7 +4,7 @@ Each rank creates one anonymous memory file, which all ranks of the host map. It
 containers), and disappears with the last process that maps it. Its size is fixed: larger data is sent in pieces.
 
     offset       content
-         0       the token of this rank, then one entry for the token of each other rank (see `connect_memory`)
+         0       the token of this rank, then one entry for the token of each other rank (see `connect_shared_memory`)
     next page    counters: one cache line for each channel and one for `left`; only this rank writes them
     next page    two slots for each channel: header (the call, absent gradients) and data
 
@@ -269,7 +269,7 @@ class SharedMemory:
     ) -> None:
         """`rank` is the index of this rank in `peers`. `group` is their name; GROUP means all ranks of the world."""
         self.rank, self.size, self.timeout_seconds = rank, len(peers), timeout_seconds
-        self.running: Any = None  # the `AsyncSum` that has not been read yet
+        self.running: Any = None  # the `AsyncAllReduce` that has not been read yet
         self.group, self._pid = group, os.getpid()
         self._others = [(index, peer) for index, peer in enumerate(peers) if index != rank]
         self.left = [layout.counters(peer.memory)[NUM_CHANNELS * LINE // 8 :] for peer in peers]
@@ -279,7 +279,7 @@ class SharedMemory:
         self.totals, self.bulk = (
             Channel(number, peers, rank, layout, self._check_wait) for number in range(NUM_CHANNELS)
         )
-        self.operation = lru_cache(256)(partial(MemoryOperation, self))
+        self.operation = lru_cache(256)(partial(SharedMemoryCollective, self))
         self.current = self.operation("", "")
         """the last collective that has begun"""
 
@@ -311,7 +311,7 @@ class SharedMemory:
         return ", ".join(f"rank {peer.rank} (pid {peer.pid})" for peer in peers)
 
 
-class MemoryOperation:
+class SharedMemoryCollective:
     """A context for the ticks of one collective in shared memory. It can be entered again.
 
     For an asynchronous collective, it wraps the ticks that start it. `work` then reports whether it is completed.
@@ -419,7 +419,7 @@ class _Handshake:
             os.close(self._descriptor)
 
 
-def connect_memory(rank: int, layout: MemoryLayout, *, wanted: bool = True) -> NodeMembers:
+def connect_shared_memory(rank: int, layout: MemoryLayout, *, wanted: bool = True) -> NodeMembers:
     """Map the memories of all ranks of this host (a collective over torch.distributed's default group).
 
     Ranks test whether they share memory, and trust no environment variable. Each rank creates its memory, and sends the

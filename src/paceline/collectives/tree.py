@@ -33,10 +33,10 @@ _T = TypeVar("_T")
 ALIGNMENT_ELEMENTS = 64  # elements: shards and segments of every type begin at a cache line
 
 
-def split_leaf(node: tuple[int, int]) -> int:
+def find_split_leaf(node: tuple[int, int]) -> int:
     """The leaf at which a node of two or more leaves is split: after the largest power of two, like a binary counter.
 
-    split_leaf((0, 6)) == 4, split_leaf((0, 4)) == 2, split_leaf((4, 6)) == 5
+    find_split_leaf((0, 6)) == 4, find_split_leaf((0, 4)) == 2, find_split_leaf((4, 6)) == 5
     """
     first, stop = node
     return first + (1 << ((stop - first - 1).bit_length() - 1))
@@ -45,7 +45,7 @@ def split_leaf(node: tuple[int, int]) -> int:
 def is_tree_node(node: TreeNode, leaves: int) -> bool:
     at = (0, leaves)
     while at != node and at[1] - at[0] > 1:
-        cut = split_leaf(at)
+        cut = find_split_leaf(at)
         at = (at[0], cut) if node[1] <= cut else (cut, at[1])
     return at == node
 
@@ -61,7 +61,7 @@ def subtrees(owned: TreeNode, leaves: int) -> list[TreeNode]:
             return [node]
         if node[1] <= owned[0] or owned[1] <= node[0]:
             return []
-        cut = split_leaf(node)
+        cut = find_split_leaf(node)
         return within((node[0], cut)) + within((cut, node[1]))
 
     return within((0, leaves))
@@ -71,7 +71,7 @@ def tree_sum(parts: dict[TreeNode, _T], add: Callable[[_T, _T], _T], stop: int, 
     """The sum of the leaves [first, stop), from subtrees that contain each once. Calls `add` in the tree's order."""
     if (first, stop) in parts:
         return parts[first, stop]
-    cut = split_leaf((first, stop))
+    cut = find_split_leaf((first, stop))
     return add(tree_sum(parts, add, cut, first), tree_sum(parts, add, stop, cut))
 
 
@@ -127,7 +127,7 @@ def add_optional(left: Tensor | None, right: Tensor | None) -> Tensor | None:
     return left.add_(0.0) if right is None else left.add_(right)
 
 
-def add_each(left: Grads | None, right: Grads | None) -> Grads | None:
+def add_gradient_lists(left: Grads | None, right: Grads | None) -> Grads | None:
     if left is None and right is None:
         return None
     nothing: Grads = [None] * len(left or right or [])

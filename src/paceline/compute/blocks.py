@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from paceline.compute.forward import find_matching_modules, override_members
+from paceline.compute.forward import find_matching_modules, override_class_members
 from paceline.config.choices import torch_unsupported_reason
 from paceline.errors import UsageError, first_few
 from paceline.rank.world import World
@@ -51,7 +51,7 @@ def shard_blocks(
 
     if why := torch_unsupported_reason("fsdp"):
         raise UsageError(code="torch-too-old", why=why)
-    blocks = blocks_of(model, rule, flag=flag)
+    blocks = find_blocks(model, rule, flag=flag)
     check_parameter_dtypes(model, blocks)
     for parameter in model.parameters():
         parameter.data = parameter.data.contiguous()  # fully_shard needs contiguous parameters
@@ -95,7 +95,7 @@ def _explain_use_outside(model: nn.Module, names: list[str], flag: str) -> None:
                 code="block-parameter-outside", blocks=first_few(names, MAX_NAMED), setting=flag
             ) from error
 
-    override_members(model, __call__=call_and_explain)
+    override_class_members(model, __call__=call_and_explain)
 
 
 def _policies(
@@ -147,7 +147,7 @@ def register_backward_callback(blocks: Mapping[str, FSDPModule], act: Callable[[
         block.register_forward_hook(at_forward)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
 
 
-def blocks_of(model: nn.Module, rule: str | None, *, flag: str) -> dict[str, nn.Module]:
+def find_blocks(model: nn.Module, rule: str | None, *, flag: str) -> dict[str, nn.Module]:
     """The blocks inside the plain `model` by name, inner ones first. `rule` and `flag`: see `find_matching_modules`."""
     blocks = _default_blocks(model) if rule is None else find_matching_modules(model, rule, flag=flag)
     if rule is not None and not any(_has_parameters(block) for block in blocks.values()):
@@ -207,7 +207,7 @@ def _repeated_layers(name: str, module: nn.Module) -> list[dict[str, nn.Module]]
 
 
 def _kind(module: nn.Module) -> tuple[str, str]:
-    """The name of its class. `forward.override_members` creates a class of the same name for each module."""
+    """The name of its class. `forward.override_class_members` creates a class of the same name for each module."""
     return type(module).__module__, type(module).__qualname__
 
 

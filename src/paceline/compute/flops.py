@@ -99,7 +99,7 @@ def _formulas() -> dict[Any, Callable[..., int]]:
     return formulas | {aten.convolution_backward: convolution_backward}
 
 
-def can_count(modules: Iterable[nn.Module]) -> bool:
+def can_count_flops(modules: Iterable[nn.Module]) -> bool:
     """Whether the operations of a custom loop, over these models, can be counted in its first step.
 
     torch.compile and CUDA graphs do not compile or record while operations are counted. The threads of nn.DataParallel
@@ -111,7 +111,7 @@ def can_count(modules: Iterable[nn.Module]) -> bool:
     return not any(hasattr(m, "records_graphs") or len(getattr(m, "device_ids", None) or ()) > 1 for m in modules)
 
 
-def tokens_of(batch: Any) -> int:
+def count_tokens(batch: Any) -> int:
     """The number of tokens of a batch: of its `input_ids` or first tensor, if that has (B, T) integers; else 0."""
     while batch is not None and not isinstance(batch, Tensor):
         if isinstance(batch, (tuple, list)):

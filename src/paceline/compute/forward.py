@@ -68,10 +68,10 @@ def wrap_forward(module: nn.Module, around: ForwardWrapper) -> None:
         return around(partial(cls.forward, self), args, kwargs)
 
     forward.__dict__["__wrapped__"] = cls.forward  # so that the signature does not change
-    override_members(module, forward=forward)
+    override_class_members(module, forward=forward)
 
 
-def override_members(module: nn.Module, **members: Any) -> None:
+def override_class_members(module: nn.Module, **members: Any) -> None:
     """Give `module` a subclass of its class with the same name and these `members`."""
     cls: Any = type(module)
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
@@ -88,7 +88,7 @@ def disable_cuda_graph_recording() -> Generator[None]:
         _is_recording_disabled.reset(before)
 
 
-def may_record_graph() -> bool:
+def may_record_cuda_graph() -> bool:
     return not _is_recording_disabled.get()
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.compute.blocks import blocks_of
-from paceline.compute.resources import peak_memory, process_memory
+from paceline.compute.blocks import find_blocks
+from paceline.compute.resources import peak_memory, read_process_memory_field
 from paceline.host.cgroup import free_memory
 
 NO_CPU_MEMORY = "DefaultCPUAllocator: can't allocate memory"  # torch raises a RuntimeError
@@ -52,7 +52,7 @@ class MemoryMeter:
             torch.accelerator.reset_peak_memory_stats(self._device)
         if self._held_bytes is None:
             self._held_bytes = (
-                torch.accelerator.memory_allocated(self._device) if self._gpu else process_memory("VmRSS")
+                torch.accelerator.memory_allocated(self._device) if self._gpu else read_process_memory_field("VmRSS")
             )
 
     def peak(self) -> int:
@@ -65,7 +65,7 @@ class MemoryMeter:
         if not self._gpu:
             soft, hard = self._limits = resource.getrlimit(resource.RLIMIT_DATA)
             lowest = min(limit for limit in (soft, hard, UNLIMITED) if limit != resource.RLIM_INFINITY)
-            used_bytes = process_memory("VmData") - _free_heap_bytes()
+            used_bytes = read_process_memory_field("VmData") - _free_heap_bytes()
             # the rest is for pages that a forked process copies, and for the kernel
             limit_bytes = used_bytes + int(LIMITED_FRACTION * self.free_bytes)
             resource.setrlimit(resource.RLIMIT_DATA, (min(lowest, limit_bytes), hard))
@@ -114,7 +114,7 @@ class SavedForBackward:
     """Counts the bytes that forwards keep for backward, in total and in each repeated layer of some models."""
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
-        self._modules = [module for model in models for module in blocks_of(model, None, flag="").values()]
+        self._modules = [module for model in models for module in find_blocks(model, None, flag="").values()]
         self._current = list[int]()
         self._bytes = Counter[int | None]()
 

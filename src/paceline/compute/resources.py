@@ -43,7 +43,7 @@ def current_cpu_allocation(threads: int) -> CpuAllocation:
     return CpuAllocation(os.uname().nodename, tuple(sorted(cores)), usable_cores(), threads)
 
 
-def threads_for(allocations: Sequence[CpuAllocation], rank: int) -> int:
+def recommended_thread_count(allocations: Sequence[CpuAllocation], rank: int) -> int:
     """The number of threads that `rank` should have: its part of the common cores, at least 1.
 
     Too many threads are slow (2 ranks x 2 threads on 2 cores: 0.62 of the speed). `allocations` are those of all ranks.
@@ -141,10 +141,10 @@ def tune_malloc(*, free_bytes: int | None, state_bytes: int, env: Mapping[str, s
 
 def peak_memory() -> int:
     """The largest resident memory of this process so far, in bytes; 0 if the kernel does not report it."""
-    return process_memory("VmHWM")  # not ru_maxrss: a process inherits its parent's
+    return read_process_memory_field("VmHWM")  # not ru_maxrss: a process inherits its parent's
 
 
-def process_memory(name: str) -> int:
+def read_process_memory_field(name: str) -> int:
     """A value of /proc/self/status in bytes, for example VmRSS; 0 if the kernel does not report it."""
     with suppress(OSError):
         if match := re.search(rf"^{name}:\s*([0-9]+) kB", Path("/proc/self/status").read_text(), re.MULTILINE):

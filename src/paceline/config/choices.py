@@ -43,11 +43,11 @@ def check_not_renamed(where: str, given: str, allowed: Collection[str]) -> None:
         raise UsageError(code="renamed", where=where, value=given, current=current)
 
 
-def launchers_of(setting: str) -> list[LauncherName]:
+def launchers_supporting_setting(setting: str) -> list[LauncherName]:
     return [name for name, names in LAUNCHER_SETTINGS.items() if setting in names.split()] or [*LAUNCHER_SETTINGS]
 
 
-def steps_or_seconds(checkpoint_every: int | str | None) -> tuple[int | None, float | None]:
+def parse_checkpoint_interval(checkpoint_every: int | str | None) -> tuple[int | None, float | None]:
     """Convert e.g. 500 or "10min" to (steps, seconds) between checkpoints. One of them, or both, is None."""
     if not isinstance(checkpoint_every, str):
         return checkpoint_every, None

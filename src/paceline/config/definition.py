@@ -51,7 +51,7 @@ UNCHANGED_SETTINGS = (  # those that a definition contains as they are
 )  # fmt: skip
 
 
-def definition_settings(config: TrainConfig) -> dict[str, Any]:
+def make_run_definition(config: TrainConfig) -> dict[str, Any]:
     from paceline.config.settings import settings_by_name  # a session does not import it
 
     values = settings_by_name(config)
@@ -77,7 +77,7 @@ def _in_its_folder(reference: str) -> str:
     return ":".join(reference.split(":")[-2:])
 
 
-def allowed_changes(text: str) -> list[str]:
+def parse_allowed_changes(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name in FIXED_SETTINGS:

@@ -80,7 +80,7 @@ class Mesh:
         return tuple(ranks)
 
 
-def meshes_of(ranks: int) -> list[Mesh]:
+def enumerate_meshes(ranks: int) -> list[Mesh]:
     meshes: list[Mesh] = []
     for outer, inner in (*(("data", name) for name in ("tensor", "pipeline", "context", "shard")), ("shard", "tensor")):
         for size in (n for n in range(2, ranks + 1) if ranks % n == 0):
@@ -95,7 +95,7 @@ def format_strategy(strategy: str, mesh: str) -> str:
     return f"{strategy} on {mesh}" if mesh else strategy
 
 
-def mesh_of(text: str | None, world_size: int) -> Mesh:
+def resolve_mesh(text: str | None, world_size: int) -> Mesh:
     """Parse the mesh of a world. Without a text, all ranks are along data."""
     mesh = Mesh({"data": world_size}) if text is None else Mesh.parse(text)
     if mesh.size != world_size:

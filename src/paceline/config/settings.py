@@ -18,8 +18,8 @@ from typing import Any, Literal, get_type_hints
 import msgspec
 import tomli_w
 
-from paceline.config.choices import LauncherName, check_not_renamed, current_name, steps_or_seconds
-from paceline.config.mesh import Mesh, mesh_of
+from paceline.config.choices import LauncherName, check_not_renamed, current_name, parse_checkpoint_interval
+from paceline.config.mesh import Mesh, resolve_mesh
 from paceline.config.strategies import (
     DEFAULT_STRATEGY,
     EXACT_STRATEGIES,
@@ -27,7 +27,7 @@ from paceline.config.strategies import (
     SLOW_NETWORK_SETTINGS,
     STRATEGY_INFO,
     StrategyName,
-    network_error,
+    find_network_settings_error,
 )
 from paceline.errors import UsageError, unknown_name_error
 from paceline.runs.owners import NotOwnedError
@@ -325,7 +325,7 @@ class TrainConfig:
 
 
 def default_strategy(config: TrainConfig, world_size: int) -> StrategyName:
-    several = mesh_of(config.launch.mesh, world_size).replicas > 1 or config.network != NetworkConfig()
+    several = resolve_mesh(config.launch.mesh, world_size).replicas > 1 or config.network != NetworkConfig()
     return config.strategy or (DEFAULT_STRATEGY if several else SINGLE_PROCESS_STRATEGY)
 
 
@@ -383,7 +383,7 @@ def resolve_batch_sizes(data: DataConfig, world_size: int) -> BatchSizes:
 
 def resolve_defaults(config: TrainConfig, world_size: int) -> TrainConfig:
     """Resolve the defaults that depend on the world size, so that the record can reproduce the run."""
-    shape = dataclasses.asdict(resolve_batch_sizes(config.data, mesh_of(config.launch.mesh, world_size).replicas))
+    shape = dataclasses.asdict(resolve_batch_sizes(config.data, resolve_mesh(config.launch.mesh, world_size).replicas))
     # absolute: a run may be resumed from a different folder
     data_dir, init_from = (path and path.absolute() for path in (config.data.data_dir, config.model.init_from))
     if config.data.micro_batch is not None:  # not found yet
@@ -394,13 +394,13 @@ def resolve_defaults(config: TrainConfig, world_size: int) -> TrainConfig:
     # the only number that is possible at every world size
     if strategy in EXACT_STRATEGIES and launch.threads_per_rank is None:
         launch = dataclasses.replace(launch, threads_per_rank=1)
-    task = config.task and absolute_task(config.task)
-    optimizer = dataclasses.replace(config.optimizer, optimizer=absolute_task(config.optimizer.optimizer))
+    task = config.task and make_task_path_absolute(config.task)
+    optimizer = dataclasses.replace(config.optimizer, optimizer=make_task_path_absolute(config.optimizer.optimizer))
     config = dataclasses.replace(config, task=task, strategy=strategy, data=data)
     return dataclasses.replace(config, model=model, launch=launch, optimizer=optimizer)
 
 
-def absolute_task(task: str) -> str:
+def make_task_path_absolute(task: str) -> str:
     """Add the absolute path of the file or folder to a task or optimizer, because workers can run in other folders."""
     path, colon, name = task.rpartition(":")
     if not colon:  # built in
@@ -488,7 +488,7 @@ def _refuse_unknown_keys(table: Mapping[str, Any], owner: type, section: str) ->
             _refuse_unknown_keys(value, hints[key], f"{section}{key}.")  # pyright: ignore[reportUnknownArgumentType]
 
 
-def dump_set_values(settings: Mapping[str, Any]) -> str:
+def dump_settings_that_are_set(settings: Mapping[str, Any]) -> str:
     """The TOML text of the settings that are not None. `load` reads it."""
     tables: dict[str, Any] = {}
     for name, value in settings.items():
@@ -501,7 +501,7 @@ def dump(config: TrainConfig) -> str:
     """The TOML text from which `load` restores an equal config. None values are omitted."""
     settings = msgspec.to_builtins(settings_by_name(config), enc_hook=str)
     task_args = {name: _value(text) for name, text in parse_task_args(settings.pop("task_arg")).items()}
-    return dump_set_values(settings | {"task_arg": task_args or None})
+    return dump_settings_that_are_set(settings | {"task_arg": task_args or None})
 
 
 def _text(value: Any) -> str:
@@ -567,7 +567,7 @@ def _check_network(config: TrainConfig) -> None:
         "exact-on-slow-network": bool(chosen) and name in EXACT_STRATEGIES,
         "not-for-slow-network": bool(chosen) and name in STRATEGY_INFO and name not in owners,
     }, setting=chosen[0] if chosen else "", strategy=name, allowed=owners)  # fmt: skip
-    if error := network_error(dataclasses.asdict(network)):
+    if error := find_network_settings_error(dataclasses.asdict(network)):
         raise error
     _raise_first({"ema-with-local-steps": network.local_steps is not None and config.optimizer.ema is not None})
 
@@ -621,7 +621,7 @@ def check_values(config: TrainConfig) -> None:
     _check_compute(config)
     _check_network(config)
     _check_mesh(config)
-    steps_or_seconds(config.checkpoint.checkpoint_every)
+    parse_checkpoint_interval(config.checkpoint.checkpoint_every)
     if config.optimizer.ema is not None and not 0 < config.optimizer.ema < 1:
         raise UsageError(code="ema-out-of-range", value=config.optimizer.ema)
     if config.checkpoint.keep_checkpoints < 2:

@@ -96,7 +96,7 @@ def check_can_audit(
         raise UsageError(code="exclude-from-fixed-nodes", value=on_audit, nodes=fixed_nodes)
 
 
-def network_error(settings: Mapping[str, Any]) -> UsageError | None:
+def find_network_settings_error(settings: Mapping[str, Any]) -> UsageError | None:
     """The error in the values of SLOW_NETWORK_SETTINGS, by name; None if they are valid together."""
     compress, rank, steps, rate, momentum = (settings[name] for name in SLOW_NETWORK_SETTINGS)
     contradictions = {

@@ -32,7 +32,7 @@ def data_fingerprint(dataset: Dataset[Any], loading: LoadingOptions) -> dict[str
     arrays = dataset_arrays(dataset)
     if arrays is not None and sum(t.nbytes for t in arrays) <= MAX_CHECKSUM_BYTES:
         return {"samples": length, "checksum of all of them": [zlib.crc32(_bytes(t)) for t in arrays]}
-    first, again = (hash_of_probes(dataset, loading) for _ in range(2))
+    first, again = (hash_probe_samples(dataset, loading) for _ in range(2))
     return {
         "samples": length,
         f"hash of {NUM_PROBE_SAMPLES} of them": first if first == again else UNSTABLE_DATASET_TEXT,
@@ -43,7 +43,7 @@ def probe_indices(length: int) -> list[int]:
     return sorted({i * (length - 1) // (NUM_PROBE_SAMPLES - 1) for i in range(NUM_PROBE_SAMPLES)})
 
 
-def hash_of_probes(dataset: Dataset[Any], loading: LoadingOptions) -> str:
+def hash_probe_samples(dataset: Dataset[Any], loading: LoadingOptions) -> str:
     length = len(dataset)  # pyright: ignore[reportArgumentType]
     # the task's collate function could fail with a single sample, or drop it
     collate = loading.collate and list
@@ -51,10 +51,12 @@ def hash_of_probes(dataset: Dataset[Any], loading: LoadingOptions) -> str:
     if loading.worker_init_fn is None:  # otherwise the dataset may need what this function creates
         cpu_loading = replace(cpu_loading, num_workers=0)
     with preserve_generator_states():
-        return hash_of(fetch_batches(dataset, ((0, torch.tensor([i])) for i in probe_indices(length)), 0, cpu_loading))
+        return hash_samples(
+            fetch_batches(dataset, ((0, torch.tensor([i])) for i in probe_indices(length)), 0, cpu_loading)
+        )
 
 
-def hash_of(samples: Iterable[Any]) -> str:
+def hash_samples(samples: Iterable[Any]) -> str:
     """The hash of these samples. Objects of unknown types are hashed by their repr without addresses."""
     sha = hashlib.sha256()
     for sample in samples:

@@ -200,7 +200,7 @@ def load_planned_batches(
             advance()
 
 
-def index_of_largest(dataset: Dataset[Any], seed: int, loading: LoadingOptions) -> int:
+def index_of_largest_sample(dataset: Dataset[Any], seed: int, loading: LoadingOptions) -> int:
     """The index of the sample that probably needs most memory.
 
     It has the maximum of `dataset.lengths`, if this has one number per sample. Otherwise it has most bytes among
@@ -229,7 +229,7 @@ def load_dummy_batch(
         return next(steps)[0]
 
 
-def load_again(
+def load_micro_batch_for_audit(
     dataset: Dataset[Any], loading: LoadingOptions, plan: BatchPlan, epoch: int, step: int, virtual_rank: int
 ) -> MicroBatch | None:
     """The first micro-batch of any virtual rank in a step, for an audit. It does not count. None without samples."""

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
-from paceline.data.fingerprint import hash_of
+from paceline.data.fingerprint import hash_samples
 from paceline.data.loader import LoadingOptions, is_stream, move_to_device
 from paceline.data.plan import BatchPlan
 from paceline.data.workers import iterate_loader, start_loader
 from paceline.errors import UsageError
-from paceline.seeding import derive_seed, seed_streams
+from paceline.seeding import derive_seed, seed_generators
 
 ENDLESS_NUM_SAMPLES = 1 << 62
 PROBES_PER_BATCH = 4  # samples of each batch that are hashed to compare two readings
@@ -95,7 +95,7 @@ class StreamReader:
             for stage in self.stream.pipeline:
                 if isinstance(getattr(stage, "epoch", None), int):
                     stage.epoch = epoch - 1
-        seed_streams(derive_seed(self._seed, "stream", epoch, 0 if num_alike else self.number))
+        seed_generators(derive_seed(self._seed, "stream", epoch, 0 if num_alike else self.number))
         self._samples = iter(self.stream)
         if state is None:
             for _ in islice(self._numbered, start):
@@ -121,7 +121,7 @@ class StreamReader:
         while True:
             number = self.taken * self._parts + self.number
             seed_number = self.taken if self.taken < self._num_alike else number
-            seed_streams(derive_seed(self._seed, "sample", self._epoch, seed_number))
+            seed_generators(derive_seed(self._seed, "sample", self._epoch, seed_number))
             try:
                 sample = next(self._samples)
             except StopIteration:
@@ -229,8 +229,8 @@ class ChunkReader(IterableDataset[StreamChunk]):
             if not micro_batches and padding is not None:
                 micro_batches = [self._collate(self.virtual_ranks[0], 0, [padding], counted=False)]
             is_compared = number <= 2 and self.num_turns > 1 and len(probes) > 1
-            is_uniform = is_compared and len({hash_of([sample]) for sample in probes}) == 1
-            yield StreamChunk(micro_batches, num_samples, after, hash_of(probes or [parts[0].last]), is_uniform)
+            is_uniform = is_compared and len({hash_samples([sample]) for sample in probes}) == 1
+            yield StreamChunk(micro_batches, num_samples, after, hash_samples(probes or [parts[0].last]), is_uniform)
 
     def _quota(self, part: StreamReader) -> int:
         plan = self.plan
@@ -252,7 +252,7 @@ class ChunkReader(IterableDataset[StreamChunk]):
     ) -> StreamBatch:
         numbers = [number for number, _ in samples]
         # reading the samples of other ranks has changed the random streams
-        seed_streams(derive_seed(self.plan.seed, "samples", self._read_epoch, *numbers))
+        seed_generators(derive_seed(self.plan.seed, "samples", self._read_epoch, *numbers))
         batch = (self.collate or default_collate)([sample for _, sample in samples])
         return StreamBatch(virtual_rank, part, numbers, counted, batch)
 
@@ -285,7 +285,7 @@ def read_chunks(reader: ChunkReader, loading: LoadingOptions) -> Generator[Strea
             ended = [*ended, chunk] if has_ended else []
             if len(ended) == turns:
                 micro_batches = [batch._replace(counted=False) for batch in chunk.micro_batches]
-                probe = hash_of(sorted(part.probe_hash for part in ended))
+                probe = hash_samples(sorted(part.probe_hash for part in ended))
                 chunk, ended = chunk._replace(micro_batches=micro_batches, num_samples=0, probe_hash=probe), []
             if not ended:
                 moved = [

@@ -44,8 +44,8 @@ from paceline.errors import TrainingError, UsageError
 from paceline.host.procfs import die_with_parent
 from paceline.nested import batch_size, tensors
 from paceline.protocol.control import STOP_SIGNALS
-from paceline.protocol.status_page import SLOTS, StatusPage, read_loaders
-from paceline.seeding import derive_seed, preserve_generator_states, seed_streams
+from paceline.protocol.status_page import SLOTS, StatusPage, read_loader_workers
+from paceline.seeding import derive_seed, preserve_generator_states, seed_generators
 
 SLOTS_OF_A_LOADER = SLOTS // 2  # the loaders of training and evaluation exist at the same time
 WORKER_EXIT_WAIT_SECONDS = 1.0  # a worker closes its connections shortly before the kernel reports its end
@@ -76,7 +76,7 @@ class SeededSampleDataset(Dataset[Any]):
 
     def __getitem__(self, key: SampleKey) -> Any:
         epoch, index = key
-        seed_streams(derive_seed(self._seed, "sample", epoch, index))
+        seed_generators(derive_seed(self._seed, "sample", epoch, index))
         return self._drawn(key, lambda: self.source[index])
 
     def _drawn(self, key: SampleKey, draw: Callable[[], Any]) -> Any:
@@ -96,7 +96,7 @@ class SeededBatchDataset(SeededSampleDataset):
     def __getitems__(self, keys: list[SampleKey]) -> Any:
         """Return a list of samples to collate, or a CollatedBatch."""
         indices = [index for _, index in keys]
-        seed_streams(derive_seed(self._seed, "samples", keys[0][0], *indices))
+        seed_generators(derive_seed(self._seed, "samples", keys[0][0], *indices))
         dataset: Any = self.source
         items = self._drawn(keys[0], partial(dataset.__getitems__, indices))
         is_whole = isinstance(items, tuple)
@@ -220,7 +220,7 @@ def _with_signal(error: RuntimeError, iterator: object) -> RuntimeError:
 
 
 @contextmanager
-def name_lost_workers(page: StatusPage, rank: int) -> Generator[None]:
+def explain_lost_workers(page: StatusPage, rank: int) -> Generator[None]:
     """Convert the error about a killed worker to one that names the worker and its last sample.
 
     torch raises it from its SIGCHLD handler, so it can appear anywhere in the main thread.
@@ -242,7 +242,7 @@ def name_lost_workers(page: StatusPage, rank: int) -> Generator[None]:
         if match is None:
             raise
         pid, item, number = int(match[1]), "", ""
-        if lost := next((worker for worker in read_loaders(page.descriptor) if worker.pid == pid), None):
+        if lost := next((worker for worker in read_loader_workers(page.descriptor) if worker.pid == pid), None):
             doing = "while it loaded" if lost.busy else "after it had loaded"
             item = f", {doing} sample {lost.item} of epoch {lost.epoch + 1}"
             number = f" {lost.number % SLOTS_OF_A_LOADER}"
@@ -254,7 +254,9 @@ def name_lost_workers(page: StatusPage, rank: int) -> Generator[None]:
 # ---- shared memory -----------------------------------------------------------------------------------------------
 
 
-def check_shared_memory(batch: Any, samples: int, *, largest_batch: int, num_workers: int, local_ranks: int) -> None:
+def check_shared_memory_size(
+    batch: Any, samples: int, *, largest_batch: int, num_workers: int, local_ranks: int
+) -> None:
     """Check before the first step that shared memory is sufficient for batches like `batch` of `samples` samples.
 
     `largest_batch` is the number of samples in the largest micro-batch of the run.

@@ -17,9 +17,9 @@ import msgspec
 from msgspec.structs import asdict, replace
 
 from paceline.host.machine_log import query_gpu_problems
-from paceline.host.procfs import queued_seconds, read_process, reads_input, sleep_number
+from paceline.host.procfs import current_sleep_number, queued_seconds, read_process, waits_for_terminal_input
 from paceline.protocol import marks, status_page
-from paceline.protocol.evidence import Answer, Evidence, Frame, LoaderWorker, Op, Stack, WorkerSample
+from paceline.protocol.evidence import Evidence, Frame, LoaderWorker, Op, Stack, WorkerAnswer, WorkerSample
 from paceline.protocol.job import SUSPENSION_GAP_SECONDS
 
 ANSWER_SECONDS = 2.0  # for an interpreter to answer; its watcher wakes four times a second
@@ -35,7 +35,7 @@ MAX_OPS, MAX_THREADS, MAX_FRAMES, MAX_GROUPS, MAX_LOADERS = 64, 32, 96, 64, 32
 MAX_JSON_INTEGER = 1 << 53
 MAX_TEXT, MAX_WORDS, MAX_NATIVE = 200, 8_000, 32_000
 
-_decoder = msgspec.json.Decoder(Answer)
+_decoder = msgspec.json.Decoder(WorkerAnswer)
 
 
 @dataclass
@@ -104,7 +104,7 @@ class EvidenceCollection:
     def _signal(self, query: _Query) -> bool:
         """Ask for native stacks; return whether that is possible without the risk of killing the worker."""
         is_safe = status_page.read_counters(query.page_fd).ready & status_page.SIGNAL_SAFE
-        if not is_safe or not status_page.takes_signal(query.pid):
+        if not is_safe or not status_page.handles_signal(query.pid):
             return False
         os.ftruncate(query.page_fd, status_page.PAGE_BYTES)  # discard faulthandler's text
         query.native_bytes = 0
@@ -119,7 +119,7 @@ class EvidenceCollection:
     def _evidence(self, worker: WorkerSample, query: _Query | None) -> Evidence:
         page_fd, process = self._boxes[worker.rank], read_process(worker.pid) if worker.code is None else None
         answered = query is not None and status_page.read_counters(page_fd).answered == self.question
-        known: dict[str, Any] = {"ops": tuple(status_page.read_ring(page_fd))}
+        known: dict[str, Any] = {"ops": tuple(status_page.read_recent_ops(page_fd))}
         with suppress(OSError, msgspec.MsgspecError, RecursionError):
             known = asdict(_decoder.decode(status_page.read_answer(page_fd))) if answered else known
         has_native = not answered and query is not None and query.native_bytes > 0
@@ -131,11 +131,11 @@ class EvidenceCollection:
             Evidence.from_sample(worker),
             state=_state(query),
             cpu_seconds=cpu_seconds,
-            sleep=-1 if process is None else sleep_number(worker.pid),
+            sleep=-1 if process is None else current_sleep_number(worker.pid),
             watched=process is None or answered or status_page.has_status_page(worker.pid),
             answered=answered,
             native=status_page.read_native_stacks(page_fd) if has_native else "",
-            loaders=tuple(_loader(loader, worker.pid) for loader in status_page.read_loaders(page_fd)),
+            loaders=tuple(_loader(loader, worker.pid) for loader in status_page.read_loader_workers(page_fd)),
             gpu=self._gpus.get(worker.pid, ""),
             calls=marks.read_calls(page_fd) if worker.orders else {},
             **known,  # ops, groups, titles, stacks
@@ -211,7 +211,7 @@ class IdleClock:
         moved, since_seconds, read_seconds = self._seen.get(worker.rank, ((), now_seconds, now_seconds))
         is_idle = moved == counters.progress_values and now_seconds - read_seconds <= SUSPENSION_GAP_SECONDS
         # a rank that waits for its user, for example in a debugger, is not idle
-        if not is_idle or (now_seconds - since_seconds >= INPUT_SECONDS and reads_input(worker.pid)):
+        if not is_idle or (now_seconds - since_seconds >= INPUT_SECONDS and waits_for_terminal_input(worker.pid)):
             since_seconds = now_seconds
         self._seen[worker.rank] = counters.progress_values, since_seconds, now_seconds
         return replace(

@@ -43,7 +43,7 @@ class RankEnd(IntEnum):
         return self <= RankEnd.EXIT
 
 
-def rank_end(sample: WorkerSample) -> RankEnd:
+def classify_rank_end(sample: WorkerSample) -> RankEnd:
     """How a rank ended. A rank that cleans up after an exception counts as ended."""
     if sample.lost_reason:
         return RankEnd.LOST
@@ -59,9 +59,9 @@ def rank_end(sample: WorkerSample) -> RankEnd:
     return RankEnd.SIGNAL if sample.code < 0 else RankEnd.EXIT
 
 
-def rank_end_in_collective(rank: Evidence) -> RankEnd:
-    """As `rank_end`, but uses the rank's operations: the result is BROKEN if its transport ended the rank."""
-    end = rank_end(rank)
+def classify_rank_end_with_ops(rank: Evidence) -> RankEnd:
+    """As `classify_rank_end`, but uses the rank's operations: the result is BROKEN if its transport ended the rank."""
+    end = classify_rank_end(rank)
     if end in (RankEnd.LOST, RankEnd.LEFT, RankEnd.RUNS) or rank.code == -signal.SIGKILL:
         return end
     aborted = rank.code == -signal.SIGABRT and end is RankEnd.SIGNAL and bool(rank.ops) and not rank.ops[-1].done
@@ -71,8 +71,10 @@ def rank_end_in_collective(rank: Evidence) -> RankEnd:
 def first_to_fail(samples: Iterable[WorkerSample]) -> WorkerSample | None:
     # cheap filter first: few of thousands of ranks have ended
     ended = (s for s in samples if s.code is not None or s.failure is not None or s.lost_reason)
-    failed = [sample for sample in ended if rank_end(sample) <= RankEnd.VICTIM]
-    return min(failed, key=lambda sample: (rank_end(sample), sample.failed_at_seconds, sample.rank), default=None)
+    failed = [sample for sample in ended if classify_rank_end(sample) <= RankEnd.VICTIM]
+    return min(
+        failed, key=lambda sample: (classify_rank_end(sample), sample.failed_at_seconds, sample.rank), default=None
+    )
 
 
 def diagnosis_due_seconds(samples: Sequence[WorkerSample]) -> float | None:
@@ -89,12 +91,12 @@ def diagnosis_due_seconds(samples: Sequence[WorkerSample]) -> float | None:
         return max(ended_seconds, default=None)
     if not ended_seconds:
         return first.failed_at_seconds + MAX_CLEANUP_SECONDS
-    if rank_end(first) is RankEnd.VICTIM:
+    if classify_rank_end(first) is RankEnd.VICTIM:
         return min(ended_seconds) + VICTIM_DIAGNOSIS_DELAY_SECONDS
     return max(min(ended_seconds), first.failed_at_seconds) + DIAGNOSIS_DELAY_SECONDS
 
 
-def parameter_counts(evidence: Iterable[Evidence]) -> dict[int, int]:
+def mismatched_parameter_counts(evidence: Iterable[Evidence]) -> dict[int, int]:
     """The parameter count of each rank that ended because torch found different models on the ranks."""
     matches = {s.rank: re.search(r"\bRank (\d{1,6}) has (\d{1,9}) params\b", s.error_text) for s in evidence}
     return {rank: int(match[2]) for rank, match in matches.items() if match is not None and int(match[1]) == rank}

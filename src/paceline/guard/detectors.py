@@ -26,7 +26,7 @@ from typing import Literal
 from msgspec.structs import replace
 
 from paceline.guard.judge import DEADLOCK_SECONDS
-from paceline.protocol.code_locations import Activity, activity_of, imports_torch
+from paceline.protocol.code_locations import Activity, activity_of_source_file, imports_torch
 from paceline.protocol.evidence import Diagnosis, Evidence, Phase, StopKind, WorkerSample
 from paceline.protocol.job import (
     STEP_STAGES,
@@ -187,7 +187,7 @@ def is_waiting(rank: Evidence) -> bool:
     if rank.phase is Phase.SYNC or waits_for_data or any(not op.done for op in rank.ops):
         return True
     main_frames = rank.stacks[0].frames if rank.stacks else ()
-    is_in_wait = any(activity_of(frame.file) in (Activity.WAITS, Activity.MEETS) for frame in main_frames)
+    is_in_wait = any(activity_of_source_file(frame.file) in (Activity.WAITS, Activity.MEETS) for frame in main_frames)
     return is_in_wait and not imports_torch(main_frames)
 
 
@@ -214,7 +214,7 @@ FIRST_SECONDS, SURE_SECONDS = 20.0, 45.0
 SLEEP_RECHECK_SECONDS = 15.0
 
 
-class SleepDetector:
+class SleepingRankDetector:
     """Finds a rank of a script that sleeps while others wait for it, long before the window of scripts ends.
 
     A script may evaluate, download, or wait for a child process for half an hour while others wait. All of these look

@@ -31,9 +31,9 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from msgspec.structs import replace
 
 from paceline.guard import sentences, waits
-from paceline.guard.deaths import RankEnd, first_to_fail, parameter_counts, rank_end
+from paceline.guard.deaths import RankEnd, classify_rank_end, first_to_fail, mismatched_parameter_counts
 from paceline.guard.sentences import make_diagnosis
-from paceline.guard.waits import OpMismatch, RankState, group_ranks, majority, minority
+from paceline.guard.waits import OpMismatch, RankState, group_ranks, majority_party, ranks_outside_majority
 from paceline.protocol.code_locations import format_rank_location, is_calling, waits_for_ranks
 from paceline.protocol.evidence import SHARED_GROUP, Diagnosis, Evidence, Op, Phase, StopKind, WorkerSample
 
@@ -66,7 +66,7 @@ def diagnose(evidence: Sequence[Evidence]) -> Diagnosis:
     first = first_to_fail(evidence)
     if first is None or _explains(diagnosis, first, evidence):
         return diagnosis
-    outvoted = diagnosis.kind is StopKind.MISMATCH and rank_end(first).is_primary and diagnosis.causes
+    outvoted = diagnosis.kind is StopKind.MISMATCH and classify_rank_end(first).is_primary and diagnosis.causes
     return replace(diagnosis, failed=diagnosis.causes[0] if outvoted else first.rank)  # all raise at the same time
 
 
@@ -74,13 +74,13 @@ def diagnose_samples(samples: Sequence[WorkerSample]) -> Diagnosis:
     first = first_to_fail(samples)
     if first is None:
         return Diagnosis(StopKind.UNKNOWN)
-    return Diagnosis(StopKind.DIED, (first.rank,) if rank_end(first).is_primary else (), failed=first.rank)
+    return Diagnosis(StopKind.DIED, (first.rank,) if classify_rank_end(first).is_primary else (), failed=first.rank)
 
 
 def _explains(diagnosis: Diagnosis, first: WorkerSample, evidence: Sequence[Evidence]) -> bool:
-    aborted = rank_end(first) is RankEnd.SIGNAL and first.code == -signal.SIGABRT
+    aborted = classify_rank_end(first) is RankEnd.SIGNAL and first.code == -signal.SIGABRT
     has_evidence = any(sample.state or sample.ops for sample in evidence)  # else only samples
-    if not has_evidence or not (aborted or rank_end(first) is RankEnd.VICTIM):
+    if not has_evidence or not (aborted or classify_rank_end(first) is RankEnd.VICTIM):
         return False
     better = diagnosis.kind in KINDS_PREFERRED_TO_VICTIMS or (aborted and diagnosis.kind is StopKind.LEFT)
     return better and bool(diagnosis.causes or diagnosis.tie)
@@ -90,10 +90,10 @@ def _diagnose_failures(ranks: RankStates, mismatches: Sequence[OpMismatch]) -> D
     died = [n for n, rank in ranks.items() if rank.end.is_primary]
     died.sort(key=lambda n: (ranks[n].end, ranks[n].evidence.failed_at_seconds, n))
     broken = [n for n, rank in ranks.items() if rank.end is RankEnd.BROKEN]
-    counts = parameter_counts([ranks[n].evidence for n in died])
+    counts = mismatched_parameter_counts([ranks[n].evidence for n in died])
     if 1 < len(counts) == len(died):  # each rank reports a different model on another rank
         parties = group_ranks(counts, lambda count: count)
-        right = majority(parties)
+        right = majority_party(parties)
         wrong = [n for n in died if right is not None and n not in right]
         lines = [*map(sentences.describe_parameter_count, parties if right is None else reversed(parties))]
         tie = [] if right is not None else [list(party) for party in parties]
@@ -118,7 +118,7 @@ def _diagnose_waits(ranks: RankStates, engaged: RankStates) -> Diagnosis | None:
         kind = StopKind.NOT_MET
     causes.sort(key=lambda n: (kinds[n], n))
     op = sentences.most_awaited_op(ranks, causes)
-    return make_diagnosis(kind, ranks, sentences.describe_waited_for(ranks, causes), causes=causes, op=op)
+    return make_diagnosis(kind, ranks, sentences.describe_ranks_waited_for(ranks, causes), causes=causes, op=op)
 
 
 def _is_free(rank: RankState) -> bool:
@@ -161,7 +161,7 @@ def _diagnose_without_waits(ranks: RankStates) -> Diagnosis:
     stuck = [n for n, kind in kinds.items() if kind is not StopKind.BEHIND]
     lines = sentences.describe_locations(ranks)
     if stuck:
-        lines = sentences.describe_waited_for(ranks, stuck)
+        lines = sentences.describe_ranks_waited_for(ranks, stuck)
         return make_diagnosis(min(kinds[n] for n in stuck), ranks, lines, causes=stuck)
     any_met = any(rank.evidence.ops for rank in ranks.values())
     kind = StopKind.BEHIND if any_met else StopKind.NOT_MET
@@ -169,7 +169,7 @@ def _diagnose_without_waits(ranks: RankStates) -> Diagnosis:
         return make_diagnosis(StopKind.BEHIND, ranks, lines, causes=list(running))
     sites = {n: format_rank_location(rank.evidence) for n, rank in running.items()}
     parties = group_ranks({n: site for n, site in sites.items() if site}, lambda site: site)
-    right = majority(parties)
+    right = majority_party(parties)
     if right is None or len(right) == len(running):
         return make_diagnosis(StopKind.UNKNOWN, ranks, lines)
     wrong = [n for n in running if n not in right]
@@ -194,7 +194,7 @@ def _diagnose_dispute(ranks: RankStates, mismatches: Sequence[OpMismatch]) -> Di
     elif suspects:
         causes = []
     else:
-        causes = [*minority(parties)]
+        causes = [*ranks_outside_majority(parties)]
     tie = [] if causes else [sorted(party) for party in parties]
     return _dispute_diagnosis(ranks, mismatches, causes, tie, graph)
 
@@ -208,7 +208,7 @@ def _graph(ranks: RankStates, mismatches: Sequence[OpMismatch]) -> WaitGraph:
             for n in party:
                 sources[n].append(opponents)
     ended = {n for n, rank in ranks.items() if rank.end is RankEnd.LEFT}
-    for waits_for, waiters in waits.group_by_waits(ranks) if ended else ():
+    for waits_for, waiters in waits.group_ranks_by_waits(ranks) if ended else ():
         for n in ended.intersection(waits_for):
             sources[n].append(waiters)  # no rank waits for a rank that ends as the program says
     graph: dict[tuple[int, ...], frozenset[int]] = {}
@@ -253,7 +253,7 @@ def _dispute_diagnosis(
     involved_ended = [n for n in involved if ranks[n].end is RankEnd.LEFT]
     if involved_ended:
         op = sentences.most_awaited_op(ranks, involved_ended)
-        lines = sentences.describe_waited_for(ranks, involved_ended)
+        lines = sentences.describe_ranks_waited_for(ranks, involved_ended)
         return make_diagnosis(StopKind.LEFT, ranks, lines, causes=causes, tie=tie, op=op)
     ended = [n for n in graph if ranks[n].end is RankEnd.LEFT and any(n in ranks[other].waits_for for other in causes)]
     if ended:
@@ -291,7 +291,7 @@ def _find_cycle(graph: WaitGraph, *, without: int | None = None) -> set[int]:
 
 def _cyclic_core(graph: WaitGraph, *, without: int | None = None) -> set[int]:
     """The ranks that are in a cycle or wait for one: all that remain after removing ranks without edges repeatedly."""
-    holders = waits.group_by_edges(graph)  # the ranks that share one set of edges are removed together
+    holders = waits.group_ranks_by_edges(graph)  # the ranks that share one set of edges are removed together
     waiters: dict[int, list[int]] = {}
     edge_counts = [0] * len(holders)
     removable = [] if without is None else [without]

@@ -19,11 +19,11 @@ from msgspec.structs import replace
 
 from paceline.errors import ExitCode, UsageError, first_few
 from paceline.guard.collect import limit_evidence_size
-from paceline.guard.deaths import RankEnd, rank_end
+from paceline.guard.deaths import RankEnd, classify_rank_end
 from paceline.guard.sentences import format_caller, format_loader, format_op, format_position, format_ranks, signal_name
 from paceline.protocol.evidence import Diagnosis, Evidence, Op, Phase, Stack, StopKind, WorkerSample
 from paceline.runs import writing
-from paceline.runs.console import remove_controls
+from paceline.runs.console import remove_control_characters
 from paceline.runs.reading import read_file
 
 DIAGNOSIS_FILE = "diagnosis.json"
@@ -72,7 +72,7 @@ def printable(text: str) -> str:
 
 
 def _line(text: str, max_chars: int = MAX_COLUMNS) -> str:
-    text = printable(remove_controls(text))
+    text = printable(remove_control_characters(text))
     return text if len(text) <= max_chars else text[: max_chars - 3] + "..."
 
 
@@ -117,12 +117,12 @@ def format_warning(ranks: Sequence[WorkerSample], *, still_seconds: float, windo
     return _line(f"no progress for {still_seconds:.1f} s{at}{doing}; reported as a stall after {window_seconds:.1f} s")
 
 
-def summarize(diagnosis: Diagnosis, evidence: Sequence[Evidence], waited_seconds: float) -> str:
+def summarize_diagnosis(diagnosis: Diagnosis, evidence: Sequence[Evidence], waited_seconds: float) -> str:
     """The diagnosis in one line: the failed rank and the first line of its error, or the headline of a stall."""
     first = next((sample for sample in evidence if sample.rank == diagnosis.failed), None)
     if first is None:
         return _line(_headline(diagnosis, evidence, waited_seconds))
-    if rank_end(first) is RankEnd.LOST:
+    if classify_rank_end(first) is RankEnd.LOST:
         return _line(first.lost_reason)
     if first.failure is None:
         return _line(f"rank {first.rank} ({first.host}): {_how(first, 0)}")
@@ -136,12 +136,12 @@ def format_failure(diagnosis: Diagnosis, evidence: Sequence[Evidence], *, oom_ki
     `oom_kills` is the number of processes that the kernel killed for memory; `attempt_dir` has the logs.
     """
     first = next(sample for sample in evidence if sample.rank == diagnosis.failed)
-    end = rank_end(first)
+    end = classify_rank_end(first)
     if end is RankEnd.LOST:
         ranks = [str(sample.rank) for sample in evidence if sample.lost_reason == first.lost_reason]
         logs = f"output of the ranks: {attempt_dir}/rank-<rank>.log" if attempt_dir else "or only its agent"
         which = f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
-        return f"{remove_controls(first.lost_reason)}\nit ran {which}; {logs}"
+        return f"{remove_control_characters(first.lost_reason)}\nit ran {which}; {logs}"
     alike = [sample for sample in evidence if _same_failure(sample, first)]
     lines = [f"{_name_ranks(alike, len(evidence))} failed: {_how(first, oom_kills)}", *_why(first)]
     ended_early = sorted((sample for sample in evidence if sample.code == 0), key=lambda sample: sample.ended_seconds)
@@ -154,7 +154,7 @@ def format_failure(diagnosis: Diagnosis, evidence: Sequence[Evidence], *, oom_ki
         lines.append("it lost its peers, but no rank reported a failure of another kind")
     if first.ops and end is not RankEnd.EXCEPTION:  # the traceback of an exception is more precise
         op = first.ops[-1]
-        lines.append(remove_controls(f"its last collective: {format_op(op)}{format_caller(op)}"))
+        lines.append(remove_control_characters(f"its last collective: {format_op(op)}{format_caller(op)}"))
     if len(evidence) > 1 and attempt_dir:
         lines.append(f"output of the ranks: {attempt_dir}/rank-<rank>.log")
     return "\n".join(lines)
@@ -191,8 +191,8 @@ def _how(first: WorkerSample, oom_kills: int) -> str:
 def _why(first: WorkerSample) -> list[str]:
     if first.failure:
         text = first.failure.traceback or first.failure.message
-        return _clipped(remove_controls(text).rstrip("\n").split("\n"), MAX_TRACEBACK_LINES)
-    tail = remove_controls(first.error_text).rstrip("\n").split("\n")[-TAIL_LINES:]
+        return _clipped(remove_control_characters(text).rstrip("\n").split("\n"), MAX_TRACEBACK_LINES)
+    tail = remove_control_characters(first.error_text).rstrip("\n").split("\n")[-TAIL_LINES:]
     return ["its last output:", *(f"  {line}" for line in tail)] if any(tail) else []
 
 
@@ -248,7 +248,7 @@ class RunEvent(msgspec.Struct, frozen=True, omit_defaults=True):
 def write_diagnosis(folder: Path, diagnosis: Diagnosis, evidence: Sequence[Evidence], *, waited_seconds: float) -> None:
     """Write a diagnosis into a new, private folder. diagnosis.json appears only when it is complete."""
     writing.make_folder(folder)
-    chosen = select_ranks(diagnosis, evidence)
+    chosen = select_ranks_to_record(diagnosis, evidence)
     for sample in chosen:
         writing.replace_file(folder / f"rank-{sample.rank}.txt", describe_rank(sample).encode())
     # a failure record has a separate file, and monotonic times are meaningless to a reader
@@ -259,7 +259,7 @@ def write_diagnosis(folder: Path, diagnosis: Diagnosis, evidence: Sequence[Evide
     writing.replace_file(folder / DIAGNOSIS_FILE, msgspec.json.encode(content))
 
 
-def select_ranks(diagnosis: Diagnosis, evidence: Sequence[Evidence]) -> list[Evidence]:
+def select_ranks_to_record(diagnosis: Diagnosis, evidence: Sequence[Evidence]) -> list[Evidence]:
     """At most 256 ranks that get a file: those of the diagnosis, one of each distinct state, and the first others."""
     if len(evidence) <= MAX_RANK_FILES:
         return list(evidence)
@@ -303,7 +303,7 @@ def describe_rank(rank: Evidence, *, most_ops: int | None = None, most_stacks: i
     """The evidence on a rank as text, with its last `most_ops` operations and first `most_stacks` stacks."""
     ops = rank.ops if most_ops is None else rank.ops[-most_ops:]
     # each text on its own: an unfinished control sequence must not hide the next one
-    texts = map(remove_controls, _rank_texts(rank, ops, rank.stacks[:most_stacks]))
+    texts = map(remove_control_characters, _rank_texts(rank, ops, rank.stacks[:most_stacks]))
     return "".join(f"{printable(line)}\n" for text in texts for line in text.split("\n"))
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
 from paceline.guard.deaths import MISMATCH_ERROR_PATTERN, RankEnd
-from paceline.guard.waits import FROZEN_PROCESS_STATES, OpMismatch, RankState, group_by_waits, op_sequence_key
+from paceline.guard.waits import FROZEN_PROCESS_STATES, OpMismatch, RankState, group_ranks_by_waits, op_sequence_key
 from paceline.protocol.code_locations import (
     call_site_frames,
     format_rank_location,
@@ -125,8 +125,8 @@ def stuck_loader_workers(evidence: Evidence) -> list[LoaderWorker]:
     return stopped or [loader for loader in evidence.loaders if loader.busy]
 
 
-def describe_waited_for(ranks: RankStates, causes: Sequence[int]) -> list[str]:
-    op, holders = most_awaited_op(ranks, causes), group_by_waits(ranks)
+def describe_ranks_waited_for(ranks: RankStates, causes: Sequence[int]) -> list[str]:
+    op, holders = most_awaited_op(ranks, causes), group_ranks_by_waits(ranks)
     alike = _group_ranks(causes, lambda n: (_where(ranks[n]), _most_awaited(holders, [n])))
     lines = [_not_entered(ranks, group, op) for group in alike]
     running = [ranks[n].evidence for n in causes if ranks[n].end is RankEnd.RUNS and not ranks[n].frozen]
@@ -207,7 +207,7 @@ def blocking_op(rank: RankState, others: Collection[int]) -> Op | None:
 
 
 def most_awaited_op(ranks: RankStates, causes: Collection[int]) -> Op | None:
-    return _most_awaited(group_by_waits(ranks), causes)
+    return _most_awaited(group_ranks_by_waits(ranks), causes)
 
 
 def _most_awaited(holders: Iterable[tuple[Mapping[int, Op | None], list[int]]], causes: Collection[int]) -> Op | None:

@@ -18,10 +18,10 @@ from msgspec.structs import replace
 
 from paceline.guard.detectors import median_without
 from paceline.guard.sentences import format_ranks, format_subject_verb
-from paceline.guard.waits import group_ranks, minority
+from paceline.guard.waits import group_ranks, ranks_outside_majority
 from paceline.protocol import marks
 from paceline.protocol.evidence import Diagnosis, Evidence, Op, ScriptFinding, StopKind, WorkerSample
-from paceline.protocol.marks import CallHistory, Mismatch, ReplicaFingerprint
+from paceline.protocol.marks import CallHistory, CallMismatch, ReplicaFingerprint
 
 NO_PART = 0xFFFFFFFF
 MIN_EQUAL_OBSERVATIONS = 3  # observations of a part that was equal on all ranks and had changed
@@ -50,7 +50,7 @@ class ReplicaDifference:
 
     @property
     def minority_ranks(self) -> tuple[int, ...]:
-        return minority(self.rank_groups)
+        return ranks_outside_majority(self.rank_groups)
 
     @property
     def is_round_off(self) -> bool:
@@ -151,16 +151,16 @@ class CallOrderComparison:
             self._done[group] = start
 
 
-def find_order_mismatch(windows: Mapping[int, Sequence[Op]], known: frozenset[str]) -> Mismatch | None:
+def find_order_mismatch(windows: Mapping[int, Sequence[Op]], known: frozenset[str]) -> CallMismatch | None:
     """The mismatch at one position; None if the script calls from different branches. `known`: lines of all ranks."""
     ranks = sorted(windows)  # all ranks of the world
-    mismatch = marks.compare_orders([windows[rank] for rank in ranks], frozenset(), known)
-    if isinstance(mismatch, Mismatch):
+    mismatch = marks.compare_call_orders([windows[rank] for rank in ranks], frozenset(), known)
+    if isinstance(mismatch, CallMismatch):
         return mismatch
     for calls in zip(*(windows[rank] for rank in ranks), strict=True):
-        labels = dict(zip(ranks, (marks.order_label(op, frozenset()) for op in calls), strict=True))
+        labels = dict(zip(ranks, (marks.compared_call_parts(op, frozenset()) for op in calls), strict=True))
         if len({*labels.values()}) > 1 and {op.site for op in calls} <= known:
-            return Mismatch(calls, minority(group_ranks(labels, lambda label: label)))
+            return CallMismatch(calls, ranks_outside_majority(group_ranks(labels, lambda label: label)))
     return None
 
 
@@ -174,7 +174,7 @@ CollectCalls = Callable[[], Mapping[int, Mapping[int, Op]]]
 ReadTensorNames = Callable[[], Mapping[str, Sequence[str]]]
 
 
-class Notice(NamedTuple):
+class SilentFaultNotice(NamedTuple):
     kind: str
     words: str
 
@@ -188,7 +188,7 @@ class SilentFaultDetector:
         self._reported: set[tuple[object, ...]] = set()
         self._looks: dict[str, int] = {}  # calls of `update` since the first rank reported a finding of this kind
         self._known: Mapping[int, Mapping[int, Op]] = {}
-        self.notices: list[Notice] = []  # to print; the caller empties the list
+        self.notices: list[SilentFaultNotice] = []  # to print; the caller empties the list
 
     def update(self, ranks: Sequence[WorkerSample], *, last: bool = False) -> list[Diagnosis]:
         """Process samples of all ranks, including ended ones. `last`: all ranks have ended without failure."""
@@ -221,7 +221,7 @@ class SilentFaultDetector:
         return not is_known
 
     def _notify(self, kind: str, text: str) -> None:
-        self.notices.append(Notice(kind, text))
+        self.notices.append(SilentFaultNotice(kind, text))
 
     def _report_swallowed_errors(self, ranks: Sequence[WorkerSample]) -> None:
         for sample in ranks:
@@ -366,7 +366,7 @@ class SilentFaultDetector:
         parties = group_ranks(steps, lambda step: step)
         lines, wrong = (
             tuple(f"{format_ranks(party)} took {next(iter(party.values()))} steps" for party in reversed(parties)),
-            minority(parties),
+            ranks_outside_majority(parties),
         )
         tie = () if wrong else tuple(tuple(sorted(party)) for party in parties)
         return Diagnosis(StopKind.DIVERGED, wrong, tie, lines, step=max(steps.values()))
@@ -401,7 +401,7 @@ def _unequal_settings(fingerprints: FingerprintsByRank) -> Iterator[str]:
             yield f"the optimizer's {name}, summed over parameter groups, is {' against '.join(values)}"
 
 
-def _order_diagnosis(mismatch: Mismatch, ranks: Sequence[int], number: int) -> Diagnosis:
+def _order_diagnosis(mismatch: CallMismatch, ranks: Sequence[int], number: int) -> Diagnosis:
     calls = dict(zip(ranks, mismatch.calls, strict=True))
     lines = (
         f"near call {number} over all ranks: {mismatch.words}",

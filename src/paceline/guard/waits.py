@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TypeVar
 
-from paceline.guard.deaths import RankEnd, rank_end_in_collective
+from paceline.guard.deaths import RankEnd, classify_rank_end_with_ops
 from paceline.protocol.code_locations import is_calling, waits_for_ranks
 from paceline.protocol.evidence import Evidence, Op, Phase
 
@@ -110,15 +110,15 @@ def waiting_graph(evidence: Sequence[Evidence]) -> dict[int, RankState]:
 
 
 def _without_edges(evidence: Evidence, arrived: Container[MessageKey]) -> RankState:
-    end = rank_end_in_collective(evidence)
+    end = classify_rank_end_with_ops(evidence)
     return RankState(evidence, end, () if end.is_primary or end is RankEnd.LEFT else _pending(evidence, end, arrived))
 
 
-def group_by_waits(ranks: Mapping[int, RankState]) -> list[tuple[Mapping[int, Op | None], list[int]]]:
-    return group_by_edges({n: rank.waits_for for n, rank in ranks.items()})
+def group_ranks_by_waits(ranks: Mapping[int, RankState]) -> list[tuple[Mapping[int, Op | None], list[int]]]:
+    return group_ranks_by_edges({n: rank.waits_for for n, rank in ranks.items()})
 
 
-def group_by_edges(edges: Mapping[int, T]) -> list[tuple[T, list[int]]]:
+def group_ranks_by_edges(edges: Mapping[int, T]) -> list[tuple[T, list[int]]]:
     """The ranks that share one object with their edges."""
     holders: dict[int, tuple[T, list[int]]] = {}
     for number, others in edges.items():
@@ -206,13 +206,13 @@ def group_ranks(values: Mapping[int, T], key: Callable[[T], Hashable]) -> tuple[
     return tuple(sorted(parties.values(), key=lambda party: (-len(party), min(party))))
 
 
-def majority(parties: Sequence[Mapping[int, T]]) -> Mapping[int, T] | None:
+def majority_party(parties: Sequence[Mapping[int, T]]) -> Mapping[int, T] | None:
     total = sum(map(len, parties))
     return next((party for party in parties if 2 * len(party) > total), None)
 
 
-def minority(parties: Sequence[Mapping[int, T]]) -> tuple[int, ...]:
-    right = majority(parties)
+def ranks_outside_majority(parties: Sequence[Mapping[int, T]]) -> tuple[int, ...]:
+    right = majority_party(parties)
     return () if right is None else tuple(sorted(n for party in parties if party is not right for n in party))
 
 

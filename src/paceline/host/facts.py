@@ -194,7 +194,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Rule:
+class FactRule:
     """One row of the table of rules: each of the `facts` of a node for which `is_wrong` is true gives a finding."""
 
     check: str
@@ -226,21 +226,21 @@ def _fewer(node: Node) -> str:
     return f"use {fewer}, or have more cores granted (Slurm: --cpus-per-rank)"
 
 
-NODE_RULES: tuple[Rule, ...] = (
-    Rule("resources", "warning", node_as_fact, lambda n: n.workers * n.threads > n.facts.cores,
+NODE_RULES: tuple[FactRule, ...] = (
+    FactRule("resources", "warning", node_as_fact, lambda n: n.workers * n.threads > n.facts.cores,
          lambda n: f"{n.workers} workers x {n.threads} threads = {n.workers * n.threads} on {n.facts.cores} available "
          "cores", _fewer),
-    Rule("resources", "error", open_file_limit, lambda files: files < MIN_OPEN_FILES,
+    FactRule("resources", "error", open_file_limit, lambda files: files < MIN_OPEN_FILES,
          "a process may open at most {} files (ulimit -Hn)".format,
          f"raise it to {RECOMMENDED_OPEN_FILES} or more in /etc/security/limits.conf"),
-    Rule("resources", "warning", open_file_limit, lambda files: MIN_OPEN_FILES <= files < RECOMMENDED_OPEN_FILES,
+    FactRule("resources", "warning", open_file_limit, lambda files: MIN_OPEN_FILES <= files < RECOMMENDED_OPEN_FILES,
          "a process may open at most {} files (ulimit -Hn)".format,
          f"raise it to {RECOMMENDED_OPEN_FILES} or more in /etc/security/limits.conf"),
-    Rule("resources", "warning", lambda n: (n.facts,),
+    FactRule("resources", "warning", lambda n: (n.facts,),
          lambda f: f.shm_size < SMALL_SHM_BYTES or f.shm_free < SMALL_SHM_BYTES // 2,
          lambda f: f"/dev/shm has {_mib(f.shm_free)} free of {_mib(f.shm_size)}: loader workers pass batches in it",
          "mount a larger one, or delete files in it; Docker: --shm-size=1g"),
-    Rule("resources", "warning", lambda n: (n.facts,),
+    FactRule("resources", "warning", lambda n: (n.facts,),
          lambda f: f.gpus and f.memlock.soft != UNLIMITED and f.memlock.soft < 64 << 20,
          lambda f: f"only {f.memlock.soft >> 10} KiB of memory may be locked, which InfiniBand needs",
          "set memlock to unlimited in /etc/security/limits.conf"),

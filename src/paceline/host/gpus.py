@@ -59,7 +59,7 @@ def select_mig_instance(local_rank: int, local_size: int) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = instances[local_rank].strip()
 
 
-def cores_near(uuid: str) -> set[int]:
+def cpu_cores_near_gpu(uuid: str) -> set[int]:
     """The cores of the NUMA node of the NVIDIA GPU with this `uuid`, in torch's format; none if unknown."""
 
     def address(nvml: Any) -> str:

@@ -56,7 +56,7 @@ def queued_seconds(pid: int) -> float:
         return 0.0
 
 
-def sleep_number(pid: int) -> int:
+def current_sleep_number(pid: int) -> int:
     """The number of the main thread's current sleep, from the kernel's count; -1 if it does not sleep, or if unknown.
 
     A sleep is a timed one, as in `time.sleep`, or a stop by a signal. A wait for a file, a socket or a child is not a
@@ -83,7 +83,7 @@ def sleep_number(pid: int) -> int:
     return number
 
 
-def reads_input(pid: int) -> bool:
+def waits_for_terminal_input(pid: int) -> bool:
     read_calls, select_calls = INPUT_SYSCALL_NUMBERS.get(os.uname().machine, ((), ()))
 
     def waits(task: str) -> bool:
@@ -137,7 +137,7 @@ def proc_net_address(address: str, port: int) -> str:
     return f"{number:08X}:{port:04X}"
 
 
-def tcp_owner(own: tuple[str, int], other: tuple[str, int]) -> int | None:
+def tcp_connection_owner_uid(own: tuple[str, int], other: tuple[str, int]) -> int | None:
     """The user id of the process with the end `own` of an IPv4 connection on this machine; None if unknown."""
     ends = proc_net_address(*own), proc_net_address(*other)
     return next((int(row[7]) for row in tcp_connections("tcp") if (row[1], row[2]) == ends), None)

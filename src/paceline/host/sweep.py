@@ -98,7 +98,7 @@ def has_environment_mark(pid: int, variable: str, mark: str) -> bool:
         return False
 
 
-def sweep_recorded(attempt_dir: Path, agent_pid: int = 0) -> None:
+def kill_recorded_workers(attempt_dir: Path, agent_pid: int = 0) -> None:
     """Sweep the workers in the rosters of all agents of this host, or of one agent."""
     try:
         files = list_names(attempt_dir)
@@ -115,7 +115,7 @@ def sweep_recorded(attempt_dir: Path, agent_pid: int = 0) -> None:
             sweep(roster.workers, _mark_prefix(roster.agent_pid, roster.agent_started))
 
 
-def start_janitor(not_kept: Sequence[int] = (), temporary: str = "") -> int:
+def start_cleanup_process(not_kept: Sequence[int] = (), temporary: str = "") -> int:
     """Fork the janitor; return the descriptor of its pipe. The janitor sleeps until this process ends.
 
     Call it before there are threads, sockets or children, because a fork keeps all descriptors of its parent open. The
@@ -140,7 +140,7 @@ def start_janitor(not_kept: Sequence[int] = (), temporary: str = "") -> int:
         while data := os.read(read_end, 4096):
             folders += data
         for folder in {*folders.split(b"\0")} - {b""}:
-            sweep_recorded(Path(os.fsdecode(folder)), agent_pid)
+            kill_recorded_workers(Path(os.fsdecode(folder)), agent_pid)
         if temporary:
             shutil.rmtree(temporary, ignore_errors=True)
     finally:

@@ -67,7 +67,7 @@ class StrategyRow(msgspec.Struct, frozen=True):
         return self.memory.needed_bytes if self.memory else 0
 
 
-def compared_rows(rounds: Sequence[Sequence[Measurement]], base: str, steps: int) -> list[StrategyRow]:
+def make_strategy_rows(rounds: Sequence[Sequence[Measurement]], base: str, steps: int) -> list[StrategyRow]:
     """One row for each measured candidate, in the order of the first round. `base`: the name of the baseline."""
     by_name: dict[str, list[Measurement]] = {}
     ratios: dict[str, list[float]] = {}
@@ -183,7 +183,7 @@ def _size(size: int | None) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
 
 
-def print_compared(
+def print_comparison(
     rows: Sequence[StrategyRow], failures: Sequence[FailedMeasurement], advice: str, notes: Sequence[str]
 ) -> None:
     console = table_console(140)

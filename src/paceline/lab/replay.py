@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.errors import UsageError, first_few, plural
-from paceline.runs.console import print_text, remove_controls, table_console
+from paceline.runs.console import print_text, remove_control_characters, table_console
 from paceline.runs.events import Started, Step, event_files, read_events
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class ReplayResult(msgspec.Struct):
         return self.loss == self.logged or abs(self.loss - self.logged) <= self.expected * abs(self.logged)
 
 
-def read_log(run_dir: Path, step: int, *, ended: bool) -> LoggedStep:
+def read_logged_step(run_dir: Path, step: int, *, ended: bool) -> LoggedStep:
     """What the ranks of the run have logged of `step`. `ended`: the run has ended without an error."""
     steps_by_start: dict[tuple[int, int], dict[int, tuple[Started, Step]]] = {}
     latest, last = None, 0
@@ -167,7 +167,9 @@ def print_replay(result: ReplayResult, top: int, *, find_nonfinite: bool) -> Non
     if result.layers:
         table = Table("layer", "gradient norm", title="gradient norm per layer, before clipping")
         for name, norm in result.layers.items():
-            table.add_row(Text(remove_controls(name)), f"{norm:.6g}", style="" if math.isfinite(norm) else "bold")
+            table.add_row(
+                Text(remove_control_characters(name)), f"{norm:.6g}", style="" if math.isfinite(norm) else "bold"
+            )
         console.print(table)
     for line in filter(None, (result.failure, result.nonfinite)):
         say(str(line), "bold")

@@ -121,7 +121,7 @@ def read_run(folder: Path, *, skip: int) -> step_parts.RecordedSteps:
     if fault := next(iter(run.unreadable_parts), fault if logs else "there are no events of a run"):
         raise UsageError(code="no-run-to-compare", folder=run.folder, what=fault)
     # a record of several steps has no phases per step
-    single = step_parts.common_rows(logs, logs[0].start_events[-1].start_step).values()
+    single = step_parts.rows_by_common_step(logs, logs[0].start_events[-1].start_step).values()
     rows = [of for of in single if all(log.steps.covered[row] == 1 for log, row in zip(logs, of, strict=True))][skip:]
     if len(rows) < 2:
         raise UsageError(code="run-too-short", folder=run.folder, least=skip + 2, skip=skip)
@@ -157,7 +157,7 @@ def comparable_batches(runs: Runs) -> tuple[int | None, int | None]:
     return max(weak, default=None), max(strong, default=None)
 
 
-def ran_over_network(runs: Runs) -> bool:
+def used_several_hosts(runs: Runs) -> bool:
     return any(len({*run.hosts.values()}) > 1 for rounds in runs.values() for run in rounds)
 
 
@@ -171,8 +171,8 @@ def split_steps_by_point(runs: Runs, alone: Runs) -> dict[ScalePoint, step_parts
     parts: dict[ScalePoint, step_parts.StepParts] = {}
     for at, rounds in runs.items():
         reference = _median_run(alone[at]) if alone.get(at) else base
-        ratio = step_parts.backward_per_forward(reference) if reference and at.ranks > 1 else None
-        parts[at] = step_parts.split_step(_median_run(rounds), ratio)
+        ratio = step_parts.backward_to_forward_ratio(reference) if reference and at.ranks > 1 else None
+        parts[at] = step_parts.split_step_time(_median_run(rounds), ratio)
     return parts
 
 
@@ -236,7 +236,7 @@ def _median_run(runs: Sequence[step_parts.RecordedSteps]) -> step_parts.Recorded
     return min(runs, key=lambda run: abs(run.mean_step_seconds - middle))
 
 
-def estimates_of(points: StepPartsByPoint, machine: TrainingProperties, weak: int | None, strong: int | None,
+def estimate_scaling(points: StepPartsByPoint, machine: TrainingProperties, weak: int | None, strong: int | None,
                  link: NetworkSpeed) -> list[ScalingEstimate]:  # fmt: skip
     """Estimate steps on more machines like this one over `link`, for `weak` also with settings that reduce traffic."""
     estimates = list[ScalingEstimate]()
@@ -244,7 +244,7 @@ def estimates_of(points: StepPartsByPoint, machine: TrainingProperties, weak: in
     modes = [(mode, batch) for mode, batch in (("weak", weak), ("strong", strong)) if batch]
     each = f"{plural(ranks_each, 'rank')} each"
     cases = [
-        (count, mode, batch, each, NodeTraffic(1.0, ring_messages(count)))
+        (count, mode, batch, each, NodeTraffic(1.0, ring_message_count(count)))
         for count in ESTIMATED_NODE_COUNTS for mode, batch in modes
     ] + [
         (count, "weak", weak, setting, traffic)
@@ -253,17 +253,19 @@ def estimates_of(points: StepPartsByPoint, machine: TrainingProperties, weak: in
     for count, mode, batch, setting, traffic in cases:
         work = 1 if mode == "weak" else count * ranks_each
         if per_rank := batch // work:
-            seconds = estimated_step(points, machine, count, per_rank, link, traffic)
+            seconds = estimate_step_seconds(points, machine, count, per_rank, link, traffic)
             seconds_alone = _single_rank_seconds(points, batch) / work
             at, where = ScalePoint(count * ranks_each, per_rank), f"{count} machines, {setting}"
             estimates.append(ScalingEstimate(mode, at, where, seconds, seconds_alone / seconds if seconds else 0.0))
     return estimates
 
 
-def estimated_step(points: StepPartsByPoint, machine: TrainingProperties, count: int, batch: int, link: NetworkSpeed,
-                   sent: NodeTraffic | None = None) -> float:  # fmt: skip
+def estimate_step_seconds(
+    points: StepPartsByPoint, machine: TrainingProperties, count: int, batch: int, link: NetworkSpeed,
+    sent: NodeTraffic | None = None,
+) -> float:  # fmt: skip
     """Seconds of a step on `count` machines, with `batch` samples per rank."""
-    ranks_each, sent = _ranks_each(points, machine), sent or NodeTraffic(1.0, ring_messages(count))
+    ranks_each, sent = _ranks_each(points, machine), sent or NodeTraffic(1.0, ring_message_count(count))
     work, inside = _single_rank_seconds(points, batch), 0.0
     if ranks_each > 1:  # ranks of one machine slow each other down, and wait for the slowest
         full = [(at.batch, parts) for at, parts in points.items() if at.ranks == ranks_each]
@@ -299,16 +301,16 @@ def traffic_reducing_settings(machine: TrainingProperties, count: int) -> list[t
         return []
     settings = [("--compress bf16", NodeTraffic(0.5, 2)), ("--compress int8", NodeTraffic(INT8_FRACTION, 2))]
     if machine.low_rank_bytes:
-        sums = 2 * (1 if count == 2 else ring_messages(count))  # two machines exchange directly
+        sums = 2 * (1 if count == 2 else ring_message_count(count))  # two machines exchange directly
         settings += [("--compress powersgd", NodeTraffic(machine.low_rank_bytes / machine.weight_bytes, sums))]
-    return [*settings, (f"--local-steps {LOCAL_STEPS}", NodeTraffic(1.0, ring_messages(count), LOCAL_STEPS))]
+    return [*settings, (f"--local-steps {LOCAL_STEPS}", NodeTraffic(1.0, ring_message_count(count), LOCAL_STEPS))]
 
 
-def ring_messages(ranks: int) -> float:
+def ring_message_count(ranks: int) -> float:
     return 2.0 * (ranks - 1)
 
 
-def print_scaled(scaled: ScalingReport) -> None:
+def print_scaling_report(scaled: ScalingReport) -> None:
     console = table_console(160)
     console.print(scaled.what, markup=False)
     for mode in ("weak", "strong"):

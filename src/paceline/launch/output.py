@@ -22,7 +22,13 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, NamedTuple
 
-from paceline.runs.console import LiveFilter, final_line_state, join_ranges, remove_controls, strip_controls
+from paceline.runs.console import (
+    TerminalOutputFilter,
+    final_line_state,
+    join_ranges,
+    remove_control_characters,
+    strip_control_sequences,
+)
 from paceline.runs.owners import open_file
 
 MAX_LINE_BYTES = 1 << 16  # a longer line is split
@@ -114,7 +120,7 @@ class _Bar:
             return
         with suppress(OSError):
             width = (os.get_terminal_size(screen).columns or 80) - 1
-            text = remove_controls((prefix + state).decode(errors="replace"))[:width]
+            text = remove_control_characters((prefix + state).decode(errors="replace"))[:width]
             _put(screen, text.encode(errors="replace") + CLEAR_LINE + b"\r")
             self.owner, self.seconds, self.shown = prefix, now, True
 
@@ -139,7 +145,7 @@ def relay_output(source: IO[bytes], log: int, *, screen: int, prefix: bytes = b"
 
 
 def _relay(source: IO[bytes], log: int, screen: int, prefix: bytes) -> None:
-    lines, live_filter = LineSplitter(), LiveFilter()
+    lines, live_filter = LineSplitter(), TerminalOutputFilter()
     is_live = not prefix and not stat.S_ISREG(os.fstat(screen).st_mode)
     redrawn = bool(prefix) and os.isatty(screen)
     pass_on = partial(_pass_on, log=log, screen=-1 if is_live else screen, prefix=prefix, redrawn=redrawn)
@@ -172,9 +178,9 @@ def _pass_on(pieces: Sequence[LinePart], *, log: int, screen: int, prefix: bytes
         _put(log, b"".join(piece.text for piece in pieces))
     lines = [piece.text.rstrip(b"\r\n") for piece in pieces if not (redrawn and piece.is_bar)]
     if prefix:  # an empty line with a prefix would not separate paragraphs
-        lines = [line for line in lines if strip_controls(line).strip()]
+        lines = [line for line in lines if strip_control_sequences(line).strip()]
     if lines and screen >= 0:
-        data = strip_controls(b"".join(prefix + line + b"\n" for line in lines))
+        data = strip_control_sequences(b"".join(prefix + line + b"\n" for line in lines))
         with OUTPUT_LOCK:
             _put(screen, (_BAR.erase() if redrawn else b"") + data)
 
@@ -243,7 +249,7 @@ class HostRelay:
         self._names, self._screen = names, screen
         self._unfinished: dict[tuple[int, int], bytes] = {}  # (node, descriptor) -> the beginning of a line
         self._waiting: list[_Line] = []
-        self._node_0 = {1: LiveFilter(), 2: LiveFilter()}
+        self._node_0 = {1: TerminalOutputFilter(), 2: TerminalOutputFilter()}
         self._half_since: dict[int, float] = {}  # descriptor -> time since which the line of node 0 is incomplete
 
     def put(self, node: int, descriptor: int, data: bytes) -> None:
@@ -268,7 +274,7 @@ class HostRelay:
         for descriptor in self._half_since:
             self._screen.put(descriptor, b"\n")
         self._half_since.clear()
-        self._screen.put(2, strip_controls(f"{text}\n".encode(errors="replace")))
+        self._screen.put(2, strip_control_sequences(f"{text}\n".encode(errors="replace")))
 
     def flush(self) -> float:
         """Show lines that have waited long enough; return the seconds until the next line is due."""
@@ -317,7 +323,7 @@ class HostRelay:
 
 def sanitize_line(line: bytes) -> str:
     """The final state of a line, without characters that could move the cursor or hide text."""
-    return remove_controls(final_line_state(line.decode(errors="replace")))
+    return remove_control_characters(final_line_state(line.decode(errors="replace")))
 
 
 # ---- files ----

@@ -220,7 +220,7 @@ def submit_number(folder: Path) -> int:
     return attempt_number(folder, "submit")
 
 
-def write_files(submit_dir: Path, files: Mapping[str, str]) -> None:
+def write_plan_files(submit_dir: Path, files: Mapping[str, str]) -> None:
     """Write the files of a plan atomically, readable by their owner only."""
     for name, text in files.items():
         try:
@@ -230,7 +230,9 @@ def write_files(submit_dir: Path, files: Mapping[str, str]) -> None:
 
 
 def write_submission(submit_dir: Path, submission: SubmitRecord) -> None:
-    write_files(submit_dir, {SUBMISSION_FILE: msgspec.json.format(msgspec.json.encode(submission)).decode() + "\n"})
+    write_plan_files(
+        submit_dir, {SUBMISSION_FILE: msgspec.json.format(msgspec.json.encode(submission)).decode() + "\n"}
+    )
 
 
 def last_submission(run_dir: Path) -> tuple[Path, SubmitRecord | None]:

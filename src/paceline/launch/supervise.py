@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from paceline.host.sweep import roster_path, sweep_recorded
+from paceline.host.sweep import kill_recorded_workers, roster_path
 from paceline.launch.plan import Command, Plan, plan_local
 from paceline.launch.ssh.remote import SAME_REQUEST_SECONDS, run_remote
 from paceline.protocol.control import LIFELINE_GRACE_SECONDS, STOP_SIGNALS, read_stop_signals, signal_wakeup
@@ -64,7 +64,7 @@ def run(plan: Plan, *, keep_open: Sequence[int] = ()) -> int:
             code = _wait(agent, wakeup, node.grace_period_seconds, margin_seconds)
         finally:
             _end(agent)
-            sweep_recorded(attempt_dir)
+            kill_recorded_workers(attempt_dir)
         return code
 
 

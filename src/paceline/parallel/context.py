@@ -31,11 +31,11 @@ from paceline.parallel.dtensor import (
 )
 from paceline.parallel.dtensor_mode import DTensorMode, attention
 from paceline.parallel.layers import attention_mask, is_transposed, qkv_projections, replace_forward
-from paceline.parallel.tensor import compare_losses, run_in_mode
+from paceline.parallel.tensor import compare_losses, run_forwards_in_mode
 from paceline.rank.world import World
 
 
-def split_along_context(model: nn.Module, world: World, probe: Callable[[], float]) -> list[str]:
+def apply_context_parallel(model: nn.Module, world: World, probe: Callable[[], float]) -> list[str]:
     """Split every sequence of `model` over the ranks along `context`, in place (a collective). Return lines to print.
 
     `model` is whole on every rank, before and after. `probe` returns its loss on a few samples, equal on all ranks.
@@ -45,13 +45,13 @@ def split_along_context(model: nn.Module, world: World, probe: Callable[[], floa
     broadcast_module(model)
     with raise_on_all_ranks(world):
         expected = probe()
-    mode = ContextMode(DeviceMesh.from_group(along.group, world.device.type), {}, model)
+    mode = ContextParallelMode(DeviceMesh.from_group(along.group, world.device.type), {}, model)
     for module in model.modules():
         if isinstance(module, nn.MultiheadAttention):
             _split_attention(module, mode)
         elif is_transposed(module):
             _split_conv1d(module, mode)
-    run_in_mode(model, mode)
+    run_forwards_in_mode(model, mode)
     compare_losses(probe, expected, world, "Use --mesh with tensor or pipeline instead")
     with raise_on_all_ranks(world):
         if not mode.calls:
@@ -64,7 +64,7 @@ def split_along_context(model: nn.Module, world: World, probe: Callable[[], floa
     ]
 
 
-class ContextMode(DTensorMode):
+class ContextParallelMode(DTensorMode):
     calls = 0
     """number of layers that have computed a part of the positions so far"""
     by_rows = False
@@ -140,7 +140,7 @@ class ContextMode(DTensorMode):
         return whole.contiguous() if isinstance(value, DTensor) and value.is_contiguous() else whole
 
 
-def _split_conv1d(module: nn.Module, mode: ContextMode) -> None:
+def _split_conv1d(module: nn.Module, mode: ContextParallelMode) -> None:
     plain = type(module).forward
 
     def forward(self: Any, x: Any) -> Any:
@@ -150,7 +150,7 @@ def _split_conv1d(module: nn.Module, mode: ContextMode) -> None:
     replace_forward(module, forward)
 
 
-def _split_attention(module: nn.MultiheadAttention, mode: ContextMode) -> None:
+def _split_attention(module: nn.MultiheadAttention, mode: ContextParallelMode) -> None:
     """Let nn.MultiheadAttention compute positions and heads. Attention weights are computed as a whole on each rank."""
     plain: Any = type(module).forward
 

@@ -94,7 +94,7 @@ def full_tensor(value: Any) -> Any:
 
 
 @dataclass
-class InputCache:
+class GatheredInputCache:
     """The last input of a sharded layer. Queries, keys and values have a common input, and one sum of its gradient."""
 
     inputs: Any = None
@@ -117,7 +117,7 @@ class InputCache:
 
 class LayerCommunication:
     def __init__(
-        self, mesh: DeviceMesh, count: Callable[[int], None], cache: InputCache, *, sequence: bool = False
+        self, mesh: DeviceMesh, count: Callable[[int], None], cache: GatheredInputCache, *, sequence: bool = False
     ) -> None:
         """`count` is called with the bytes that a forward, or its backward, passes to an all-reduce along `mesh`.
 

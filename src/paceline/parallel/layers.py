@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from paceline.compute.forward import override_members
+from paceline.compute.forward import override_class_members
 from paceline.parallel.dtensor import FusedProjection, LayerCommunication, full_tensor, to_replicated
 from paceline.parallel.dtensor_mode import attention, dropout
 
@@ -46,7 +46,7 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
         with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
             return forward(self, *args, **kwargs)
 
-    override_members(module, forward=hidden)
+    override_class_members(module, forward=hidden)
 
 
 def shard_colwise(module: nn.Module, comm: LayerCommunication, parts: Sequence[int], ranks: int) -> None:

@@ -96,7 +96,7 @@ def _on_shard(func: Any, logits: ShardedLogits, args: Any, kwargs: Any) -> Any:
     return ShardedLogits.of(result, of_whole, logits.output_views) if _is_sharded(result) else None
 
 
-def wrap_output(value: Any) -> Any:
+def wrap_sharded_logits(value: Any) -> Any:
     return ShardedLogits.of(value) if _is_sharded(value) else full_tensor(value)
 
 

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from paceline.errors import UsageError, first_few
-from paceline.parallel.pipeline import SplitPoint, StageTensor
+from paceline.parallel.pipeline import SplitPoint, StageInputTensor
 from paceline.seeding import GeneratorStates
 
 ASKS_VALUES = ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__contains__")
@@ -46,7 +46,7 @@ class LayerGroup:
 
 
 @dataclass(frozen=True)
-class Chain:
+class LayerChain:
     """A model as a chain: `layers[i]` is before `points[i]`, and the last layers are after the last point."""
 
     points: tuple[SplitPoint, ...]
@@ -60,7 +60,7 @@ class Chain:
 # ---- the best split ----------------------------------------------------------------------------------------------
 
 
-def best_splits(chain: Chain, stages: int, names: Sequence[str] = ()) -> list[int]:
+def choose_split_points(chain: LayerChain, stages: int, names: Sequence[str] = ()) -> list[int]:
     """The indices of the split points between `stages` stages: those with these `names`, else the best ones.
 
     The best split has the fastest slowest stage. Among splits of about the same speed, its largest stage needs the
@@ -86,7 +86,7 @@ def best_splits(chain: Chain, stages: int, names: Sequence[str] = ()) -> list[in
     return [bound - 1 for bound in bounds[1:-1]]
 
 
-def _partition(chain: Chain, stages: int, costs: Sequence[float], limit: float) -> tuple[float, list[int]]:
+def _partition(chain: LayerChain, stages: int, costs: Sequence[float], limit: float) -> tuple[float, list[int]]:
     """The smallest possible cost of the largest stage, and the bounds of the stages; no bounds if there is no split.
 
     Each stage trains a parameter, and takes at most `limit` seconds.
@@ -199,7 +199,7 @@ class _DataFlow(TorchFunctionMode):
         )
 
     def split_point(self, name: str, call: _Call) -> SplitPoint:
-        leaves = [StageTensor(i, str(t.dtype).removeprefix("torch."), t.requires_grad) for i, t in call.leaves]
+        leaves = [StageInputTensor(i, str(t.dtype).removeprefix("torch."), t.requires_grad) for i, t in call.leaves]
         before: list[str] = []
         for other, calls in self.calls.items():  # outer modules come first
             inside = any(other.startswith(f"{outer}.") for outer in before)
@@ -216,7 +216,9 @@ class _DataFlow(TorchFunctionMode):
         return first | {sum(start < call.stop for start in starts) for call in calls} or {0}
 
 
-def profile_chain(model: nn.Module, forward: Callable[[], Any], inputs: Any, loss: Callable[[Any], Tensor]) -> Chain:
+def profile_chain(
+    model: nn.Module, forward: Callable[[], Any], inputs: Any, loss: Callable[[Any], Tensor]
+) -> LayerChain:
     """Run `loss(forward())` and its backward on the whole `model` of this rank: find split points, times and memory.
 
     Buffers and random streams are restored afterwards.
@@ -241,7 +243,7 @@ def profile_chain(model: nn.Module, forward: Callable[[], Any], inputs: Any, los
         size = parameter.nbytes * (STATE_COPIES if parameter.requires_grad else 1)
         for number in users[name]:
             layers[number] += LayerGroup(state_bytes=size, trained=parameter.numel() * parameter.requires_grad)
-    return Chain(tuple(flow.split_point(name, call) for name, call in points), tuple(layers), users, flow.draws)
+    return LayerChain(tuple(flow.split_point(name, call) for name, call in points), tuple(layers), users, flow.draws)
 
 
 class _SegmentProfiler:

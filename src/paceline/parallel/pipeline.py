@@ -37,7 +37,7 @@ Take = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class StageTensor:
+class StageInputTensor:
     position: int
     """among the flattened inputs"""
     dtype: str
@@ -48,7 +48,7 @@ class StageTensor:
 @dataclass(frozen=True)
 class SplitPoint:
     module: str
-    leaves: tuple[StageTensor, ...]
+    leaves: tuple[StageInputTensor, ...]
     before: tuple[str, ...]
     """outermost modules that are only called before it"""
 
@@ -79,7 +79,7 @@ def idle_fractions(seconds: Sequence[float], microbatches: int) -> list[float]:
     return [1 - microbatches * stage_seconds / step_seconds for stage_seconds in seconds]
 
 
-class StageRun:
+class StageMicroBatch:
     """One micro-batch in this stage, between its forward and its backward."""
 
     def __init__(self) -> None:
@@ -161,7 +161,7 @@ class ModelStage:
         self.model, self._begin, self._end, self._device = model, begin, end, device
         self._take, self._send, self._draws = take, send, draws
         self._skipping = ExitStack()
-        self._now = StageRun()
+        self._now = StageMicroBatch()
         self._anchor = torch.zeros((), requires_grad=True)
         self._inside = False
         for point, hook in ((begin, self._arrive), (end, self._depart)):
@@ -173,9 +173,9 @@ class ModelStage:
         for module in modules:
             wrap_forward(module, partial(self._skipped, {}, module))
 
-    def forward(self, compute: Callable[[], Any]) -> StageRun:
+    def forward(self, compute: Callable[[], Any]) -> StageMicroBatch:
         """Run `compute()`, which calls the model: receive, compute and send. The last stage has the result."""
-        self._now, self._inside = StageRun(), self._begin is None
+        self._now, self._inside = StageMicroBatch(), self._begin is None
         with ExitStack() as self._skipping:
             if self._begin is not None:
                 self._skipping.enter_context(_ShapesOnly(self._device))
@@ -302,7 +302,7 @@ class Pipeline:
     def actions(self, microbatches: int) -> list[Action]:
         return stage_schedule(self._schedule, self.number, self.stages, microbatches)
 
-    def backward(self, run: StageRun, propagate: Callable[[], object] | None) -> None:
+    def backward(self, run: StageMicroBatch, propagate: Callable[[], object] | None) -> None:
         if propagate is not None:
             propagate()
         elif run.sent:

@@ -17,10 +17,10 @@ from paceline.collectives.replicate import broadcast_module
 from paceline.compute.forward import wrap_forward
 from paceline.errors import UsageError, first_few
 from paceline.parallel import layers
-from paceline.parallel.dtensor import InputCache, LayerCommunication, full_tensor
+from paceline.parallel.dtensor import GatheredInputCache, LayerCommunication, full_tensor
 from paceline.parallel.dtensor_mode import DTensorMode
-from paceline.parallel.logits import wrap_output
-from paceline.parallel.tensor_plan import LayerSharding, find_plan, parameter_shards
+from paceline.parallel.logits import wrap_sharded_logits
+from paceline.parallel.tensor_plan import LayerSharding, find_tensor_parallel_plan, parameter_shards
 from paceline.rank.world import World
 
 MEGA = 1e6
@@ -77,7 +77,7 @@ class TensorSharding:
         return f"  each rank holds {rank_bytes / MEGA:.3g} of {total_bytes / MEGA:.3g} MB of weights{rest}"
 
 
-def shard_along_tensor(
+def apply_tensor_parallel(
     model: nn.Module,
     world: World,
     choose_styles: Callable[[nn.Module], Mapping[str, str]] | None = None,
@@ -96,7 +96,9 @@ def shard_along_tensor(
     broadcast_module(model)  # shards of differently initialised models would not form one model
     with raise_on_all_ranks(world):
         expected = None if probe is None else probe()
-        plan = find_plan(model, along.size, None if choose_styles is None else dict(choose_styles(model)))
+        plan = find_tensor_parallel_plan(
+            model, along.size, None if choose_styles is None else dict(choose_styles(model))
+        )
         shards = parameter_shards(model, plan, along)
     mesh = DeviceMesh.from_group(along.group, world.device.type)
     sharding = TensorSharding(plan, shards, along.size)
@@ -105,7 +107,7 @@ def shard_along_tensor(
         for name, shard in shards.items():
             parameter = model.get_parameter(name)
             parameter.data = shard.extract_shard(parameter.data)
-    cache = InputCache()
+    cache = GatheredInputCache()
     for name, layer in plan.items():
         comm = LayerCommunication(mesh, partial(sharding.add_sent_bytes, name), cache, sequence=sequence)
         _shard_forward(model.get_submodule(name), layer, comm, along)
@@ -115,7 +117,7 @@ def shard_along_tensor(
         cache.clear()
         sharding.used_elsewhere[:] = sorted(names[parameter] for parameter in mode.used_elsewhere)
 
-    run_in_mode(model, mode, after)
+    run_forwards_in_mode(model, mode, after)
     if probe is not None and expected is not None:
         compare_losses(
             probe, expected, world, "Select in Task(parallelize=...) how layers are sharded, or set them to 'whole'"
@@ -123,7 +125,7 @@ def shard_along_tensor(
     return sharding
 
 
-def run_in_mode(model: nn.Module, mode: DTensorMode, after: Callable[[], object] = lambda: None) -> None:
+def run_forwards_in_mode(model: nn.Module, mode: DTensorMode, after: Callable[[], object] = lambda: None) -> None:
     """Let the model's forwards run in `mode`; `after` is called after each."""
 
     def forward(inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -133,7 +135,7 @@ def run_in_mode(model: nn.Module, mode: DTensorMode, after: Callable[[], object]
         finally:
             after()
         # an evaluation reads the outputs of one of these ranks, and a gather needs all of them
-        return tree_map(wrap_output if torch.is_grad_enabled() else full_tensor, outputs)
+        return tree_map(wrap_sharded_logits if torch.is_grad_enabled() else full_tensor, outputs)
 
     wrap_forward(model, forward)
 

@@ -37,7 +37,7 @@ class LayerSharding:
     """the widths of the concatenated outputs of a fused layer"""
 
 
-def find_plan(
+def find_tensor_parallel_plan(
     model: nn.Module, ranks: int, requested_styles: Mapping[str, str] | None = None
 ) -> dict[str, LayerSharding]:
     """The sharded layers of the whole `model`, by name, for `ranks` ranks along tensor.

@@ -44,7 +44,7 @@ ACTIVITIES: Mapping[str, Activity] = {  # the longest matching prefix of a file'
 }
 
 
-def activity_of(file: str) -> Activity:
+def activity_of_source_file(file: str) -> Activity:
     name = _in_package(file)
     prefix = max((candidate for candidate in ACTIVITIES if name.startswith(candidate)), key=len, default="")
     return ACTIVITIES.get(prefix, Activity.OTHER)
@@ -109,7 +109,7 @@ def call_site_frames(stack: Sequence[Frame]) -> tuple[Frame | None, Frame | None
         elif not (_is_torch(frame) or _is_ours(frame) or _STANDARD_LIBRARY_PATTERN.search(frame.file)):
             return frame, library
     libraries = (frame for frame in stack if _is_library(frame))
-    ours = (frame for frame in stack if _is_ours(frame) and activity_of(frame.file) is not Activity.GUARD)
+    ours = (frame for frame in stack if _is_ours(frame) and activity_of_source_file(frame.file) is not Activity.GUARD)
     return next(libraries, None) or next(ours, None) or (stack[0] if stack else None), None
 
 
@@ -127,7 +127,9 @@ def waits_for_ranks(evidence: Evidence) -> bool | None:
         return None
     if imports_torch(stack):
         return False
-    activities = (activity_of(frame.file) for frame in stack if not _STANDARD_LIBRARY_PATTERN.search(frame.file))
+    activities = (
+        activity_of_source_file(frame.file) for frame in stack if not _STANDARD_LIBRARY_PATTERN.search(frame.file)
+    )
     activity = next((activity for activity in activities if activity is not Activity.GUARD), Activity.OTHER)
     return None if activity is Activity.UNKNOWN else activity in (Activity.WAITS, Activity.WRAPS)
 

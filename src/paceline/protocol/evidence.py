@@ -141,7 +141,7 @@ class Stack(msgspec.Struct, frozen=True):
     frames: tuple[Frame, ...]
 
 
-class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
+class WorkerAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     ops: tuple[Op, ...] = ()  # the last operations, the oldest first: from the ring and from torch's flight recorder
     groups: dict[str, tuple[int, ...]] = {}  # name -> ranks of the world; () means all ranks
     titles: dict[str, str] = {}  # name -> description from the creator of the group, "tensor of the mesh"

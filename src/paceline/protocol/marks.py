@@ -74,7 +74,7 @@ class CallHistory(NamedTuple):
         return self.num_calls - len(self.calls)
 
 
-def put_call(own: StatusPage, table: int, order: CallHistory, call: int) -> None:
+def append_call(own: StatusPage, table: int, order: CallHistory, call: int) -> None:
     """Append a call to a table; `order` is the table before it, without its calls."""
     at = ORDERS_AT + table * ORDER_BYTES
     own.store(at + ORDER.size + order.num_calls % LAST_CALLS * 4, call.to_bytes(4, sys.byteorder))
@@ -151,7 +151,7 @@ class StoredNames(msgspec.Struct, frozen=True):
     calls: dict[str, str] = {}
 
 
-def put_finding(own: StatusPage, finding: ScriptFinding) -> None:
+def write_script_finding(own: StatusPage, finding: ScriptFinding) -> None:
     count = own.get("findings")
     data = msgspec.json.encode(finding)
     own.store(FINDINGS_AT + count % FINDINGS * FINDING_MAX, data[: FINDING_MAX - 1] + b"\0")
@@ -170,7 +170,7 @@ def parse_fingerprints(data: bytes) -> list[ReplicaFingerprint]:
     return [ReplicaFingerprint(m[0], m[1], m[2], m[3:7], m[7:11], m[11:15], m[15:19]) for m in marks if m[0] == m[19]]
 
 
-def read_names(descriptor: int) -> StoredNames:
+def read_tensor_and_call_names(descriptor: int) -> StoredNames:
     try:
         return msgspec.json.decode(read_text(descriptor, NAMES_AT, NAMES_MAX), type=StoredNames)
     except (msgspec.MsgspecError, RecursionError):
@@ -178,7 +178,7 @@ def read_names(descriptor: int) -> StoredNames:
 
 
 def read_calls(descriptor: int) -> dict[str, Op]:
-    return {key: decode_op(text.encode()) for key, text in read_names(descriptor).calls.items()}
+    return {key: decode_op(text.encode()) for key, text in read_tensor_and_call_names(descriptor).calls.items()}
 
 
 def read_findings(descriptor: int) -> Sequence[ScriptFinding]:
@@ -191,7 +191,7 @@ def read_findings(descriptor: int) -> Sequence[ScriptFinding]:
 
 
 @dataclass(frozen=True)
-class Mismatch:
+class CallMismatch:
     """The first call in which ranks differ. `minority_ranks` is empty without a majority."""
 
     calls: tuple[Op | None, ...]  # by rank; None: the rank made no further call
@@ -207,9 +207,9 @@ class Mismatch:
         return text + f", while all others called {_call(majority_call)}"
 
 
-def compare_orders(
+def compare_call_orders(
     histories: Sequence[Sequence[Op]], rank_local_lines: frozenset[str], common_lines: frozenset[str] = frozenset()
-) -> Mismatch | frozenset[str]:
+) -> CallMismatch | frozenset[str]:
     """The mismatch between the ranks' calls (the oldest first), or all lines that only some ranks use.
 
     The comparison ignores `rank_local_lines`, which only some ranks use. From `common_lines`, all ranks have called in
@@ -220,7 +220,7 @@ def compare_orders(
     rank_local_lines |= {site for site in sites if len({count[site] for count in counts}) > 1}
     for group in dict.fromkeys(op.group for history in histories for op in history):
         ops_by_rank = [[op for op in history if op.group == group] for history in histories]
-        labels = [tuple(order_label(op, rank_local_lines) for op in ops) for ops in ops_by_rank]
+        labels = [tuple(compared_call_parts(op, rank_local_lines) for op in ops) for ops in ops_by_rank]
         if len(set(labels)) > 1:
             return _mismatch(ops_by_rank, labels)
         if departure := _departure(ops_by_rank, common_lines):
@@ -228,14 +228,14 @@ def compare_orders(
     return rank_local_lines
 
 
-def order_label(op: Op, local: frozenset[str]) -> tuple[str, ...]:
+def compared_call_parts(op: Op, local: frozenset[str]) -> tuple[str, ...]:
     """The part of a call that must be equal on ranks."""
     # A name replaces the line: one rank may send a bucket during backward, another rank after it.
     shown_site = "" if op.name or op.kind in ROOTED or op.site in local else op.site
     return (*op.signature, shown_site)
 
 
-def _departure(ops_by_rank: Sequence[Sequence[Op]], known: frozenset[str]) -> Mismatch | None:
+def _departure(ops_by_rank: Sequence[Sequence[Op]], known: frozenset[str]) -> CallMismatch | None:
     """The first of two equal calls in a row that some ranks made from unknown lines and the others from known lines.
 
     The signatures of the calls are equal on all ranks.
@@ -246,16 +246,16 @@ def _departure(ops_by_rank: Sequence[Sequence[Op]], known: frozenset[str]) -> Mi
         left = [rank for rank, ops in enumerate(zip(first, second, strict=True)) if not known & {op.site for op in ops}]
         stayed = [rank for rank, ops in enumerate(zip(first, second, strict=True)) if known >= {op.site for op in ops}]
         if left and stayed and len(left) + len(stayed) == len(first):
-            return Mismatch(first, tuple(left))
+            return CallMismatch(first, tuple(left))
     return None
 
 
-def _mismatch(ops_by_rank: Sequence[Sequence[Op]], labels: Sequence[tuple[tuple[str, ...], ...]]) -> Mismatch:
+def _mismatch(ops_by_rank: Sequence[Sequence[Op]], labels: Sequence[tuple[tuple[str, ...], ...]]) -> CallMismatch:
     (common, votes), *_ = Counter(labels).most_common()
     at = next(i for i in range(max(map(len, labels))) if len({row[i : i + 1] for row in labels}) > 1)
     calls = tuple(ops[at] if at < len(ops) else None for ops in ops_by_rank)
     has_majority = 2 * votes > len(labels)
-    return Mismatch(calls, tuple(r for r, row in enumerate(labels) if row != common) if has_majority else ())
+    return CallMismatch(calls, tuple(r for r, row in enumerate(labels) if row != common) if has_majority else ())
 
 
 def _call(op: Op | None) -> str:

@@ -241,7 +241,7 @@ class StatusPage:
 
     def recent_ops(self) -> list[tuple[int, Op]]:
         """The records of this process's ring: (start by CLOCK_MONOTONIC, operation)."""
-        return decode_ring(self._memory[RING_AT : RING_AT + RECORDS * RECORD.size])
+        return decode_recent_ops(self._memory[RING_AT : RING_AT + RECORDS * RECORD.size])
 
     def calls_since(self, since_ns: int) -> list[tuple[int, float, Op]]:
         """The operations since `since_ns`, the oldest first: (start, seconds or -1 if it runs, operation)."""
@@ -255,7 +255,7 @@ class StatusPage:
             if WORD.unpack_from(data, BEGAN_AT)[0] < since_ns:
                 break
             (state,) = struct.unpack_from("@I", data, STATE_AT)
-            calls += [(began_ns, (state - 1) / 1e6 if state else -1.0, op) for began_ns, op in decode_ring(data)]
+            calls += [(began_ns, (state - 1) / 1e6 if state else -1.0, op) for began_ns, op in decode_recent_ops(data)]
         return calls[::-1]
 
     def share_only_steps(self) -> None:
@@ -289,7 +289,7 @@ def decode_op(text: bytes) -> Op:
     return Op(group, 0, kind, name, shape, dtype, site)
 
 
-def decode_ring(data: bytes) -> list[tuple[int, Op]]:
+def decode_recent_ops(data: bytes) -> list[tuple[int, Op]]:
     numbered: list[tuple[int, int, Op]] = []
     for at in range(0, len(data) - RECORD.size + 1, RECORD.size):
         first, seq, state, length, peer, began_ns, raw, last = RECORD.unpack_from(data, at)
@@ -347,7 +347,7 @@ def has_status_page(pid: int) -> bool:
         return True  # unknown: it is ending or closing files
 
 
-def takes_signal(pid: int, number: int = STACK_SIGNAL, *, ignoring: bool = False) -> bool:
+def handles_signal(pid: int, number: int = STACK_SIGNAL, *, ignoring: bool = False) -> bool:
     """Whether the process now catches this signal (or ignores it, with `ignoring`); otherwise the signal may kill it.
 
     A process that has become a different program does not catch SIGNAL.
@@ -368,9 +368,9 @@ def read_native_stacks(descriptor: int) -> str:
     return os.pread(descriptor, NATIVE_MAX, start).decode(errors="replace") if size > start else ""
 
 
-def read_ring(descriptor: int) -> list[Op]:
+def read_recent_ops(descriptor: int) -> list[Op]:
     """The worker's last collectives, the oldest first, without partial records."""
-    return [op for _, op in drop_stale_calls(decode_ring(os.pread(descriptor, RECORDS * RECORD.size, RING_AT)))]
+    return [op for _, op in drop_stale_calls(decode_recent_ops(os.pread(descriptor, RECORDS * RECORD.size, RING_AT)))]
 
 
 def drop_stale_calls(operations: Iterable[tuple[int, Op]]) -> list[tuple[int, Op]]:
@@ -386,7 +386,7 @@ def drop_stale_calls(operations: Iterable[tuple[int, Op]]) -> list[tuple[int, Op
     return kept
 
 
-def read_loaders(descriptor: int) -> list[LoaderWorker]:
+def read_loader_workers(descriptor: int) -> list[LoaderWorker]:
     data = os.pread(descriptor, SLOTS * SLOT.size, SLOTS_AT)
     slots = enumerate(SLOT.iter_unpack(data[: len(data) // SLOT.size * SLOT.size]))
     return [LoaderWorker(n, pid, item, epoch, busy=bool(busy)) for n, (pid, epoch, item, busy) in slots if pid]

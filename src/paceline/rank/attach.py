@@ -30,7 +30,7 @@ from paceline.protocol.evidence import Failure, reports_lost_peers
 from paceline.rank.guard import HangGuard
 from paceline.rank.imports import hide_from_warnings, when_imported
 from paceline.runs import writing
-from paceline.runs.console import remove_controls
+from paceline.runs.console import remove_control_characters
 
 MAX_CHARS = 60_000  # of each text in a record
 EXIT_CODE_INTERRUPTED = 130  # 128 + SIGINT
@@ -130,7 +130,7 @@ def record_failure(error: BaseException, exit_code: int, *, traceback: bool, vic
     return True
 
 
-def report_victim(error: BaseException, what: str) -> None:
+def report_lost_peer_error(error: BaseException, what: str) -> None:
     """Print one line, `what`, for a rank that lost a peer. The traceback goes only to its log."""
     spec = WorkerSpec.from_environment()
     assert spec is not None
@@ -180,7 +180,7 @@ def report_error(error: BaseException) -> int:
     if on_all_ranks and os.environ.get("RANK", "0") != "0":
         return code
     if has_message:
-        print(f"paceline: {remove_controls(error.message_with_code)}", file=sys.stderr)
+        print(f"paceline: {remove_control_characters(error.message_with_code)}", file=sys.stderr)
     else:
         print_exception(error)
     return code

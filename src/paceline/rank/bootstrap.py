@@ -39,15 +39,15 @@ from paceline.protocol.evidence import reports_lost_peers
 from paceline.protocol.marks import NamesWriter
 from paceline.protocol.status_page import make_status_page
 from paceline.rank import flight_recorder
-from paceline.rank.attach import attach, exit_worker, record_failure, report_error, report_victim
+from paceline.rank.attach import attach, exit_worker, record_failure, report_error, report_lost_peer_error
 from paceline.rank.collective_recorder import CollectiveOrderRecorder
 from paceline.rank.environment import job_token
 from paceline.rank.guard import HangGuard
 from paceline.rank.imports import when_imported
-from paceline.rank.probes import Hooks, ScriptListener, faults
+from paceline.rank.probes import ScriptHooks, ScriptListener, faults
 from paceline.rank.probes.replicas import FingerprintWriter
 from paceline.rank.probes.steps import JoinContextDetector, JointOptimizerDetector, PhaseTracker, StepCounter
-from paceline.rank.stops import StepStops, UnsavedSteps
+from paceline.rank.stops import StepStopHandler, UnresumableScriptWarner
 from paceline.runs.console import print_to_stderr
 
 if TYPE_CHECKING:
@@ -133,10 +133,13 @@ def run_script(arguments: Sequence[str], *also: ScriptListener) -> NoReturn:
     if (spec := control.WorkerSpec.from_environment()) is not None:
         if os.isatty(0):
             serialize_terminal_input(spec.temporary)
-        stops = StepStops(HangGuard.of_process().page, arguments)
+        stops = StepStopHandler(HangGuard.of_process().page, arguments)
         if not also:  # --check neither resumes a stopped training nor removes its record
             stops.watch_frameworks()
-        on_success = [watch_script(HangGuard.of_process(), UnsavedSteps(stops), *also), stops.succeed]
+        on_success = [
+            install_script_probes(HangGuard.of_process(), UnresumableScriptWarner(stops), *also),
+            stops.succeed,
+        ]
     try:
         _run(arguments)
     except SystemExit as end:
@@ -212,8 +215,10 @@ def _report_failure(error: BaseException, *, is_worker: bool) -> int:
         if victim and recorded and sys.excepthook.__module__ in ("sys", "torch.distributed.distributed_c10d"):
             if (sessions := sys.modules.get("paceline.sessions.lifecycle")) is not None:  # by name: it imports torch
                 with suppress(Exception):
-                    sessions.close_all(error)
-            report_victim(error, "unblocked by the hang guard, ended" if unblocked else "lost another rank, ended")
+                    sessions.close_all_sessions(error)
+            report_lost_peer_error(
+                error, "unblocked by the hang guard, ended" if unblocked else "lost another rank, ended"
+            )
             return ExitCode.FAILED
     sys.excepthook(type(error), error, trace)
     return -signal.SIGINT if interrupted else ExitCode.FAILED
@@ -270,7 +275,7 @@ def serialize_terminal_input(folder: str) -> None:
     when_imported("pdb", wrap_pdb)
 
 
-def watch_script(guard: HangGuard, *also: ScriptListener) -> Callable[[], None]:
+def install_script_probes(guard: HangGuard, *also: ScriptListener) -> Callable[[], None]:
     """Install the probes for the script of this process; `also` are more listeners. Never raises.
 
     The caller must call the result when the script has ended with exit code 0.
@@ -284,7 +289,7 @@ def watch_script(guard: HangGuard, *also: ScriptListener) -> Callable[[], None]:
         on_failure = partial(swallowed.on_exception, "collective")
         listeners = [joint, batches, faults.NonFiniteGradientDetector(page, steps, batches), swallowed, stale, steps]
         listeners += [JoinContextDetector(page), FingerprintWriter(page, names, joint)]
-    hooks = Hooks(guard.warn_once).add_listeners(*listeners, *also).install()
+    hooks = ScriptHooks(guard.warn_once).add_listeners(*listeners, *also).install()
     guard.attach_probes(lambda: hooks.remove_listeners(*listeners), marker, on_failure)
     return hooks.report_success
 

@@ -25,7 +25,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from paceline.protocol.evidence import Op, Phase
-from paceline.protocol.marks import GROUPS, ROOTED, CallHistory, NamesWriter, put_call
+from paceline.protocol.marks import GROUPS, ROOTED, CallHistory, NamesWriter, append_call
 from paceline.protocol.status_page import NO_PEER, RECORDS, StatusPage, encode_op
 from paceline.rank.imports import hide_from_warnings
 from paceline.rank.sites import Site, call_site
@@ -117,7 +117,7 @@ class GroupRecord:
 
     def update_number_offset(self, begun: StartedCall) -> None:
         """Record by how much a call that has returned raised torch's number more than ours."""
-        after = torch_number(begun.backend, self)
+        after = torch_sequence_number(begun.backend, self)
         self.number_offset += after - begun.number_before - (not begun.rule.is_message)
         if not begun.rule.is_message:
             self.composed_spans.pop()  # the open span
@@ -173,14 +173,14 @@ class StartedCall(Struct, frozen=True):  # made at every call; a dataclass costs
     rule: CallArgumentRule = CallArgumentRule()
 
 
-def torch_number(backend: Any, group: GroupRecord) -> int:
+def torch_sequence_number(backend: Any, group: GroupRecord) -> int:
     try:
         return backend._get_sequence_number_for_group()
     except RuntimeError:  # MPI, and groups of two backends
         return group.call_count
 
 
-def peer_of(asked: list[Any], group: GroupRecord, kind: CallArgumentRule) -> int:
+def world_rank_of_peer(asked: list[Any], group: GroupRecord, kind: CallArgumentRule) -> int:
     """The peer or root of a call as a rank of the world, from the arguments that may contain it."""
     world_rank, group_rank = [*asked, None][:2]
     if world_rank is not None:
@@ -395,8 +395,8 @@ class CollectiveRecorder:
         if group_record is None:
             return None  # torch raises an error or does nothing
         call = self._describe_call(name, rule, tensor_arg, group_record.name)
-        before = torch_number(backend, group_record)
-        peer = peer_of(peers, group_record, rule) if peers else NO_PEER
+        before = torch_sequence_number(backend, group_record)
+        peer = world_rank_of_peer(peers, group_record, rule) if peers else NO_PEER
         if rule.is_message:
             seq = group_record.message_counts[name, peer] = group_record.message_counts.get((name, peer), 0) + 1
         else:
@@ -482,5 +482,5 @@ class CollectiveOrderRecorder:
         table, order = self._groups[group]
         if table < GROUPS:
             self._names.set_call(call, text)
-            put_call(self._page, table, order, call)
+            append_call(self._page, table, order, call)
             self._groups[group] = table, order._replace(num_calls=order.num_calls + 1)

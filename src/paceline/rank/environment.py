@@ -63,7 +63,7 @@ def job_token(env: Mapping[str, str]) -> str:
     return ""
 
 
-def check_shape(env: Mapping[str, str], nodes: int, nproc: int) -> None:
+def check_rank_counts(env: Mapping[str, str], nodes: int, nproc: int) -> None:
     """Check that there are `nproc` ranks on each of `nodes` nodes: a part of a job must not run as a complete job."""
     expected = {"WORLD_SIZE": nodes * nproc, "LOCAL_WORLD_SIZE": nproc}
     wrong = [f"{name} is {env.get(name, 'not set')}, not {value}" for name, value in expected.items()

@@ -18,7 +18,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from paceline.protocol.code_locations import Activity, activity_of, format_stack_location
+from paceline.protocol.code_locations import Activity, activity_of_source_file, format_stack_location
 from paceline.protocol.evidence import Op, Stack
 from paceline.protocol.status_page import drop_stale_calls
 from paceline.rank.collective_recorder import ARGUMENT_RULES, C10D_MODULE, CANONICAL_OPS, GroupRecord
@@ -47,7 +47,7 @@ def merge_recent_ops(
     this process does not answer and appears to hold the interpreter lock.
     """
     frames = stack.frames if stack is not None else ()
-    inner = next((frame for frame in frames if activity_of(frame.file) is not Activity.GUARD), None)
+    inner = next((frame for frame in frames if activity_of_source_file(frame.file) is not Activity.GUARD), None)
     line = format_stack_location(frames) if inner is not None and inner.file.startswith("torch/") else ""
     from_ring = drop_stale_calls(ring)
     dated_by_seq = {(op.group, op.seq): (at, op) for at, op in from_ring if not op.is_message}
@@ -85,7 +85,7 @@ def group_members() -> dict[str, tuple[int, ...]]:
     return {name: tuple(sorted(ranks)) if len(ranks) < world_size else () for name, ranks in groups.items()}
 
 
-def group_titles() -> dict[str, str]:
+def group_descriptions() -> dict[str, str]:
     titles = {name: getattr(group, "group_desc", "") for group, name in _groups()}
     return {name: title for name, title in titles.items() if title not in DEFAULT_GROUP_TITLES}
 

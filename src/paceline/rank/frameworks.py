@@ -27,7 +27,7 @@ import torch
 
 from paceline.rank.imports import hide_from_warnings
 from paceline.rank.probes import wrap_function
-from paceline.rank.stops import StepStops, StoppableTraining, read_script
+from paceline.rank.stops import StepStopHandler, StoppableTraining, read_main_script
 from paceline.runs import reading, writing
 from paceline.runs.reading import numbered_files
 from paceline.seeding import generator_states, restore_generator_states
@@ -43,7 +43,7 @@ PLAIN_BATCHES = ("BatchSampler", "NoneType")  # types of batch samplers that dra
 # ---- Hugging Face's Trainer ----
 
 
-def install_trainer(stops: StepStops, module: str) -> None:
+def patch_hf_trainer(stops: StepStopHandler, module: str) -> None:
     trainer_class: Any = sys.modules[module].Trainer
     original = trainer_class.train
 
@@ -70,7 +70,7 @@ def install_trainer(stops: StepStops, module: str) -> None:
     trainer_class.train = train
 
 
-def _checkpoint_of_stop(stops: StepStops, training: StoppableTraining) -> Path | None:
+def _checkpoint_of_stop(stops: StepStopHandler, training: StoppableTraining) -> Path | None:
     """The newest whole checkpoint of this training; None if it was not stopped."""
     if (record := training.stopped) is None:
         training.compare(None)
@@ -102,7 +102,7 @@ def _is_whole(checkpoint: Path, training: str, world_sizes: set[int]) -> bool:
     return is_own and len(random_states) in world_sizes and not is_over
 
 
-def _trainer_callback(stops: StepStops, trainer: Any, training: StoppableTraining) -> Any:
+def _trainer_callback(stops: StepStopHandler, trainer: Any, training: StoppableTraining) -> Any:
     base: Any = sys.modules["transformers.trainer_callback"].TrainerCallback
 
     class StopAfterStep(base):
@@ -147,11 +147,11 @@ def _restore_callbacks(callbacks: Sequence[Any], saved: Mapping[str, Any]) -> No
 # ---- Accelerate ----
 
 
-def install_accelerate(stops: StepStops, module: str) -> None:
+def patch_accelerate(stops: StepStopHandler, module: str) -> None:
     accelerator_class: Any = sys.modules[module].Accelerator
 
     def begin(_: Any, accelerator: Any, *__: Any, **___: Any) -> None:
-        if stops.can_begin and RESUMES.search(read_script()):
+        if stops.can_begin and RESUMES.search(read_main_script()):
             stops.begin()
             if any(getattr(loader, "synchronized_generator", None) is not None for loader in accelerator._dataloaders):
                 stops.warn(
@@ -176,7 +176,7 @@ def install_accelerate(stops: StepStops, module: str) -> None:
 # ---- Lightning ----
 
 
-def install_lightning(stops: StepStops, module: str) -> None:
+def patch_lightning_trainer(stops: StepStopHandler, module: str) -> None:
     trainer_class: Any = sys.modules[module].Trainer
     original = trainer_class.fit
     signature = inspect.signature(original)
@@ -210,7 +210,7 @@ def install_lightning(stops: StepStops, module: str) -> None:
     trainer_class.fit = fit
 
 
-def _lightning_callback(stops: StepStops, package: str) -> Any:
+def _lightning_callback(stops: StepStopHandler, package: str) -> Any:
     base: Any = sys.modules[f"{package}.callbacks"].Callback
     call_hook: Any = sys.modules[f"{package}.trainer.call"]._call_lightning_module_hook
     end_quietly: Any = sys.modules[f"{package}.utilities.exceptions"]._TunerExitException

@@ -26,7 +26,7 @@ from paceline.errors import ExitCode, StallError, UsageError
 from paceline.host.procfs import GUARD_THREAD, open_files, proc_net_address, tcp_connections
 from paceline.host.reach import is_loopback, sign_tcp_packets
 from paceline.protocol.control import WorkerSpec
-from paceline.protocol.evidence import Answer, Phase, reports_lost_peers
+from paceline.protocol.evidence import Phase, WorkerAnswer, reports_lost_peers
 from paceline.protocol.status_page import RELEASED, SIGNAL_SAFE, STACK_SIGNAL, WATCHED, StatusPage, make_status_page
 from paceline.rank import flight_recorder
 from paceline.rank.collective_recorder import C10D_MODULE, CollectiveOrderRecorder, CollectiveRecorder, GroupRecord
@@ -238,10 +238,10 @@ class StatusThread:
         self._answered = question
         groups = self._groups()
         stacks = flight_recorder.stacks(self._main)
-        answer = Answer(
+        answer = WorkerAnswer(
             ops=tuple(flight_recorder.merge_recent_ops(self._page.recent_ops(), groups, stacks[0] if stacks else None)),
             groups={group.name: group.members for group in groups.values()} | flight_recorder.group_members(),
-            titles=flight_recorder.group_titles(),
+            titles=flight_recorder.group_descriptions(),
             stacks=stacks,
         )
         self._page.answer(question, msgspec.json.encode(answer))

@@ -16,7 +16,13 @@ from types import FrameType
 from msgspec import Struct
 from msgspec.structs import replace
 
-from paceline.protocol.code_locations import SITE_CHARS, Activity, activity_of, format_call_site, format_location
+from paceline.protocol.code_locations import (
+    SITE_CHARS,
+    Activity,
+    activity_of_source_file,
+    format_call_site,
+    format_location,
+)
 from paceline.protocol.evidence import Frame
 from paceline.rank.imports import HIDDEN_FRAME_SUFFIX
 
@@ -50,7 +56,7 @@ class Site(Struct, frozen=True):
 @cache
 def code_owner(filename: str) -> CodeOwner:
     if filename.startswith(_PACKAGE_DIR + "/"):
-        is_helper = activity_of(short_filename(filename)) in (Activity.GUARD, Activity.WAITS)
+        is_helper = activity_of_source_file(short_filename(filename)) in (Activity.GUARD, Activity.WAITS)
         return CodeOwner.NOBODY if is_helper else CodeOwner.OURS
     if "/site-packages/torch/" in filename or "/torch/distributed/" in filename:
         return CodeOwner.NOBODY

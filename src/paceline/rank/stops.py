@@ -45,10 +45,10 @@ from paceline.runs.owners import UnreadableFileError
 
 HOOKS = "paceline.rank.frameworks"
 FRAMEWORKS = {  # module that is imported -> function of HOOKS
-    "transformers.trainer": "install_trainer",
-    "accelerate.accelerator": "install_accelerate",
-    "lightning.pytorch.trainer.trainer": "install_lightning",
-    "pytorch_lightning.trainer.trainer": "install_lightning",
+    "transformers.trainer": "patch_hf_trainer",
+    "accelerate.accelerator": "patch_accelerate",
+    "lightning.pytorch.trainer.trainer": "patch_lightning_trainer",
+    "pytorch_lightning.trainer.trainer": "patch_lightning_trainer",
 }
 RECORD = "paceline-stopped.json"
 SLURM_JOB = "SLURM_JOB_ID"
@@ -65,7 +65,7 @@ class StopRecord(msgspec.Struct, frozen=True):
     training: str = ""  # the name of the training, which its checkpoints have
 
 
-class StepStops:
+class StepStopHandler:
     def __init__(self, page: StatusPage, arguments: Sequence[str]) -> None:
         """`arguments`: the script and its arguments."""
         self._page, self.argv = page, tuple(arguments)
@@ -159,8 +159,8 @@ class StepStops:
 class StoppableTraining:
     """The first training of this command in a folder, and the stop from which it resumes."""
 
-    def __init__(self, stops: StepStops, folder: Path) -> None:
-        self.folder, self._stops, self._script = folder, stops, short_hash(read_script())
+    def __init__(self, stops: StepStopHandler, folder: Path) -> None:
+        self.folder, self._stops, self._script = folder, stops, short_hash(read_main_script())
         self.stopped = self._find()
         spec = WorkerSpec.from_environment()
         start = (job_token(os.environ), spec.attempt_dir, spec.generation) if spec is not None else ()
@@ -208,10 +208,10 @@ class StoppableTraining:
             _remove(self.folder, (RECORD, *self.stopped.files))
 
 
-class UnsavedSteps(ScriptListener):
+class UnresumableScriptWarner(ScriptListener):
     """Warns at the first step of a script that paceline cannot stop and resume, and that handles no stop signal."""
 
-    def __init__(self, stops: StepStops) -> None:
+    def __init__(self, stops: StepStopHandler) -> None:
         self._stops, self._looks = stops, True
 
     def on_step_end(self, optimizer: Any) -> None:
@@ -226,7 +226,7 @@ class UnsavedSteps(ScriptListener):
         self._looks = False
 
 
-def read_script() -> bytes:
+def read_main_script() -> bytes:
     with suppress(OSError):
         return Path(getattr(sys.modules["__main__"], "__file__", None) or "").read_bytes()
     return b""

@@ -17,7 +17,13 @@ from torch.distributed import HashStore, PrefixStore, Store, distributed_c10d  #
 
 from paceline.config.mesh import BATCH_DIMENSIONS, DIMENSIONS, Mesh
 from paceline.errors import TrainingError, UsageError, plural
-from paceline.host.gpus import DEV, GPU_SHARING_BACKENDS, VISIBLE_DEVICES_VARIABLES, cores_near, select_mig_instance
+from paceline.host.gpus import (
+    DEV,
+    GPU_SHARING_BACKENDS,
+    VISIBLE_DEVICES_VARIABLES,
+    cpu_cores_near_gpu,
+    select_mig_instance,
+)
 from paceline.protocol.balance import assign_virtual_ranks
 from paceline.protocol.control import WorkerSpec
 from paceline.rank.environment import rank_counts, translate_to_torchrun
@@ -199,7 +205,7 @@ def _make_group(world: World, timeout: timedelta, meeting_seconds: float) -> Non
         env = {**os.environ, **translate_to_torchrun(os.environ)}
         store = rendezvous(world.rank, world.size, env, seconds=meeting_seconds)
         store.set_timeout(timeout)
-    check_placement(world.rank, world.size, world.device, world.backend, store)
+    check_gpu_placement(world.rank, world.size, world.device, world.backend, store)
     foreign_users: list[list[str]] = []
     for number in range(MAX_GROUP_ATTEMPTS):
         attempt = PrefixStore(f"group-{number}", store)
@@ -285,7 +291,7 @@ def device_uuid(device: torch.device) -> str:
     return str(getattr(properties(device), "uuid", "")) if properties else ""
 
 
-def check_placement(rank: int, size: int, device: torch.device, backend: str, store: Store) -> None:
+def check_gpu_placement(rank: int, size: int, device: torch.device, backend: str, store: Store) -> None:
     """Check that each rank has a different GPU. Two ranks on one GPU are slow with gloo, and fail or hang with NCCL."""
     uuid = device_uuid(device) if size > 1 else ""
     if not uuid:
@@ -302,7 +308,7 @@ def check_placement(rank: int, size: int, device: torch.device, backend: str, st
 def set_cpu_affinity(device: torch.device) -> None:
     """Restrict this process and its children to the cores near its GPU, if any of them is available."""
     available = os.sched_getaffinity(0)
-    near_cores = available & cores_near(device_uuid(device))
+    near_cores = available & cpu_cores_near_gpu(device_uuid(device))
     if near_cores and near_cores != available:
         os.sched_setaffinity(0, near_cores)
 

@@ -11,9 +11,9 @@ import msgspec
 
 from paceline.errors import PacelineError
 from paceline.report.figures import Figure, make_line_trace
-from paceline.report.logs import log_times, rank_logs
+from paceline.report.logs import rank_logs, read_log_times
 from paceline.report.run import RunData
-from paceline.runs.console import remove_controls
+from paceline.runs.console import remove_control_characters
 from paceline.runs.events import Evaluated, Step, event_files, read_events
 from paceline.runs.folder import attempt_dirs
 from paceline.runs.owners import open_file
@@ -66,7 +66,7 @@ class Analysis(msgspec.Struct):
     first_line: str = ""
 
 
-def read_line(line: str) -> ParsedLine:
+def parse_log_line(line: str) -> ParsedLine:
     rank, log_format, samples, text, values = "", "", None, line[:MAX_CHARS], dict[str, float]()
     while (match := RANK_PREFIX.match(text)) is not None:  # torchrun's --tee precedes other prefixes
         label = next(group for group in match.groups() if group)
@@ -122,14 +122,14 @@ class LogAnalyzer:
                 self.result.values.setdefault("samples/s (counted)", []).append((done - start) / (now - before))
 
     def add_log(self, path: Path, *, rank: str = "") -> None:
-        times, end = log_times(path), 0
+        times, end = read_log_times(path), 0
         with open_file(path) as file, os.fdopen(file.descriptor, "rb", closefd=False) as log:
             while block := log.readline(BLOCK_BYTES):
                 end += len(block)
                 for part in block.rstrip(b"\r\n").split(b"\r"):  # each state of a progress bar
-                    text = remove_controls(part[: 4 * MAX_CHARS].decode(errors="replace"))
+                    text = remove_control_characters(part[: 4 * MAX_CHARS].decode(errors="replace"))
                     self.result.first_line = self.result.first_line or text[:120].strip()
-                    reading = read_line(text)
+                    reading = parse_log_line(text)
                     self.add(reading._replace(rank=rank or reading.rank), times and times.time_at(end - 1))
 
     def add_run(self, run_dir: Path, *, max_bytes: float = math.inf) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.errors import plural
 from paceline.report.run import PHASES, RankLog, RunData
-from paceline.runs.console import remove_controls
+from paceline.runs.console import remove_control_characters
 from paceline.runs.events import Evaluated, TracedStep
 from paceline.runs.machine import NodeUtilization
 
@@ -64,7 +64,7 @@ def select_rows_to_draw(xs: Sequence[float], ys: Sequence[float]) -> list[int]:
 def make_line_trace(name: str, axes: Sequence[Sequence[float]], ys: Sequence[float], style: int = 0) -> dict[str, Any]:
     rows = select_rows_to_draw(axes[0], ys)
     trace: dict[str, Any] = {
-        "name": remove_controls(name)[:80], "colour": COLOURS[style % len(COLOURS)],
+        "name": remove_control_characters(name)[:80], "colour": COLOURS[style % len(COLOURS)],
         "dash": DASHES[style // len(COLOURS) % len(DASHES)], "y": [round_for_figure(ys[row]) for row in rows],
     }  # fmt: skip
     return trace | {f"x{number}": [round_for_figure(axis[row]) for row in rows] for number, axis in enumerate(axes)}
@@ -143,7 +143,7 @@ def _scores(runs: Sequence[RunData]) -> Iterable[Figure]:
                 run.name if len(runs) > 1 else metric, axes, [e.metrics[metric] for _, e in scores], number
             )
             traces.append(trace | {"markers": True})
-        label = remove_controls(f"{split} {metric}")[:60]
+        label = remove_control_characters(f"{split} {metric}")[:60]
         if traces:
             yield Figure(f"score-{index}", label.capitalize(),
                          f"The {label} of each evaluation.", traces, y=label, axes=AXES)  # fmt: skip
@@ -312,7 +312,7 @@ def _step_timeline_drawing(run: RunData, steps: dict[int, TracedStep]) -> Iterat
             latest = max(at, ends[0] if ends else _trace_end_seconds(trace))
             seconds = min(duration, latest - at) if duration >= 0 else latest - at
             details = f"{size / 1e6:,.3f} MB, {_ms(duration) if duration >= 0 else 'end unknown'}"
-            label, is_control = remove_controls(name)[:60], _is_control_collective(name, size)
+            label, is_control = remove_control_characters(name)[:60], _is_control_collective(name, size)
             calls.append((label, is_control, (offset + at) / span, seconds / span, details))
         lanes.append({"rank": rank, "phases": phases, "calls": calls})
     caption = "The phases of each rank, with its collectives below." if run.world_size > 1 else "Its phases."

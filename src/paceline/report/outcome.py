@@ -11,7 +11,7 @@ from paceline.report import step_parts
 from paceline.report.figures import COLOURS, Figure
 from paceline.report.run import RankLog, RunData, pick_evenly
 from paceline.report.step_parts import PhaseSeconds, StepParts
-from paceline.runs.console import remove_controls
+from paceline.runs.console import remove_control_characters
 from paceline.runs.events import Checkpointed, Ended, Evaluated, Notice, RolledBack, Skipped
 from paceline.runs.summary import format_metrics
 
@@ -79,7 +79,8 @@ def run_events(run: RunData) -> list[tuple[float, str, str]]:
     if ended and run.newest_start and ended[-1] >= run.newest_start.unix_time:
         events.append((ended[-1], "end", run.state or "ended"))
     return [
-        (at - began, kind, remove_controls(text)[:400]) for at, kind, text in sorted(events, key=lambda event: event[0])
+        (at - began, kind, remove_control_characters(text)[:400])
+        for at, kind, text in sorted(events, key=lambda event: event[0])
     ]
 
 
@@ -139,7 +140,10 @@ def restart_summary(run: RunData) -> str:
 
 def root_failures(run: RunData) -> list[tuple[str, str]]:
     causes = [failure for failure in run.failures if not failure.victim] or run.failures
-    return [(f"rank {f.rank} ({remove_controls(f.host)})", remove_controls(f.message or f.type)) for f in causes[:20]]
+    return [
+        (f"rank {f.rank} ({remove_control_characters(f.host)})", remove_control_characters(f.message or f.type))
+        for f in causes[:20]
+    ]
 
 
 def failure_remedies(run: RunData) -> list[str]:
@@ -174,7 +178,7 @@ def find_bottleneck(run: RunData) -> Bottleneck:
     if len(steps) < 2:
         return Bottleneck(f"Too few steps to analyze its speed: the first {WARM_UP} are warm-up.")
     spent = step_parts.RecordedSteps(steps=steps, mean_global_batch=1.0, hosts=run.hosts)
-    parts = step_parts.split_step(spent)
+    parts = step_parts.split_step_time(spent)
     between = sum(s.between for step in steps for s in step.values()) / len(steps) / size
     total = parts.step or 1e-9
     shares = {
@@ -190,7 +194,7 @@ def find_bottleneck(run: RunData) -> Bottleneck:
 
 def _common_steps(logs: Sequence[RankLog]) -> list[dict[int, PhaseSeconds]]:
     """Some steps that all ranks of the newest start have recorded after the warm-up, if possible consecutive ones."""
-    rows = step_parts.common_rows(logs, logs[0].start_events[-1].start_step + WARM_UP)
+    rows = step_parts.rows_by_common_step(logs, logs[0].start_events[-1].start_step + WARM_UP)
     follow = [n for n, of in rows.items() if all(log.steps.follows[row] for log, row in zip(logs, of, strict=True))]
     numbers = pick_evenly(follow or [*rows], min(MAX_STEPS, MAX_SPENT // len(logs)))
     return [step_parts.phase_seconds_by_rank(logs, rows[number]) for number in numbers]

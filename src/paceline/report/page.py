@@ -20,7 +20,7 @@ from paceline.report.analysis import log_figures
 from paceline.report.figures import Drawing, Figure
 from paceline.report.outcome import Bottleneck
 from paceline.report.run import RunData
-from paceline.runs.console import format_duration, format_timestamp, remove_controls
+from paceline.runs.console import format_duration, format_timestamp, remove_control_characters
 from paceline.runs.summary import Summary, format_metrics
 from paceline.runs.utilization import explain_mfu, goodput
 
@@ -115,7 +115,7 @@ def _sections(runs: Sequence[RunData], bottleneck: Bottleneck, drawings: Sequenc
 
 def _page_title(run: RunData) -> str:
     task = str(run.settings.get("task") or "").rpartition("/")[2]
-    return f"{run.name}: {remove_controls(task)[:80]}" if task and task not in run.name else run.name
+    return f"{run.name}: {remove_control_characters(task)[:80]}" if task and task not in run.name else run.name
 
 
 def _header_values(run: RunData, bottleneck: Bottleneck) -> dict[str, Any]:
@@ -150,7 +150,11 @@ def _template(name: str) -> str:
 def _cell(value: Any) -> str:
     if value is None:
         return "-"
-    text = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else remove_controls(str(value))
+    text = (
+        f"{value:,}"
+        if isinstance(value, int) and not isinstance(value, bool)
+        else remove_control_characters(str(value))
+    )
     return text if len(text) <= MAX_CELL_CHARS else f"{text[: MAX_CELL_CHARS - 3]}..."
 
 
@@ -212,9 +216,9 @@ def settings_tables(run: RunData) -> Iterable[Table]:
 def repeat_command(run: RunData) -> str:
     folder, versions = shlex.quote(str(run.folder)), run.environment
     names = [name for name in ("paceline", "torch", "python") if name in versions]
-    about = ", ".join(f"{name} {remove_controls(str(versions[name]))[:60]}" for name in names)
+    about = ", ".join(f"{name} {remove_control_characters(str(versions[name]))[:60]}" for name in names)
     sha256 = run.summary.weights_sha256 if run.summary else None
-    digest = f"\n# weights: sha256 {remove_controls(sha256)}" if sha256 else ""
+    digest = f"\n# weights: sha256 {remove_control_characters(sha256)}" if sha256 else ""
     command = f"paceline train --config {folder}/config.toml --run-dir runs/again"
     if (task := str(run.settings.get("task", ""))) == "session" or task.endswith(".py"):  # `train` starts no script
         command = f"paceline status {folder}"

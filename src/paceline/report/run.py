@@ -18,7 +18,7 @@ from paceline.errors import PacelineError, UsageError
 from paceline.guard.report import DiagnosisRecord, read_diagnosis
 from paceline.protocol.evidence import Failure
 from paceline.runs.attempt import ScriptNotice, read_notices
-from paceline.runs.console import remove_controls
+from paceline.runs.console import remove_control_characters
 from paceline.runs.events import (
     Ended,
     Event,
@@ -171,7 +171,7 @@ class RunData:
 
     @property
     def name(self) -> str:
-        return remove_controls(self.folder.name)[:120] or str(self.folder)
+        return remove_control_characters(self.folder.name)[:120] or str(self.folder)
 
     @property
     def first_rank_log(self) -> RankLog | None:
@@ -267,10 +267,10 @@ def _read_starts(run: RunData) -> None:
 
 def _align_clocks(run: RunData) -> None:
     """Convert all times to node 0's clock, for hosts with a known clock offset."""
-    ahead = {remove_controls(run.machines[node][-1].host): clock.ahead_seconds
+    ahead = {remove_control_characters(run.machines[node][-1].host): clock.ahead_seconds
              for node, clock in run.clock_offsets.items() if run.machines.get(node)}  # fmt: skip
     for log in run.ranks.values():
-        offset = ahead.get(remove_controls(log.start_events[-1].host), 0.0) if log.start_events else 0.0
+        offset = ahead.get(remove_control_characters(log.start_events[-1].host), 0.0) if log.start_events else 0.0
         if offset:
             log.steps.ended = array("d", (at - offset for at in log.steps.ended))
             log.traced = {n: msgspec.structs.replace(t, unix_time=t.unix_time - offset) for n, t in log.traced.items()}
@@ -284,7 +284,7 @@ def _recording_errors(run: RunData, part: str) -> Generator[None]:
         pass
     except (OSError, PacelineError, ValueError) as error:
         if len(run.unreadable_parts) < MAX_MISSING:
-            run.unreadable_parts.append(f"{part}: {remove_controls(str(error))[:MAX_CHARS]}")
+            run.unreadable_parts.append(f"{part}: {remove_control_characters(str(error))[:MAX_CHARS]}")
 
 
 def _flat(table: dict[str, Any]) -> dict[str, Any]:

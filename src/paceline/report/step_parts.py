@@ -70,7 +70,7 @@ class StepParts:
     """Seconds in all steps, by the rank that waited and the slowest rank of the step, for which it waited."""
 
 
-def common_rows(logs: Sequence[RankLog], after: int) -> dict[int, list[int]]:
+def rows_by_common_step(logs: Sequence[RankLog], after: int) -> dict[int, list[int]]:
     rows = [{log.steps.step[row]: row for row in log.valid_rows if log.steps.step[row] > after} for log in logs]
     return {step: [of[step] for of in rows] for step in sorted(set(rows[0]).intersection(*rows[1:]))}
 
@@ -95,11 +95,11 @@ def _phase_seconds(log: RankLog, row: int) -> PhaseSeconds:
     return PhaseSeconds(**{**phases, "optimizer": earlier}, seconds=seconds, between=between)
 
 
-def split_step(run: RecordedSteps, backward_per_forward: float | None = None) -> StepParts:
+def split_step_time(run: RecordedSteps, backward_to_forward_ratio: float | None = None) -> StepParts:
     """Split the mean step of `run`. The ratio is that of a backward without waiting to a forward; None if unknown."""
     ranks = sorted(run.hosts)
     mean = _means(run, ranks)
-    alone = {rank: _unwaited_backward_seconds(mean[rank], backward_per_forward) for rank in ranks}
+    alone = {rank: _unwaited_backward_seconds(mean[rank], backward_to_forward_ratio) for rank in ranks}
     work = [{rank: _work(step[rank], alone[rank]) for rank in ranks} for step in run.steps]
     sync = [{rank: step[rank].sync + step[rank].backward - _backward_work(step[rank], alone[rank]) for rank in ranks}
             for step in run.steps]  # fmt: skip
@@ -125,7 +125,7 @@ def split_step(run: RecordedSteps, backward_per_forward: float | None = None) ->
     )
 
 
-def backward_per_forward(run: RecordedSteps) -> float:
+def backward_to_forward_ratio(run: RecordedSteps) -> float:
     means = _means(run, sorted(run.hosts)).values()
     forward = sum(rank_means["forward"] for rank_means in means)
     return sum(rank_means["backward"] for rank_means in means) / forward if forward > 0 else 0.0

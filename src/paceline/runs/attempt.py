@@ -19,7 +19,7 @@ import msgspec
 from msgspec.structs import replace
 
 from paceline.runs import writing
-from paceline.runs.console import remove_controls
+from paceline.runs.console import remove_control_characters
 from paceline.runs.owners import open_file
 from paceline.runs.reading import read_json_if_readable, read_lines
 
@@ -73,7 +73,7 @@ class NodesStatus(msgspec.Struct, frozen=True):
             nodes = [node for node in self.all if node.state == state]
             hosts = [node.host + (f" ({node.words[:MAX_NODE_CHARS]})" if node.words else "") for node in nodes]
             groups += [f"{state}: {', '.join(hosts)}"] if hosts else []
-        return remove_controls("; ".join(groups))
+        return remove_control_characters("; ".join(groups))
 
 
 def write_nodes(attempt_dir: Path, nodes: NodesStatus) -> None:
@@ -104,7 +104,7 @@ def read_notices(attempt_dir: Path) -> Iterator[ScriptNotice]:
         for _, line in zip(range(MAX_NOTICES), read_lines(attempt_dir / NOTICES), strict=False):
             with suppress(msgspec.MsgspecError):
                 notice = msgspec.json.decode(line, type=ScriptNotice)
-                yield replace(notice, words=remove_controls(notice.words)[:MAX_NOTICE_CHARS])
+                yield replace(notice, words=remove_control_characters(notice.words)[:MAX_NOTICE_CHARS])
 
 
 def times_path(log: Path) -> Path:

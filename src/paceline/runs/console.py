@@ -31,16 +31,16 @@ MAX_NAMES = 24  # in a list
 def print_to_stderr(text: str) -> None:
     """Write to stderr without control sequences. Raises no error, because the terminal may be closed."""
     with suppress(OSError):
-        data = strip_controls(f"{text}\n".encode(errors="replace"))
+        data = strip_control_sequences(f"{text}\n".encode(errors="replace"))
         while data:
             data = data[os.write(2, data) :]
 
 
-def escape_controls(json: str) -> str:
+def escape_control_characters(json: str) -> str:
     return re.sub("[\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]", lambda m: f"\\u{ord(m[0]):04x}", json)
 
 
-def remove_controls(text: str) -> str:
+def remove_control_characters(text: str) -> str:
     return CONTROL.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
 
 
@@ -57,14 +57,14 @@ def final_line_state(line: str) -> str:
     return drawn[-1] if drawn else ""
 
 
-def strip_controls(data: bytes) -> bytes:
+def strip_control_sequences(data: bytes) -> bytes:
     """`data` without control sequences except colours and \\r. Removes also sequences that a removal creates."""
     while (shorter := CONTROL_BYTES.sub(b"", data)) != data:
         data = shorter
     return data
 
 
-class LiveFilter:
+class TerminalOutputFilter:
     """Filters a stream of bytes for a terminal: text, colours, and \\r, with which progress bars are drawn, pass.
 
     A sequence may be split between reads. The filter keeps its beginning until it is complete or too long.
@@ -78,7 +78,7 @@ class LiveFilter:
         data = self._held + data
         cut = INCOMPLETE_SEQUENCE.search(data)
         self._held = data[cut.start() :] if cut is not None and len(data) - cut.start() < MAX_SEQUENCE_BYTES else b""
-        shown = strip_controls(data[: len(data) - len(self._held)])
+        shown = strip_control_sequences(data[: len(data) - len(self._held)])
         if shown.endswith(b"\xc2"):  # a sequence between it and the next byte was removed
             shown, self._held = shown[:-1], b"\xc2" + self._held
         return shown
@@ -93,7 +93,7 @@ def table_console(width: int = 132) -> Console:
 
 def print_text(console: Console, text: str, style: str = "") -> None:
     """Print text that may have any content: without control sequences and markup, in lines of any length."""
-    console.print(remove_controls(text), style=style, markup=False, soft_wrap=True)
+    console.print(remove_control_characters(text), style=style, markup=False, soft_wrap=True)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -127,7 +127,7 @@ def format_duration(seconds: float) -> str:
 
 
 def shorten(text: str, most: int) -> str:
-    line = " ".join(remove_controls(text[: 4 * most]).split())
+    line = " ".join(remove_control_characters(text[: 4 * most]).split())
     return line if len(line) <= most else f"{line[: max(0, most - 1)]}…"
 
 

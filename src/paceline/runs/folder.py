@@ -10,7 +10,7 @@ from pathlib import Path
 from paceline.errors import TrainingError, UsageError
 from paceline.runs import writing
 from paceline.runs.owners import check_owned_by_us
-from paceline.runs.reading import is_file, is_folder, list_folders, list_names, read_file, real_path, symlinks
+from paceline.runs.reading import is_file, is_folder, list_folders, list_names, list_symlinks, read_file, real_path
 
 CONFIG = "config.toml"
 SUMMARY = "summary.json"
@@ -48,7 +48,7 @@ def _check_private(run_dir: Path, *, trust: bool) -> None:
     if not trust:
         check_owned_by_us(run_dir)
     for folder in (run_dir, run_dir / CHECKPOINTS):
-        if links := symlinks(folder):
+        if links := list_symlinks(folder):
             raise UsageError(code="run-dir-has-links", folder=folder, link=links[0])
     if not trust and is_folder(run_dir / CHECKPOINTS):
         check_owned_by_us(run_dir / CHECKPOINTS)
@@ -117,7 +117,10 @@ def _has_no_steps(run_dir: Path) -> bool:
 
 
 def create_attempt_dir(run_dir: Path, launched: Path | None = None) -> tuple[int, Path]:
-    """Create the folder of the next start. Returns its number, from 1, and path. `launched`: see `log_attempt_dir`."""
+    """Create the folder of the next start. Returns its number, from 1, and path.
+
+    `launched`: see `find_attempt_dir_with_logs`.
+    """
     numbers = [attempt_number(Path(name)) for name in list_names(run_dir)]
     number = 1 + max(*numbers, _fenced_attempt(run_dir), 0)
     if number > MAX_ATTEMPTS:
@@ -129,7 +132,7 @@ def create_attempt_dir(run_dir: Path, launched: Path | None = None) -> tuple[int
     return number, attempt_dir
 
 
-def log_attempt_dir(attempt_dir: Path) -> Path:
+def find_attempt_dir_with_logs(attempt_dir: Path) -> Path:
     """The attempt with the logs, errors and reports. For a session under `paceline launch`, that of the launch."""
     with suppress(OSError, ValueError):
         launched = Path(read_file(attempt_dir / LAUNCH_FILE, limit_bytes=10_000).decode())
@@ -139,9 +142,9 @@ def log_attempt_dir(attempt_dir: Path) -> Path:
 
 
 def attempt_dirs(run_dir: Path) -> dict[int, Path]:
-    """The folder of each start of a run, the newest last; see `log_attempt_dir`."""
+    """The folder of each start of a run, the newest last; see `find_attempt_dir_with_logs`."""
     paths = {attempt_number(Path(name)): run_dir / name for name in list_folders(run_dir)}
-    return {number: log_attempt_dir(paths[number]) for number in sorted(paths) if number}
+    return {number: find_attempt_dir_with_logs(paths[number]) for number in sorted(paths) if number}
 
 
 def _fenced_attempt(run_dir: Path) -> int:
@@ -185,7 +188,7 @@ def _make(folder: Path, *, exist_ok: bool) -> None:
         raise UsageError(code="run-dir-not-writable", folder=folder, strerror=error.strerror) from None
 
 
-def compile_cache() -> Path:
+def create_compile_cache_folder() -> Path:
     """The folder for code that torch and Triton compile, for all runs of this user. Creates it.
 
     torch compiles C++ for the processor of this machine, but its keys do not contain the processor. Several

@@ -126,7 +126,7 @@ def numbered_files(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
     return dict(sorted((int(match[1]), folder / match[0]) for match in matches if match))
 
 
-def symlinks(folder: Path) -> list[str]:
+def list_symlinks(folder: Path) -> list[str]:
     return _listed(folder, os.DirEntry.is_symlink)
 
 

@@ -24,7 +24,7 @@ ThinFunction = Callable[[list[bytes], list[bytes]], list[bytes]]
 """(older half of the lines, newer half) -> the lines that remain of the older half"""
 
 
-class LineFile:
+class JsonLinesFile:
     """Appends JSON lines to a file, each in one write. At the size limit, `thinned` reduces the older half."""
 
     def __init__(self, path: Path, limit_bytes: int, thinned: ThinFunction, *, sync: bool) -> None:
@@ -60,7 +60,7 @@ class LineFile:
         self._descriptor = -1
 
 
-class EventWriter(LineFile):
+class EventWriter(JsonLinesFile):
     def __init__(self, path: Path, *, limit_bytes: int = LIMIT_BYTES) -> None:
         super().__init__(path, limit_bytes, merge_steps, sync=True)
         self._open()
@@ -84,7 +84,7 @@ class EventWriter(LineFile):
         self._close()
 
 
-class BoundedWriter(LineFile):
+class BoundedWriter(JsonLinesFile):
     """Appends records from any thread. After an error it prints a warning once, and stops writing.
 
     Thinning drops every second record of the older half. After days, the file has all records of the last minutes, and

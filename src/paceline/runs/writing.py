@@ -70,7 +70,7 @@ def create_file(path: Path) -> int:
         return _make_private(os.open(name, NEW_FILE_FLAGS, FILE, dir_fd=parent), path)
 
 
-def write_new(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
+def write_new_file(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
     """Write a new file that survives a power failure. Returns its size, and the sha256 of the chunks.
 
     After an OSError (a full disk) a part of the file may remain.

@@ -34,7 +34,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def checks_arguments(function: Callable[P, T], where: str) -> Callable[P, T]:
+def with_argument_checks(function: Callable[P, T], where: str) -> Callable[P, T]:
     """Raise an error for an unknown keyword, or a value that the annotation or MIN_ARGUMENT_VALUES does not allow."""
     positions = [*inspect.signature(function).parameters]
     names = [name for name in positions if name != "self"]

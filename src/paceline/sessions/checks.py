@@ -22,7 +22,7 @@ from paceline.data.fingerprint import UNSTABLE_DATASET_TEXT
 from paceline.errors import UsageError
 from paceline.rank.world import World
 from paceline.seeding import preserve_generator_states
-from paceline.sessions.containers import instances
+from paceline.sessions.containers import find_instances
 from paceline.sessions.loader import Loader
 from paceline.sessions.prepared import COMPARED_VALUE_NAMES, parameters_error
 from paceline.sessions.session_step import LoopPosition, SessionStep
@@ -42,7 +42,7 @@ class LoopChecks:
         self._world, self._state, self._step, self._position, self._order = world, state, step, position, order
         self._fingerprints: dict[int, tuple[Any, dict[str, Any], int | None]] = {}
         """(dataset, fingerprint, probe) by id of the dataset, after the comparison over ranks"""
-        self._foreign_tensors = ForeignTensors()
+        self._foreign_tensors = UnpreparedTensors()
         order.explain, order.names = self._explain, self._compared_names
         step.tensor_hooks = tensor_hooks = TensorHookTracker()
         self._hooks = [
@@ -188,7 +188,7 @@ class LoopChecks:
             raise report_on_one_rank(UsageError(code="weights-not-of-targets", what=counts), self._world)
 
 
-class ForeignTensors:
+class UnpreparedTensors:
     """The tensors outside of prepared models on which losses depend, in two consecutive steps."""
 
     def __init__(self) -> None:
@@ -208,11 +208,11 @@ class ForeignTensors:
 
     def keep(self, leaves: Sequence[Tensor]) -> None:
         self._seen = {id(leaf): (weakref.ref(leaf), leaf._version) for leaf in leaves}  # pyright: ignore[reportPrivateUsage]
-        tensors = instances(Tensor) if leaves else []
+        tensors = find_instances(Tensor) if leaves else []
         others = (t for t in tensors if t.requires_grad and t.is_leaf and id(t) not in self._seen)
         self._others = {id(tensor): weakref.ref(tensor) for tensor in others}
 
 
-def check_no_scaler(code: str) -> None:
-    if any(scaler.is_enabled() for scaler in instances(torch.amp.GradScaler)):
+def check_no_grad_scaler(code: str) -> None:
+    if any(scaler.is_enabled() for scaler in find_instances(torch.amp.GradScaler)):
         raise UsageError(code=code)

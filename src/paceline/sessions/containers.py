@@ -29,7 +29,7 @@ class TensorContainer:
     @property
     def is_unreferenced(self) -> bool:
         """Whether only the session refers to the container or a tensor of it, so the loop can no longer change it."""
-        parts = [*elements_of(self.thing)]
+        parts = [*container_elements(self.thing)]
         if sys.getrefcount(self.thing) > 2:
             return False
         # references to a tensor: `parts`, the container, the name in the loop and the argument
@@ -85,7 +85,7 @@ class GeneratorStateAdapter:
         set_generator_state(self.thing, state["generator"])
 
 
-def elements_of(container: Any) -> Iterable[Any]:
+def container_elements(container: Any) -> Iterable[Any]:
     if issubclass(type(container), dict):
         return [*dict.values(container)]
     return [*container] if issubclass(type(container), (list, tuple)) else []
@@ -113,7 +113,7 @@ def tensors_of(models: Iterable[torch.nn.Module]) -> Iterator[Tensor]:
         yield from model.buffers()
 
 
-def instances(kind: type) -> list[Any]:
+def find_instances(kind: type) -> list[Any]:
     """All instances of a class in this process, including objects that are frozen for forks. Takes about 0.1 s."""
     classes = [kind]
     for cls in classes:

@@ -13,10 +13,10 @@ from paceline.checkpoint.resume import find_resume_point, lock_run_folder
 from paceline.collectives.communicator import make_communicator
 from paceline.collectives.control import check_equal, raise_on_all_ranks, report_on_one_rank
 from paceline.compute.flops import Utilization
-from paceline.config.choices import steps_or_seconds, untested_torch_notice
+from paceline.config.choices import parse_checkpoint_interval, untested_torch_notice
 from paceline.config.definition import check_same_definition
 from paceline.config.strategies import check_can_audit, check_can_balance
-from paceline.data.workers import name_lost_workers
+from paceline.data.workers import explain_lost_workers
 from paceline.errors import PacelineError, UsageError
 from paceline.protocol.balance import AUTO
 from paceline.protocol.control import WorkerSpec, restart_count
@@ -57,7 +57,7 @@ class SessionRun:
         enter = self._stack.enter_context
         world = World.from_env(device=config.device, backend=config.backend)
         self.world = world = enter(process_group(world, timeout_seconds=config.timeout))
-        enter(name_lost_workers(self.guard.page, world.rank))
+        enter(explain_lost_workers(self.guard.page, world.rank))
         place = None
         if config.run_dir is not None:
             folder = Path(config.run_dir)
@@ -97,7 +97,7 @@ class SessionRun:
         self.definition: dict[str, Any] = own | config.strategy_arguments  # the arguments that define the result
         others = {"resume": config.resume, "threads": config.threads, "precision": config.precision}
         check_equal("session settings", self.definition | others, world)
-        every = steps_or_seconds(config.checkpoint_every)
+        every = parse_checkpoint_interval(config.checkpoint_every)
         policy = CheckpointPolicy(config.check_replicas_every, 10**9, *every, keep=config.keep_checkpoints)
         self.progress = TrainingProgress(place, origin, world, policy, config.not_finite, lambda line: self.print(line))
         self.progress.use = Utilization(world, config.peak_tflops)
@@ -135,7 +135,7 @@ def check_balance(balance: str, config: SessionConfig, virtual_ranks: int, world
 open_sessions: list[Any] = []  # of class Session, which imports this module
 
 
-def close_all(error: BaseException | None = None) -> None:
+def close_all_sessions(error: BaseException | None = None) -> None:
     while open_sessions:
         open_sessions.pop().close(error)
 
@@ -152,7 +152,7 @@ def install_exit_hooks() -> None:
             error = next(
                 (explanation for session in open_sessions if (explanation := session.explain_error(error))), error
             )
-            close_all(error)
+            close_all_sessions(error)
         use_argument_names(error)
         if isinstance(error, PacelineError):
             sys.stderr = sys.__stderr__
@@ -171,7 +171,7 @@ def install_exit_hooks() -> None:
         sys.exit = noted_exit
     hook.of_paceline = True  # pyright: ignore[reportAttributeAccessIssue]
     sys.excepthook = hook
-    if not getattr(close_all, "is_registered", False):
-        close_all.is_registered = True  # pyright: ignore[reportFunctionMemberAccess]
+    if not getattr(close_all_sessions, "is_registered", False):
+        close_all_sessions.is_registered = True  # pyright: ignore[reportFunctionMemberAccess]
         # before Python waits for threads: later no thread can start, and the end of a checkpoint starts one
-        threading._register_atexit(close_all)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+        threading._register_atexit(close_all_sessions)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]

@@ -14,13 +14,13 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from paceline.collectives.control import all_gather_object, check_equal, report_on_one_rank
-from paceline.data.fingerprint import data_fingerprint, hash_of_probes
+from paceline.data.fingerprint import data_fingerprint, hash_probe_samples
 from paceline.data.loader import (
     LoadingOptions,
     MicroBatch,
-    index_of_largest,
-    load_again,
+    index_of_largest_sample,
     load_dummy_batch,
+    load_micro_batch_for_audit,
     load_planned_batches,
 )
 from paceline.data.plan import BatchPlan, MicroBatchPlan, plan_rank_micro_batches
@@ -88,7 +88,7 @@ class Loader:
 
     def dummy_batches(self, share: range) -> Callable[[int], MicroBatch]:
         with preserve_generator_states():
-            index = index_of_largest(self.dataset, self.plan.seed, self.loading)
+            index = index_of_largest_sample(self.dataset, self.plan.seed, self.loading)
 
         def load(size: int) -> MicroBatch:
             with preserve_generator_states():
@@ -127,7 +127,7 @@ class Loader:
 
     def data_checksum(self) -> int:
         """A checksum of its length and a few samples. It changes if the loop changes the dataset."""
-        return zlib.crc32(f"{len(self.dataset)} {hash_of_probes(self.dataset, self.loading)}".encode())  # pyright: ignore[reportArgumentType]
+        return zlib.crc32(f"{len(self.dataset)} {hash_probe_samples(self.dataset, self.loading)}".encode())  # pyright: ignore[reportArgumentType]
 
     def draw_epoch_plan(
         self, world: World, saved_position: dict[str, Any] | None, start: int = 0, *, is_training: bool = False
@@ -210,7 +210,7 @@ class Loader:
                 yield [_with_count(batch) for batch in step] if is_counted else step
 
     def load_again(self, plan: BatchPlan, epoch: int, step: int, virtual_rank: int) -> MicroBatch | None:
-        batch = load_again(self.dataset, self._counting(), plan, epoch, step, virtual_rank)
+        batch = load_micro_batch_for_audit(self.dataset, self._counting(), plan, epoch, step, virtual_rank)
         return batch if batch is None or self.loading.collate is None else _with_count(batch)
 
     def _counting(self) -> LoadingOptions:

@@ -24,7 +24,7 @@ from paceline.runs import folder as run_folder
 from paceline.runs.progress import ProgressRecord, ProgressWriter
 from paceline.seeding import GeneratorStates, preserve_generator_states
 from paceline.sessions.arguments import SessionConfig, use_argument_names
-from paceline.sessions.checks import LoopChecks, check_no_scaler
+from paceline.sessions.checks import LoopChecks, check_no_grad_scaler
 from paceline.sessions.lifecycle import SessionRun
 from paceline.sessions.loader import Loader
 from paceline.sessions.order import global_random_states, restore_global_random_states
@@ -68,10 +68,10 @@ class TrainingLoop:
         self.step.notes, self.step.saves, self.step.observer = state.notes, state.saves, run.observer
         self.step.loss_scale = make_loss_scale(run.precision)
         if config.audit_every is not None and run.observer is None and run.world.size > 1:
-            from paceline.stepping.audit import Audits
+            from paceline.stepping.audit import StepAuditor
 
             save = partial(progress.save_before_stop, partial(self._checkpoint_values, run.world))
-            self.step.audits = Audits(
+            self.step.audits = StepAuditor(
                 config.audit_every, run.world, run.virtual_ranks, config.on_audit, save, run.print
             )
         self.position = LoopPosition(*(saved.get("where", {}).get(name, 0) for name in POSITION_KEYS))
@@ -224,15 +224,15 @@ class TrainingLoop:
 
         `numbers`: before the repeated body, after it, after the body that counts; fewer if no body was repeated.
         """
-        from paceline.sessions.unsaved import counted_numbers
+        from paceline.sessions.unsaved import find_counted_numbers
 
         with raise_on_all_ranks(self._run.world):
-            if len(numbers) > 2 and (names := counted_numbers(*numbers[:3])):
+            if len(numbers) > 2 and (names := find_counted_numbers(*numbers[:3])):
                 raise UsageError(code="audit-counted", names=names)
 
     def _split(self, loader: Loader) -> Generator[Any]:
         """Run the loop body on dummy batches, to find the largest micro-batch that fits (a collective)."""
-        from paceline.sessions.unsaved import counted_numbers, counting_iterators
+        from paceline.sessions.unsaved import find_counted_numbers, find_counting_iterators
         from paceline.train.memory import MicroBatchSearch
 
         run, state, plan = self._run, self._state, loader.plan
@@ -246,7 +246,7 @@ class TrainingLoop:
         gather = partial(all_gather_object, world=run.world)
         self.search = search = MicroBatchSearch([part.replica for part in state.models], run.world, portion, gather)
         load, self.in_trial = loader.dummy_batches(run.share), True
-        if iterators := counting_iterators(sys._getframe(1)):  # pyright: ignore[reportPrivateUsage]
+        if iterators := find_counting_iterators(sys._getframe(1)):  # pyright: ignore[reportPrivateUsage]
             with raise_on_all_ranks(run.world):
                 raise UsageError(code="micro-batch-in-iterator", names=", ".join(iterators))
         numbers = [_counters()]
@@ -262,7 +262,7 @@ class TrainingLoop:
             self.in_trial = False
             self._page.enter(Phase.USER)
         with raise_on_all_ranks(run.world):
-            if names := counted_numbers(*numbers):  # the loop would train with them
+            if names := find_counted_numbers(*numbers):  # the loop would train with them
                 found = search.accumulation
                 raise UsageError(code="micro-batch-trial-counted", names=", ".join(names), accumulation=found)
         loader.split(search.accumulation)
@@ -370,23 +370,25 @@ class TrainingLoop:
             run.print(audit_line(config.audit_every, run.world))
         models = [model for part in state.models for model in (part.replica.model, part.replica.module)]
         if run.observer is None and progress.use.given and not config.is_exact:
-            from paceline.compute.flops import can_count
+            from paceline.compute.flops import can_count_flops
 
-            self.step.flop_counter = progress.use.count if can_count(models) else None
+            self.step.flop_counter = progress.use.count if can_count_flops(models) else None
         state.check_saveable()
         is_sharded = any(part.replica.sharded for part in state.models)
         if run.precision == "fp16":
-            check_no_scaler("loss-scaled-twice")
+            check_no_grad_scaler("loss-scaled-twice")
         elif plan.virtual_ranks > run.world.size or plan.accumulation > 1 or is_sharded:
-            check_no_scaler("grad-scaler")  # it needs whole gradients after each backward
+            check_no_grad_scaler("grad-scaler")  # it needs whole gradients after each backward
         if (place := progress.place) is not None:
             progress.place = replace(place, definition=definition)
             if place.attempt_dir is not None:
                 settings = {"task": config.program_name, **run.definition, **batch, "epochs": self._epochs or 1}
                 run_folder.move_summary_to_attempt(place.folder, place.attempt)
-                from paceline.config.settings import dump_set_values  # most sessions have no folder
+                from paceline.config.settings import dump_settings_that_are_set  # most sessions have no folder
 
-                run_folder.write_settings(place.folder, dump_set_values(settings | config.settings_outside_definition))
+                run_folder.write_settings(
+                    place.folder, dump_settings_that_are_set(settings | config.settings_outside_definition)
+                )
         progress.open_run(
             state.models, plan, run.share, self._facts,
             listed=plan.own_order, report_to=config.report_to, others=state.registered_tensors,
@@ -606,17 +608,17 @@ class EvaluationLoop:
 
 def _counters() -> dict[str, float]:
     """The numbers of the user's loop around the generator that calls this function."""
-    from paceline.sessions.unsaved import counters
+    from paceline.sessions.unsaved import find_user_numbers
 
-    return counters(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
+    return find_user_numbers(sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
 
 
 def _check_micro_batches_not_counted() -> None:
     """Raise an error if the loop around the generator that calls this function takes a number of micro-batches."""
-    from paceline.sessions.unsaved import counting_iterators, next_calls
+    from paceline.sessions.unsaved import find_counting_iterators, find_next_call
 
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-    if counting := next_calls(frame) or {*counting_iterators(frame)} & {"islice", "zip"}:
+    if counting := find_next_call(frame) or {*find_counting_iterators(frame)} & {"islice", "zip"}:
         raise UsageError(code="micro-batches-counted", how=", ".join(sorted(counting)))
 
 

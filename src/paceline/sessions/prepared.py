@@ -31,15 +31,15 @@ from paceline.sessions.session_step import SessionStep, is_mode_dependent
 from paceline.sessions.sharded_tensors import ShardedGradientPlaceholder, distribute_like, local_shard
 from paceline.stepping.trained_model import ModelInTraining
 from paceline.strategies.base import Strategy
-from paceline.strategies.optimizer_state import load_states, optimizer_shards, saved_state
+from paceline.strategies.optimizer_state import optimizer_shards, read_saved_parameter_state, set_parameter_states
 from paceline.strategies.optimizers import OptimizerSequence
 from paceline.strategies.validation import check_optimizer_parameters
 from paceline.train.json_values import (
     as_json,
     from_json,
-    group_settings,
     load_optimizer_json_state,
     optimizer_json_state,
+    param_group_settings,
     restore_type,
 )
 
@@ -65,7 +65,7 @@ class PreparedOptimizer:
         self.part, self.optimizer, self.scheduler, self.number = part, optimizer, scheduler, number
         self._update, self._clear, self._add_group = optimizer.step, optimizer.zero_grad, optimizer.add_param_group
         optimizer.step, optimizer.zero_grad, optimizer.add_param_group = self._step, self._zero_grad, self._add
-        self._given = as_json(group_settings(optimizer))  # the settings of the script
+        self._given = as_json(param_group_settings(optimizer))  # the settings of the script
         self.groups: list[dict[str, Any]] = []  # groups of the checkpoint that the script has not added yet
         self._extra: list[str] = [key for key in optimizer.state_dict() if key not in ("state", "param_groups")]
         if scheduler is not None:
@@ -380,14 +380,14 @@ class PreparedModel(ModelInTraining):
         if not self.replica.sharded:
             trained = {id(p) for opt in self.optimizers for p in opt.parameters}
             for name, parameter in self.replica.model.named_parameters():
-                if id(parameter) not in trained and (state := saved_state(source, name)):
+                if id(parameter) not in trained and (state := read_saved_parameter_state(source, name)):
                     self._waiting_state[name] = state
 
     def load_pending_optimizer_state(self, optimizer: Any, parameters: Sequence[nn.Parameter]) -> None:
         """Restore the state of a checkpoint for parameters that an optimizer trains from now on."""
         parameter_ids = {id(parameter) for parameter in parameters}
         named = {name: p for name, p in self.replica.model.named_parameters() if id(p) in parameter_ids}
-        load_states(named, optimizer, {name: self._waiting_state.pop(name, {}) for name in named})
+        set_parameter_states(named, optimizer, {name: self._waiting_state.pop(name, {}) for name in named})
 
     def json_state(self) -> dict[str, Any]:
         """The rest of its state, as JSON: the state of its optimizers and schedulers without tensors."""

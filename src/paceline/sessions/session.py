@@ -37,7 +37,7 @@ from paceline.data.loader import LoadingOptions
 from paceline.data.plan import LastBatch
 from paceline.errors import UsageError
 from paceline.seeding import preserve_generator_states
-from paceline.sessions.arguments import SessionConfig, checks_arguments
+from paceline.sessions.arguments import SessionConfig, with_argument_checks
 from paceline.sessions.construction import (
     OptimizerLike,
     OptimizersLike,
@@ -205,7 +205,7 @@ class Session:
             raise UsageError(code="registered-too-late")
         self._state.register(name, thing, saved=saved)
 
-    @partial(checks_arguments, where="s.loader()")
+    @partial(with_argument_checks, where="s.loader()")
     def loader(
         self,
         data: Dataset[Any] | DataLoader[Any] | Iterable[Any],
@@ -610,7 +610,7 @@ class Session:
         self._loop.close(error)
 
 
-@partial(checks_arguments, where="session()")
+@partial(with_argument_checks, where="session()")
 def session(
     run_dir: str | os.PathLike[str] | None = None,
     *,

@@ -18,7 +18,7 @@ from paceline.rank.world import World
 from paceline.sessions.containers import (
     GeneratorStateAdapter,
     TensorContainer,
-    instances,
+    find_instances,
     storage_addresses,
     tensors_of,
 )
@@ -142,7 +142,7 @@ class SessionState:
         prepared = {id(part.optimizer) for part in optimizers}
 
         def has_unknown() -> bool:
-            schedulers = (scheduler for scheduler in instances(LRScheduler) if id(scheduler) not in known_ids)
+            schedulers = (scheduler for scheduler in find_instances(LRScheduler) if id(scheduler) not in known_ids)
             return any(id(vars(scheduler).get("optimizer")) in prepared for scheduler in schedulers)
 
         if has_unknown() and (gc.collect() or True) and has_unknown():  # the first may be garbage

@@ -27,8 +27,8 @@ from paceline.collectives.checksum import checksum
 from paceline.errors import UsageError
 from paceline.rank.sites import LIBRARY, USER, code_owner
 from paceline.sessions.containers import (
-    elements_of,
-    instances,
+    container_elements,
+    find_instances,
     owns_storage,
     storage_address,
     storage_addresses,
@@ -88,7 +88,7 @@ class UnsavedStateSearch:
     def _search_modules(self, roots: list[nn.Module], known: list[Any]) -> None:
         objects = [obj for obj in (*roots, *known) if isinstance(obj, nn.Module)]
         known_modules = {id(module) for obj in objects for module in obj.modules()}
-        modules = (module for module in instances(nn.Module) if "_parameters" in vars(module))
+        modules = (module for module in find_instances(nn.Module) if "_parameters" in vars(module))
         others = [module for module in modules if id(module) not in known_modules]
         for other in others:
             fingerprint, previous = _fingerprint(other), self._modules.get(id(other))
@@ -150,7 +150,7 @@ class UnsavedStateSearch:
         self._containers = containers
 
 
-def counters(frame: FrameType | None) -> dict[str, float]:
+def find_user_numbers(frame: FrameType | None) -> dict[str, float]:
     """The numbers in the user's variables and objects other than modules, and the steps of schedulers, by name."""
     roots = [*_names(frame)]
     objects = [(name, value) for name, value in _walk(roots) if not isinstance(value, nn.Module)]
@@ -166,7 +166,7 @@ def counters(frame: FrameType | None) -> dict[str, float]:
     return numbers
 
 
-def counted_numbers(before: dict[str, float], once: dict[str, float], twice: dict[str, float]) -> list[str]:
+def find_counted_numbers(before: dict[str, float], once: dict[str, float], twice: dict[str, float]) -> list[str]:
     """The numbers that a body, computed twice on the same samples, changes by the same amount or factor each time.
 
     So it counts or adds up. A number that it sets does not change in the second computation: the last loss, a learning
@@ -183,7 +183,7 @@ def _are_in_progression(a: float, b: float, c: float) -> bool:
     return is_sum or (a != 0 and b != 0 and isclose((b - a) / a, (c - b) / b, rel_tol=SAME_CHANGE))
 
 
-def counting_iterators(frame: FrameType) -> list[str]:
+def find_counting_iterators(frame: FrameType) -> list[str]:
     """The iterators of Python through which the user iterates over a running generator: enumerate, zip, islice, ..."""
     frames, outer_frame = {frame}, frame.f_back
     while outer_frame is not None and code_owner(outer_frame.f_code.co_filename) is not USER:
@@ -202,7 +202,7 @@ def counting_iterators(frame: FrameType) -> list[str]:
     return [name for name in found if name != GeneratorType.__name__]
 
 
-def next_calls(frame: FrameType) -> set[str]:
+def find_next_call(frame: FrameType) -> set[str]:
     """{"next"} if the user resumes a running generator by a call, also through other generators and iterators."""
     caller = frame.f_back
     while caller is not None:
@@ -275,10 +275,10 @@ def _is_users_file(module: str) -> bool:
 
 def _tensors(container: Any, limit: int) -> list[Tensor]:
     """The plain tensors in a container and in the containers inside it; empty if there are many more than `limit`."""
-    parts = elements_of(container)
+    parts = container_elements(container)
     tensors: list[Tensor] = []
     for part in parts if len([*parts]) <= MOST_PARTS + limit else ():
-        tensors += filter(owns_storage, elements_of(part) or [part])
+        tensors += filter(owns_storage, container_elements(part) or [part])
         if len(tensors) > 4 * limit:
             return []
     return tensors

@@ -37,7 +37,7 @@ COUNTED, REPEATED = 0, 1
 MEASURED_AUDITS = 3  # for the cost
 
 
-class Audits:
+class StepAuditor:
     """The audits of a training on this rank. All ranks make all calls at the same steps.
 
     Before its first audit each rank repeats one of its own micro-batches. If the bits differ, the body may not be

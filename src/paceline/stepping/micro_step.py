@@ -73,7 +73,7 @@ class MicroStep(Struct):
         return f"{len(self.weights)} backward and {len(self.stepped_optimizers)} optimizer.step()"
 
 
-class AveragedCount(Struct, frozen=True):
+class MeanDivisor(Struct, frozen=True):
     """What a mean was divided by."""
 
     count: float | Tensor
@@ -81,7 +81,7 @@ class AveragedCount(Struct, frozen=True):
     """whether torch counted targets, and the loop gave their weight; otherwise they may not belong to samples"""
 
 
-def check_mean(loss: Tensor, micro_step: MicroStep, *, has_weight: bool) -> AveragedCount | None:
+def find_mean_divisor(loss: Tensor, micro_step: MicroStep, *, has_weight: bool) -> MeanDivisor | None:
     """What the last functions of torch divided `loss` by; None if it is not known.
 
     Targets that are ignored do not count. With class weights it is the sum of the weights of the targets.
@@ -111,11 +111,11 @@ def check_mean(loss: Tensor, micro_step: MicroStep, *, has_weight: bool) -> Aver
     if is_mean and type(node).__name__ in TARGET_FUNCTIONS:
         count = _saved(node, "total_weight")
         # in half precision the count of torch is rounded
-        return None if count is None or count.dtype in HALF_PRECISION else AveragedCount(count, has_weight)
+        return None if count is None or count.dtype in HALF_PRECISION else MeanDivisor(count, has_weight)
     if local == 1:
         return None  # the mean of one sample, which may have any number of elements
     count = math.prod(shape) if is_mean else divisor
-    return None if count is None else AveragedCount(count)
+    return None if count is None else MeanDivisor(count)
 
 
 def _saved(node: Any, name: str) -> Tensor | None:
@@ -229,7 +229,7 @@ def make_weighted_loss(
         factor, of_mean = (weighed, weighed) if counted else (1.0, 0)
         return WeightedLoss(loss, factor, of_mean, is_weight_num_samples=plain, has_unit_sample_weights=plain)
     if isinstance(weight, Tensor) and weight.shape == loss.shape:
-        weight = upcast(weight)
+        weight = upcast_to_float32(weight)
         return WeightedLoss((loss * weight).sum(), 1.0, weight.detach().sum() if counted else 0)
     if weight is not None:
         raise UsageError(code="weight-not-of-losses", shape=tuple(loss.shape))
@@ -240,6 +240,6 @@ def make_weighted_loss(
     return WeightedLoss(loss.sum(), 1.0, counts, is_weight_num_samples=in_row, has_unit_sample_weights=one_for_each)
 
 
-def upcast(values: Tensor) -> Tensor:
+def upcast_to_float32(values: Tensor) -> Tensor:
     """`values` in float32 at least: in bfloat16 the sum of 257 ones is 256."""
     return values.float() if values.dtype in HALF_PRECISION else values

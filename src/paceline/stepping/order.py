@@ -19,7 +19,7 @@ import msgspec
 from paceline.collectives.control import all_gather_object, report_on_one_rank
 from paceline.errors import ExitCode, PacelineError, TrainingError
 from paceline.protocol.evidence import Op
-from paceline.protocol.marks import Mismatch, compare_orders, order_label
+from paceline.protocol.marks import CallMismatch, compare_call_orders, compared_call_parts
 from paceline.rank.world import World
 from paceline.stepping.nonfinite import PARAMETERS_UNCHANGED_TEXT
 
@@ -64,7 +64,7 @@ class CollectiveOrderCheck:
         if len(set(hashes)) == 1:
             self._agreed += 1
             if self._agreed & (self._agreed - 1) == 0:  # 1, 2, 4, 8, ...: most steps call from the same lines
-                self._known |= {order_label(op, self._local)[-1] for op in self._taken()}
+                self._known |= {compared_call_parts(op, self._local)[-1] for op in self._taken()}
             return
         mine = dict(zip(self.names(), self.compared, strict=False))  # a model may have been prepared since
         reports = all_gather_object([mine, [msgspec.to_builtins(op) for op in self._taken()]], self._world)
@@ -75,8 +75,8 @@ class CollectiveOrderCheck:
         if differing and self.explain is not None:
             raise report_on_one_rank(self.explain(differing), self._world)
         histories = [msgspec.convert(ops, list[Op]) for _, ops in reports]
-        outcome = compare_orders(histories, self._local, self._known)
-        if isinstance(outcome, Mismatch):
+        outcome = compare_call_orders(histories, self._local, self._known)
+        if isinstance(outcome, CallMismatch):
             error = TrainingError(
                 code="collectives-differ", exit_code=ExitCode.MISMATCH, place=str(where), what=outcome.words,
                 unchanged="" if late else PARAMETERS_UNCHANGED_TEXT,
@@ -94,6 +94,6 @@ class CollectiveOrderCheck:
 def _hashed(history: Sequence[Op], local: frozenset[str]) -> int:
     """The same hash as that of the ledger: calls are ordered within each group, but not between groups."""
     groups = sorted({op.group for op in history})
-    lines = [[order_label(op, local) for op in history if op.group == group] for group in groups]
+    lines = [[compared_call_parts(op, local) for op in history if op.group == group] for group in groups]
     digest = hashlib.blake2b(repr((groups, lines)).encode(), digest_size=HASH_BYTES).digest()
     return int.from_bytes(digest, "little")

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from paceline.collectives.control import (
     Deferred,
-    NumberBuffers,
+    PinnedNumberBuffers,
     flag_nonfinite,
     is_async_device,
     make_node_gather,
@@ -67,11 +67,11 @@ from paceline.stepping.hooks import (
     restore_hooks,
 )
 from paceline.stepping.micro_step import (
-    AveragedCount,
+    MeanDivisor,
     MicroStep,
     Reduction,
     WeightedLoss,
-    check_mean,
+    find_mean_divisor,
     make_weighted_loss,
 )
 from paceline.stepping.order import CollectiveOrderCheck
@@ -87,7 +87,7 @@ from paceline.stepping.totals import (
 from paceline.stepping.trained_model import ModelInTraining
 
 if TYPE_CHECKING:
-    from paceline.stepping.audit import Audits
+    from paceline.stepping.audit import StepAuditor
 
 LARGEST_SQUARED = 1e19  # above, the square of a float32 overflows: the host uses float64 then
 
@@ -134,7 +134,7 @@ class Step:
         exact: bool = False,
         max_norm: float | None = None,
         forward: nonfinite.LossSumFunction | None = None,
-        audits: "Audits | None" = None,
+        audits: "StepAuditor | None" = None,
     ) -> None:
         """The caller adds the models to `parts`. `votes` to `may_skip` are for tasks.
 
@@ -155,7 +155,7 @@ class Step:
         self.micro_step: MicroStep | None = None
         self.checks_losses = False
         """whether to check in this step that losses are means over samples"""
-        self.means: list[tuple[AveragedCount | None, float | Tensor]] = []
+        self.means: list[tuple[MeanDivisor | None, float | Tensor]] = []
         """for each backward in such a step: what its mean was divided by, and its weight"""
         self.stream = SeededStream(world.device)
         """of the current micro-batch"""
@@ -172,7 +172,7 @@ class Step:
         self._max_norm, self._forward, self.ahead = max_norm, forward, ahead or PrefetchTrigger()
         self.audits = audits
         self._on_device = is_async_device(world.device)  # whether the host would have to wait for numbers
-        self._to_host = NumberBuffers(world.device)
+        self._to_host = PinnedNumberBuffers(world.device)
         self._guard = HangGuard.of_process()
 
     def run_micro_batches(
@@ -254,7 +254,7 @@ class Step:
         last, self._value = micro_step.is_last and not more, loss
         if self.checks_losses and not self._sums.is_alone:
             is_only_mean = reduction == "mean" and not micro_step.weights and loss.numel() == 1
-            mean = check_mean(loss, micro_step, has_weight=weight is not None) if is_only_mean else None
+            mean = find_mean_divisor(loss, micro_step, has_weight=weight is not None) if is_only_mean else None
             self.means.append((mean, weighed.weight))
         # a mean; or the (B,) of a task, which was checked to have one value per sample
         plain = weight is None and reduction == "mean" and loss.ndim <= int(self._forward is not None)
@@ -520,7 +520,7 @@ class Step:
             self.stream.leave()
             self._value = None
 
-    def _judge(self, audits: "Audits") -> Generator[MicroBatch]:
+    def _judge(self, audits: "StepAuditor") -> Generator[MicroBatch]:
         """Compute a disputed micro-batch on all ranks, save the state before the step, and raise an error."""
         for part in self.parts:
             part.abort_step()

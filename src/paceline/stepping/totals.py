@@ -16,7 +16,7 @@ from torch import Tensor
 from paceline.collectives.communicator import Communicator, get_communicator
 from paceline.collectives.control import (
     Deferred,
-    NumberBuffers,
+    PinnedNumberBuffers,
     is_async_device,
     report_on_one_rank,
     resolve_deferred,
@@ -128,7 +128,7 @@ class StepTotals:
         self._order = order if world.size > 1 else None
         self._exchange: Communicator | None = None  # until the first exchange
         self._on_device, self.result = is_async_device(world.device), StepResult()
-        self._to_device = NumberBuffers(world.device)
+        self._to_device = PinnedNumberBuffers(world.device)
         self._guess = 0.0  # the weight of the previous step; 0 if there is none
 
     def begin(self, where: object, *, one_each: bool = False, alone: bool = False) -> StepResult:

@@ -22,9 +22,9 @@ from paceline.collectives.norm import scale_to_norm, scale_to_norm_on_device, to
 from paceline.errors import UsageError
 from paceline.rank.world import World
 from paceline.seeding import seeded_random_stream
-from paceline.strategies.buffers import VirtualRankBuffers, ignore_batch
+from paceline.strategies.buffers import VirtualRankBuffers, ignore_dummy_batch
 from paceline.strategies.optimizer_state import load_node_mean, load_optimizer, node_mean_message, optimizer_shards
-from paceline.strategies.optimizers import each_optimizer, parameters_by_optimizer, skips_on_device
+from paceline.strategies.optimizers import can_skip_step_on_device, each_optimizer, parameters_by_optimizer
 from paceline.strategies.validation import check_no_max_norm, check_optimizer_parameters
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class Strategy:
                 if around is not None:
                     stack.enter_context(around)
                 if is_dummy:
-                    stack.enter_context(ignore_batch(self.model, self.parameters))
+                    stack.enter_context(ignore_dummy_batch(self.model, self.parameters))
                 self._inside = stack.pop_all()
         elif not self.buffers.is_idle:
             self.buffers.enter(work)
@@ -297,7 +297,7 @@ class Strategy:
     def can_skip_on_device(self) -> bool:
         """Whether the device can skip the next update without the host: see `step_unless`."""
         is_single_device = self.can_defer_read and self.world.size == 1 and self.parts is None
-        return is_single_device and all(map(skips_on_device, self.optimizers))
+        return is_single_device and all(map(can_skip_step_on_device, self.optimizers))
 
     def step_unless(self, found_inf: Tensor) -> None:
         """Update, unless `found_inf` is 1. `undo_buffers` is for that case.

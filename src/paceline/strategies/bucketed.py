@@ -13,7 +13,7 @@ from paceline.collectives.replicate import broadcast_module
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.buffers import virtual_rank_partition
-from paceline.strategies.inter_node import InterNodeOptions, describe_division, inter_node_strategy
+from paceline.strategies.inter_node import InterNodeOptions, describe_node_sizes, inter_node_strategy
 from paceline.strategies.validation import check_model
 
 
@@ -65,5 +65,5 @@ class Bucketed(Strategy):
         saved = source.tensor("feedback/division")
         if saved is not None and any(not name.endswith("/used") for name in source.names("feedback/0/")):
             print_on_rank_0(
-                f"the checkpoint was saved on {describe_division(saved)}: their compression residuals are dropped"
+                f"the checkpoint was saved on {describe_node_sizes(saved)}: their compression residuals are dropped"
             )

@@ -33,7 +33,7 @@ from paceline.checkpoint.buffer_reductions import (
     infer_reduction,
     infer_saved_reduction,
     load_buffer_history,
-    may_count_samples,
+    may_depend_on_sample_count,
     observe_buffer,
     possible_reductions,
     reduce_buffer,
@@ -433,13 +433,13 @@ class VirtualRankBuffers:
         return values
 
     def _may_count_samples(self, virtual_rank: int, name: str) -> bool | None:
-        """See `may_count_samples`. For a buffer that the loop changes, the change since the start of the run counts."""
+        """See `may_depend_on_sample_count`. For a buffer that the loop changes, the change since the start counts."""
         initial, buffer = self._initial[name], self._of[virtual_rank][name]
         samples = [count for (rank, _), count in self._counted.items() if rank == virtual_rank]
         if not samples or name in self._independent or not _is_real(initial):
             return None
         before = initial if name in self._by_loop else self._kept.of.get(virtual_rank, {}).get(name, initial)
-        return may_count_samples(buffer, before, len(samples), sum(samples))
+        return may_depend_on_sample_count(buffer, before, len(samples), sum(samples))
 
     def _count(self, work: MicroBatchPlan, before: Mapping[str, tuple[Tensor, int]]) -> None:
         key = (work.virtual_rank, work.micro_batch)
@@ -630,7 +630,7 @@ def _version(tensor: Tensor) -> int:
 
 
 @contextmanager
-def ignore_batch(model: nn.Module, parameters: list[nn.Parameter]) -> Generator[None]:
+def ignore_dummy_batch(model: nn.Module, parameters: list[nn.Parameter]) -> Generator[None]:
     """Inside, backward gives zero gradients, and synchronised batch norm ignores the batch (for dummy batches).
 
     Gradients are replaced, not multiplied by zero: 0 x inf would be NaN on every rank.

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from paceline.collectives.buckets import trainable_parameters
 from paceline.collectives.control import Deferred
-from paceline.collectives.norm import ShardedNorm, split_evenly
+from paceline.collectives.norm import ShardedNorm, split_blocks_evenly
 from paceline.collectives.reducer import make_reducer
 from paceline.collectives.replicate import broadcast_module
 from paceline.rank.world import World
@@ -30,7 +30,7 @@ class Exact(Strategy):
         reducer = make_reducer(model, virtual_rank_partition(world, virtual_ranks or world.size), in_order=True)
         # every rank holds all gradients, so each one computes the norm of a part of them only
         sizes = [parameter.numel() for parameter in trainable_parameters(model)]
-        shares = split_evenly(sizes, world.size)
+        shares = split_blocks_evenly(sizes, world.size)
         self._share, self._norm = shares[world.rank], ShardedNorm(sizes, shares, world.rank, world.device)
         optimizer = make_optimizer(model.parameters())
         super().__init__(model, optimizer, world, virtual_ranks=virtual_ranks, reducer=reducer)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.checkpoint.export import saved_names
+from paceline.checkpoint.export import saved_names_by_state_dict_name
 from paceline.checkpoint.state import Source, TensorShard, unsharded_parameter_shards
 from paceline.collectives.buckets import divide_tensors, sparse_gradient_error
 from paceline.collectives.communicator import get_communicator
@@ -267,7 +267,7 @@ class _LocalShards:
     def weights(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
         """See Strategy. The weights are on the CPU, because they may not fit on the device."""
         state: dict[str, Tensor] = self._model.state_dict()
-        saved = saved_names(self._model)
+        saved = saved_names_by_state_dict_name(self._model)
         wanted = {f"model/{saved[name]}" for name in (state if names is None else names)}
         shards = [shard for shard in self.parameters() if shard.name in wanted]
         return state | {name: t.cpu() for name, t in full_weights(self._model, shards, self._world).items()}

@@ -30,7 +30,7 @@ from paceline.collectives.hosts import NodeTopology
 from paceline.collectives.inter_node import InterNodeSum
 from paceline.collectives.memory_sum import MAX_TENSORS
 from paceline.collectives.reducer import make_node_reducer
-from paceline.config.strategies import SLOW_NETWORK_SETTINGS, network_error
+from paceline.config.strategies import SLOW_NETWORK_SETTINGS, find_network_settings_error
 from paceline.errors import UsageError, format_option
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
@@ -62,7 +62,7 @@ def inter_node_strategy(
 def _node_topology(options: InterNodeOptions, model: nn.Module, world: World) -> NodeTopology | None:
     """The nodes of `world`. None if no option is set, or if there is one node; then a message explains it."""
     values: dict[str, Any] = {name: options.get(name) for name in SLOW_NETWORK_SETTINGS}
-    if error := network_error(values):
+    if error := find_network_settings_error(values):
         raise report_on_one_rank(error, world)
     option_names = [name for name in ("compress", "local_steps") if values[name] is not None]
     if not option_names:
@@ -128,8 +128,8 @@ class InterNodeStrategy(Strategy):
             self._across.load({name: read_matching_tensor(rank_source, name, tensor) for name, tensor in residuals})
         elif saved is not None:
             print_on_rank_0(
-                f"the checkpoint was saved on {describe_division(saved)}, now there are "
-                f"{describe_division(self._division)}: the compression residuals are dropped and start at zero"
+                f"the checkpoint was saved on {describe_node_sizes(saved)}, now there are "
+                f"{describe_node_sizes(self._division)}: the compression residuals are dropped and start at zero"
             )
 
 
@@ -255,6 +255,6 @@ class LocalSteps(InterNodeStrategy):
             load_into(source, TensorShard(f"{prefix}model/{self._names[id(parameter)]}", parameter.detach()))
 
 
-def describe_division(division: Tensor) -> str:
+def describe_node_sizes(division: Tensor) -> str:
     count, size = division.tolist()
     return f"{count} nodes of {size} rank{'s' if size > 1 else ''}"

@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from paceline.checkpoint.export import saved_names
-from paceline.checkpoint.shards import ShardedParameter, ShardedSource, find_sharded_parameter, full_state
+from paceline.checkpoint.export import saved_names_by_state_dict_name
+from paceline.checkpoint.shards import LocalShardSource, ShardedParameter, find_sharded_parameter, gather_full_state
 from paceline.checkpoint.state import Source, TensorShard
 from paceline.collectives.control import Deferred, sum_over_ranks
 from paceline.rank.world import World
@@ -72,13 +72,17 @@ class WholeModelView:
         return {**weights(), **full_weights(self._model, shards, self._world)}
 
     def part_source(self, source: Source) -> Source:
-        return ShardedSource(source, self._shards)
+        return LocalShardSource(source, self._shards)
 
 
 def full_weights(model: nn.Module, shards: Sequence[TensorShard], world: World) -> dict[str, Tensor]:
     """The full tensors of some `model/` shards, by all their names in the state_dict (a collective)."""
-    full = full_state(shards, world)
-    return {name: full[key] for name, saved in saved_names(model).items() if (key := f"model/{saved}") in full}
+    full = gather_full_state(shards, world)
+    return {
+        name: full[key]
+        for name, saved in saved_names_by_state_dict_name(model).items()
+        if (key := f"model/{saved}") in full
+    }
 
 
 def global_norm(gradients: Iterable[TensorShard], world: World) -> Deferred[float]:

@@ -47,7 +47,9 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, source: Source) -> No
     load_piece_optimizer({}, optimizer, source, dict(model.named_parameters()))
 
 
-def load_states(named: Mapping[str, nn.Parameter], optimizer: Optimizer, states: Mapping[str, dict[str, Any]]) -> None:
+def set_parameter_states(
+    named: Mapping[str, nn.Parameter], optimizer: Optimizer, states: Mapping[str, dict[str, Any]]
+) -> None:
     for name, parameter in named.items():
         if state := states[name]:
             optimizer.state[parameter] = _on_device(optimizer, parameter, state)
@@ -86,10 +88,12 @@ def load_piece_optimizer(
         opt.state.clear()
         trained = {id(parameter) for group in opt.param_groups for parameter in group["params"]}
         own = {name: parameter for name, parameter in named.items() if id(parameter) in trained}
-        load_states(own, opt, {name: saved_state(source, name, pieces.get(name)) for name in own})
+        set_parameter_states(
+            own, opt, {name: read_saved_parameter_state(source, name, pieces.get(name)) for name in own}
+        )
 
 
-def saved_state(source: Source, name: str, piece: LocalShard | None = None) -> dict[str, Any]:
+def read_saved_parameter_state(source: Source, name: str, piece: LocalShard | None = None) -> dict[str, Any]:
     """The saved state of parameter `name`, by key: whole tensors, or those of a piece. Counters are always whole."""
     state: dict[str, Any] = {}
     prefix = f"optimizer/{name}/"

@@ -48,7 +48,7 @@ def optimizer_names(optimizer: Optimizer) -> str:
     return ", ".join(type(opt).__name__ for opt in each_optimizer(optimizer))
 
 
-def skips_on_device(optimizer: Optimizer) -> bool:
+def can_skip_step_on_device(optimizer: Optimizer) -> bool:
     """Whether a step of `optimizer` with `found_inf` equal to 1 changes nothing, and calls no code of the user.
 
     A step must not create state that a skipped step would not have. The first step of fused SGD with momentum also

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.checkpoint.export import saved_names, state_dict_names_by_saved_name
-from paceline.checkpoint.shards import full_state, parameter_of
+from paceline.checkpoint.export import saved_names_by_state_dict_name, state_dict_names_by_saved_name
+from paceline.checkpoint.shards import find_parameter_of_tensor, gather_full_state
 from paceline.checkpoint.state import TensorShard
 from paceline.collectives.buckets import PackedBucket
 from paceline.collectives.control import Deferred, all_gather_object, raise_on_all_ranks
 from paceline.collectives.torch_collectives import name_collective
-from paceline.parallel.partition import Chain, LayerGroup, best_splits
+from paceline.parallel.partition import LayerChain, LayerGroup, choose_split_points
 from paceline.parallel.pipeline import Pipeline, Schedule, SplitPoint
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
@@ -32,7 +32,7 @@ from paceline.strategies.optimizers import each_optimizer
 class StagePlan(msgspec.Struct, frozen=True):
     """A model as a chain of layers, and the numbers of the split points between stages."""
 
-    chain: Chain
+    chain: LayerChain
     ends: list[int]
 
     @property
@@ -50,13 +50,13 @@ class StagePlan(msgspec.Struct, frozen=True):
         return {name: tuple(sorted({stage_of[number] for number in used})) for name, used in self.chain.users.items()}
 
 
-def plan_stages(make_chain: Callable[[], Chain], stages: int, names: Sequence[str], world: World) -> StagePlan:
-    """The stages that rank 0 chooses (a collective). `names`: see `best_splits`."""
+def plan_stages(make_chain: Callable[[], LayerChain], stages: int, names: Sequence[str], world: World) -> StagePlan:
+    """The stages that rank 0 chooses (a collective). `names`: see `choose_split_points`."""
     plan = None
     with raise_on_all_ranks(world):
         if world.rank == 0:
             chain = make_chain()
-            plan = msgspec.to_builtins(StagePlan(chain, best_splits(chain, stages, names)))
+            plan = msgspec.to_builtins(StagePlan(chain, choose_split_points(chain, stages, names)))
     return msgspec.convert(all_gather_object(plan, world)[0], StagePlan)
 
 
@@ -78,7 +78,7 @@ def make_pipeline_stage(
     """
     points, users = plan.split_points, plan.stages_by_tensor
     number = world.along("pipeline").rank
-    names, called = state_dict_names_by_saved_name(model), saved_names(model)
+    names, called = state_dict_names_by_saved_name(model), saved_names_by_state_dict_name(model)
     _move_to_meta(model, {name for name, stages in users.items() if number not in stages})
     pipeline = Pipeline(world, model, points, draws=plan.chain.draws, schedule=schedule, names=names, called=called)
     if number:
@@ -93,7 +93,7 @@ def make_pipeline_stage(
         return optimizer
 
     def is_elsewhere(full: str) -> bool:
-        return users[parameter_of(full, users) or full.rpartition("/")[2]][0] != number
+        return users[find_parameter_of_tensor(full, users) or full.rpartition("/")[2]][0] != number
 
     replica = strategy(model, make_for_stage, world.data, virtual_ranks=virtual_ranks)
     shared = _shared_parameters(dict(model.named_parameters()), users, world)
@@ -130,7 +130,7 @@ class _Stage(WholeModelView):
         for name, buffer in self._model.named_buffers():
             is_spare = self._world.data.rank > 0 or self._is_elsewhere(name)
             shards.append(TensorShard(f"model/{name}", buffer, replicated=False, is_saved_elsewhere=is_spare))
-        full_tensors = full_state(shards, self._world)
+        full_tensors = gather_full_state(shards, self._world)
         return {name: full_tensors[f"model/{first}"] for name, first in self._called.items() if first}
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.checkpoint.manager import Checkpoints, Claim, MessageCallback
-from paceline.checkpoint.resume import ResumePoint, RunLocation, TrainerState, newest_state
+from paceline.checkpoint.resume import ResumePoint, RunLocation, TrainerState, find_newest_state
 from paceline.checkpoint.shards import ShardLayout, make_shard_layout, select_shards_to_save, write_shard_file
 from paceline.checkpoint.snapshots import InterNodeExchange, SnapshotWriter, inherited_memory_files
 from paceline.checkpoint.state import TensorShard
@@ -38,7 +38,7 @@ from paceline.runs import events
 from paceline.runs.checkpoint_format import FORMAT_VERSION, Manifest, ShardFile, shard_name
 from paceline.runs.folder import CHECKPOINTS
 from paceline.runs.writers import EventWriter
-from paceline.runs.writing import make_folder, write_new
+from paceline.runs.writing import make_folder, write_new_file
 from paceline.stepping.totals import ControlFlags
 from paceline.stepping.trained_model import ModelInTraining
 from paceline.train.consistency import check_replicas
@@ -123,7 +123,7 @@ def _fill(buffer: Tensor, shard: ShardLayout, step: int, content: TrainerState, 
 
 def _write_shard(folder: Path, buffer: Tensor, shard: ShardLayout, rank: int, world_size: int) -> ShardFile:
     name = shard_name(rank, world_size)
-    size, sha256 = write_new(folder / name, [buffer.numpy().data])
+    size, sha256 = write_new_file(folder / name, [buffer.numpy().data])
     return ShardFile(name, size, sha256, shard.pieces)
 
 
@@ -427,7 +427,7 @@ class CheckpointManager:
 
     def newest_resume_point(self) -> ResumePoint | None:
         self.wait()
-        return newest_state(self._checkpoints, self._world, self._say, memory=True)
+        return find_newest_state(self._checkpoints, self._world, self._say, memory=True)
 
     def save_after_error(self, error: BaseException, step: int, content: Callable[[], TrainerState]) -> None:
         """Save the state after `step` when an error ends the run, unless the error is that the state is wrong.

@@ -14,7 +14,7 @@ from paceline.compute.precision import (
     set_float32_mode,
     tf32_unsupported_reason,
 )
-from paceline.compute.resources import CpuAllocation, current_cpu_allocation, thread_warnings, threads_for
+from paceline.compute.resources import CpuAllocation, current_cpu_allocation, recommended_thread_count, thread_warnings
 from paceline.errors import OptionRenderer, UsageError, format_option
 from paceline.rank.world import World
 
@@ -32,7 +32,9 @@ def set_threads(requested: int | None, world: World, *, write: OptionRenderer = 
     gathered = all_gather_object([msgspec.to_builtins(local_seat), is_fixed], world)
     seats = [msgspec.convert(seat, CpuAllocation) for seat, _ in gathered]
     planned = [
-        seat if fixed else msgspec.structs.replace(seat, threads=min(seat.threads, threads_for(seats, rank)))
+        seat
+        if fixed
+        else msgspec.structs.replace(seat, threads=min(seat.threads, recommended_thread_count(seats, rank)))
         for rank, (seat, (_, fixed)) in enumerate(zip(seats, gathered, strict=True))
     ]
     if planned[world.rank].threads != local_seat.threads:

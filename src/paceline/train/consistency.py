@@ -16,7 +16,7 @@ from paceline.collectives.checksum import checksum
 from paceline.collectives.control import all_gather_object, report_on_one_rank
 from paceline.errors import ExitCode, TrainingError, UsageError, first_few
 from paceline.rank.world import World
-from paceline.train.json_values import group_settings
+from paceline.train.json_values import param_group_settings
 
 MAX_NAMED = 3
 MAX_MODULES = 5
@@ -50,7 +50,7 @@ def check_replicas(state: Sequence[TensorShard], world: World, step: int, optimi
         named = first_few([name.removeprefix(REGISTERED_PREFIX) for name in different], MAX_NAMED)
         raise report_on_one_rank(UsageError(code="registered-differs-between-ranks", named=named), world)
     names, where = first_few([*different], MAX_NAMED), _minority_text(different)
-    groups = [group for optimizer in optimizers for group in group_settings(optimizer)]
+    groups = [group for optimizer in optimizers for group in param_group_settings(optimizer)]
     local_settings = [f"{name}={value}" for group in groups for name, value in group.items()]
     by_rank: list[list[str]] = all_gather_object(local_settings, world)
     settings = next((", ".join(values) for values in zip(*by_rank, strict=False) if len({*values}) > 1), "")

@@ -5,7 +5,7 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-from paceline.data.loader import MicroBatch, load_again, load_steps, split_inputs_and_targets
+from paceline.data.loader import MicroBatch, load_micro_batch_for_audit, load_steps, split_inputs_and_targets
 from paceline.data.plan import BatchPlan
 from paceline.protocol.status_page import StatusPage
 from paceline.rank.world import World
@@ -30,7 +30,7 @@ class DataProgress:
         )  # fmt: skip
 
     def load_again(self, plan: BatchPlan, epoch: int, step: int, virtual_rank: int) -> MicroBatch | None:
-        batch = load_again(self._parts.train_set, self._loading, plan, epoch, step, virtual_rank)
+        batch = load_micro_batch_for_audit(self._parts.train_set, self._loading, plan, epoch, step, virtual_rank)
         return None if batch is None else split_inputs_and_targets(batch)
 
     def global_batch_samples(self, record: StepRecord) -> int:

@@ -15,7 +15,7 @@ from paceline.data.loader import LoadingOptions, fetch_pairs
 from paceline.strategies.base import Strategy
 from paceline.tasks.metric import AnyMetric
 from paceline.tasks.task import Loss, call_model
-from paceline.train.metrics import compute_metrics, make_accumulators, states_of
+from paceline.train.metrics import collect_metric_states, compute_metrics, make_accumulators
 
 
 def evaluate(
@@ -68,7 +68,7 @@ def evaluate(
             tick()
         if pipeline is not None:
             pipeline.wait_for_sends()
-    by_rank = all_gather_tensors(states_of(accumulators), world, "states of metrics")
+    by_rank = all_gather_tensors(collect_metric_states(accumulators), world, "states of metrics")
     return compute_metrics(accumulators, by_rank, len(dataset), virtual_ranks)  # pyright: ignore[reportArgumentType]
 
 
@@ -83,7 +83,7 @@ def try_evaluation(
             outputs = call_model(model, inputs)
             for accumulator in accumulators.values():
                 accumulator.add(v, outputs, targets)
-        compute_metrics(accumulators, [states_of(accumulators)], len(indices), 2)
+        compute_metrics(accumulators, [collect_metric_states(accumulators)], len(indices), 2)
 
 
 @contextmanager

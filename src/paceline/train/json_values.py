@@ -43,13 +43,13 @@ def restore_type(current: Any, saved: Any) -> Any:
     return cls(saved) if isinstance(current, (tuple, Mapping)) and saved is not None else saved
 
 
-def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+def param_group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
 def optimizer_json_state(optimizer: Optimizer, scheduler: Any) -> dict[str, Any]:
     state = None if scheduler is None else scheduler.state_dict()
-    return {"groups": as_json(group_settings(optimizer)), "scheduler": as_json(state)}
+    return {"groups": as_json(param_group_settings(optimizer)), "scheduler": as_json(state)}
 
 
 def load_optimizer_json_state(optimizer: Optimizer, scheduler: Any, numbers: Mapping[str, Any]) -> None:

@@ -145,7 +145,7 @@ def _sizes(
     state_bytes: int, activation_bytes: float, free_bytes: int, world: World, saved: SavedForBackward, *,
     is_sharded: bool = False, replicas: Sequence[Strategy] = (),
 ) -> dict[str, Any]:  # fmt: skip
-    ranks, by_balance = max(2, world.size), sum(map(bytes_of_more_virtual_ranks, replicas)) / 2**20
+    ranks, by_balance = max(2, world.size), sum(map(extra_virtual_rank_bytes, replicas)) / 2**20
     by_bytes = {
         "state": state_bytes, "activations": activation_bytes, "free": max(0, free_bytes),
         "by_fsdp": 0 if is_sharded else state_bytes * (ranks - 1) / ranks,
@@ -155,7 +155,7 @@ def _sizes(
     return {"ranks": ranks, "by_balance": one, **{name: size / 2**20 for name, size in by_bytes.items()}}
 
 
-def bytes_of_more_virtual_ranks(replica: Strategy) -> int:
+def extra_virtual_rank_bytes(replica: Strategy) -> int:
     """The memory that a rank with several virtual ranks would save with one of them; see docs/balance.md.
 
     It has two copies of the buffers for each, and up to log2(count + 1) partial sums of gradients.

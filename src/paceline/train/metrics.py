@@ -41,7 +41,7 @@ def make_accumulators(loss: Loss, metrics: Mapping[str, AnyMetric], device: torc
     return accumulators
 
 
-def states_of(accumulators: Mapping[str, Accumulator]) -> StatesByMetric:
+def collect_metric_states(accumulators: Mapping[str, Accumulator]) -> StatesByMetric:
     return {name: [[v, state] for v, state in a.states.items()] for name, a in accumulators.items()}
 
 

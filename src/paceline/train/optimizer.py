@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from paceline.errors import UsageError
 from paceline.strategies.base import MakeOptimizer
 from paceline.strategies.optimizers import OptimizerSequence, each_optimizer
-from paceline.train.json_values import group_settings, load_optimizer_json_state, optimizer_json_state
+from paceline.train.json_values import load_optimizer_json_state, optimizer_json_state, param_group_settings
 
 if TYPE_CHECKING:
     from paceline.config.settings import OptimizerConfig
@@ -74,7 +74,7 @@ def check_optimizer_type(optimizer: Any) -> Optimizer:
 
 def describe_optimizer(optimizer: Optimizer) -> dict[str, Any]:
     """Describe an optimizer as readable JSON: its class, and the settings and size of each parameter group."""
-    groups = [{name: _plain(value) for name, value in settings.items()} for settings in group_settings(optimizer)]
+    groups = [{name: _plain(value) for name, value in settings.items()} for settings in param_group_settings(optimizer)]
     counts = [{"parameters": len(group["params"])} for group in optimizer.param_groups]
     names = ", ".join(map(_full_name, each_optimizer(optimizer)))
     return {"class": names, "groups": [{**a, **b} for a, b in zip(counts, groups, strict=True)]}
@@ -210,7 +210,7 @@ class TaskSchedule:
 LRSchedule = Schedule | TaskSchedule
 
 
-def schedule_for(
+def make_lr_schedule(
     config: OptimizerConfig, peak_lr: float, task: Task, optimizer: Optimizer, total_steps: int
 ) -> LRSchedule:
     if task.make_schedule is not None:

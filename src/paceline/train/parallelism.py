@@ -105,9 +105,9 @@ def parallelize_model(
         samples = min(TRIAL_SAMPLES, len(dataset))  # pyright: ignore[reportArgumentType]
         return _shard_layers(task, model, partial(_trial_loss, model, trial), samples, plan, world, config)
     if world.along("context").size > 1:
-        from paceline.parallel.context import split_along_context  # imports DTensor, which takes 0.5 s
+        from paceline.parallel.context import apply_context_parallel  # imports DTensor, which takes 0.5 s
 
-        return ParallelPlan(notices=split_along_context(model, world, partial(_trial_loss, model, trial)))
+        return ParallelPlan(notices=apply_context_parallel(model, world, partial(_trial_loss, model, trial)))
     if (stages := world.along("pipeline").size) > 1:
         names, schedule = [name for name in config.stages_at.split(",") if name], config.schedule
         broadcast_module(model)  # so that the stages of all ranks belong to one model
@@ -123,9 +123,9 @@ def _shard_layers(
     config: ParallelConfig,
 ) -> ParallelPlan:  # fmt: skip
     """Shard the layers in place along tensor. The `loss` of the first `samples` samples must not change."""
-    from paceline.parallel.tensor import shard_along_tensor  # imports DTensor
+    from paceline.parallel.tensor import apply_tensor_parallel  # imports DTensor
 
-    sharding = shard_along_tensor(model, world, task.parallelize, loss, sequence=config.sequence_parallel)
+    sharding = apply_tensor_parallel(model, world, task.parallelize, loss, sequence=config.sequence_parallel)
     if config.strategy == "fsdp" and sharding.used_elsewhere:  # fsdp replaces these parameters by other tensors
         reason = f"{sharding.used_elsewhere[0]} is sharded, and the model uses it outside its layer"
         advice = "Set it to 'whole' in Task(parallelize=...), or use a different strategy"

@@ -30,7 +30,7 @@ from paceline.compute.precision import (
     time_alternatives,
 )
 from paceline.compute.resources import tune_malloc
-from paceline.config.definition import definition_settings
+from paceline.config.definition import make_run_definition
 from paceline.config.settings import (
     DEFAULT_BATCH_SIZE,
     BatchSizes,
@@ -43,17 +43,17 @@ from paceline.config.settings import (
 )
 from paceline.config.strategies import STRATEGY_INFO, unsupported_settings
 from paceline.data.arrays import batch_gatherer, on_device
-from paceline.data.fingerprint import data_fingerprint, hash_of
+from paceline.data.fingerprint import data_fingerprint, hash_samples
 from paceline.data.loader import (
     LoadingOptions,
     fetch_pairs,
-    index_of_largest,
+    index_of_largest_sample,
     load_dummy_batch,
     split_inputs_and_targets,
 )
 from paceline.data.plan import BatchPlan
 from paceline.data.streams import ENDLESS_NUM_SAMPLES, StreamPlan, is_stream
-from paceline.data.workers import check_shared_memory
+from paceline.data.workers import check_shared_memory_size
 from paceline.errors import UsageError
 from paceline.host.cgroup import free_memory
 from paceline.rank.world import World
@@ -69,7 +69,13 @@ from paceline.train.compute_settings import apply_precision, set_precision
 from paceline.train.determinism import explain_missing_kernel, hardware_facts
 from paceline.train.evaluate import eval_mode, try_evaluation
 from paceline.train.memory import MicroBatchSearch, can_compute_alone, compute_first_samples
-from paceline.train.optimizer import LRSchedule, configured_optimizer_maker, describe_optimizer, scaled_lr, schedule_for
+from paceline.train.optimizer import (
+    LRSchedule,
+    configured_optimizer_maker,
+    describe_optimizer,
+    make_lr_schedule,
+    scaled_lr,
+)
 from paceline.train.parallelism import ParallelConfig, ParallelPlan, parallelize_model
 from paceline.train.step import TaskSteps, weighted_losses
 from paceline.train.streaming import Stream
@@ -139,7 +145,7 @@ def prepare(config: TrainConfig, world: World) -> TrainingComponents:
         plan = make_plan(config, shape, len(train_set)) if stream is None else stream.plan  # pyright: ignore[reportArgumentType]
         data = {SPLIT_LABELS[split]: data_fingerprint(dataset, loading) for split, dataset in sets.items()}
         if stream is not None:
-            data[SPLIT_LABELS["train"]] = {"first samples of a stream": hash_of(cast("Any", train_set)[:2])}
+            data[SPLIT_LABELS["train"]] = {"first samples of a stream": hash_samples(cast("Any", train_set)[:2])}
         model = make_model(task, config.run.seed, world)
         o = config.optimizer
         peak_lr = scaled_lr(o.lr, o.lr_scaling, shape.global_batch, o.lr_base_batch)
@@ -148,12 +154,20 @@ def prepare(config: TrainConfig, world: World) -> TrainingComponents:
         in_process = replace(loading, num_workers=0)
         count = None if config.compute.peak_tflops == 0 else FlopCount()
         if count is not None and config.compute.compile:  # the counter cannot see the operations of compiled code
-            check_loss(task, model, train_set, in_process, count=count)
+            try_loss_on_first_samples(task, model, train_set, in_process, count=count)
     precision, allocator, notices = resolve_compute(config.compute, model, task, train_set, loading, largest, world)
     config = replace(config, compute=replace(config.compute, precision=precision))
     with raise_on_all_ranks(world):
         load = {"largest_batch": largest, "num_workers": config.data.num_workers, "local_ranks": world.local_size}
-        check = partial(check_loss, task, model, train_set, in_process, load, None if config.compute.compile else count)
+        check = partial(
+            try_loss_on_first_samples,
+            task,
+            model,
+            train_set,
+            in_process,
+            load,
+            None if config.compute.compile else count,
+        )
         sample_bytes = compute_first_samples(check, model, world)
         with preserve_generator_states():  # an error in the evaluation must not appear only after the first epoch
             for split in list(sets)[1:]:
@@ -169,7 +183,7 @@ def prepare(config: TrainConfig, world: World) -> TrainingComponents:
     replica = make_replica(config, maker, model, world, shape.virtual_ranks, parallelism)
     total_steps = config.run.steps or config.run.epochs * plan.known_steps_per_epoch
     with raise_on_all_ranks(world):
-        schedule = schedule_for(o, peak_lr, task, replica.optimizer, total_steps)
+        schedule = make_lr_schedule(o, peak_lr, task, replica.optimizer, total_steps)
     task_settings = {"make_optimizer": optimizer_text, "make_schedule": schedule.described}
     task_settings |= all_settings(str(config.task), task_options(config))
     check_equal("the task's settings, optimizer and schedule", task_settings, world)
@@ -182,7 +196,7 @@ def prepare(config: TrainConfig, world: World) -> TrainingComponents:
     facts = {"data": data, "hardware": hardware_facts(world.device)}
     return TrainingComponents(
         config, task, train_set, sets, replica, plan, share, schedule, loading, total_steps,
-        {**definition_settings(config), **task_settings, **facts}, allocator, notices, average, stream, count,
+        {**make_run_definition(config), **task_settings, **facts}, allocator, notices, average, stream, count,
     )  # fmt: skip
 
 
@@ -228,7 +242,7 @@ def split_into_micro_batches(
     is_alone = can_compute_alone(replica)
     replica.model.train()
     with raise_on_all_ranks(world), preserve_generator_states():
-        index = index_of_largest(dataset, plan.seed, loading)
+        index = index_of_largest_sample(dataset, plan.seed, loading)
     while size := search.next_size():
         agreed = raise_on_all_ranks(world) if is_alone else nullcontext()
         with agreed, search.trial(may_fail=is_alone), preserve_generator_states():
@@ -284,7 +298,7 @@ def make_replica(
         raise report_on_one_rank(UsageError(str(error)), world) from None
 
 
-def check_loss(
+def try_loss_on_first_samples(
     task: Task, model: nn.Module, dataset: Dataset[Any], loading: LoadingOptions,
     load: Mapping[str, int] | None = None, count: FlopCount | None = None, samples: int = 2,
 ) -> int:  # fmt: skip
@@ -305,7 +319,7 @@ def check_loss(
     with preserve_generator_states(), eval_mode(model), explain_missing_kernel(UsageError), torch.enable_grad():
         for inputs, targets in fetch_pairs(dataset, [(0, indices)], 0, loading):
             if load is not None and batch_gatherer(dataset) is None:  # gathering needs no worker processes
-                check_shared_memory((inputs, targets), len(indices), **load)
+                check_shared_memory_size((inputs, targets), len(indices), **load)
             with nullcontext() if count is None else count.count_samples(len(indices)):
                 losses, _ = weighted_losses(task.loss, call_model(model, inputs), targets)
                 if losses.requires_grad:  # some models disable gradients in eval mode

@@ -16,8 +16,13 @@ from paceline import __version__
 from paceline.checkpoint.resume import ResumePoint, RunLocation, find_resume_point, lock_run_folder
 from paceline.collectives.communicator import get_communicator, make_communicator
 from paceline.collectives.control import check_equal, raise_on_all_ranks, report_on_one_rank
-from paceline.config.definition import EXACT_ONLY_SETTINGS, allowed_changes, check_same_definition, definition_settings
-from paceline.config.mesh import mesh_of
+from paceline.config.definition import (
+    EXACT_ONLY_SETTINGS,
+    check_same_definition,
+    make_run_definition,
+    parse_allowed_changes,
+)
+from paceline.config.mesh import resolve_mesh
 from paceline.config.settings import TrainConfig, config_to_record, dump, load, resolve_defaults
 from paceline.config.strategies import EXACT_STRATEGIES, check_can_audit
 from paceline.errors import ExitCode, PacelineError, UsageError
@@ -58,11 +63,11 @@ def train(config: TrainConfig) -> tuple[Path, ExitCode]:
                 f"To keep it: --global-batch {config.data.global_batch}"
             )
         world = create_mesh_groups(
-            world, mesh_of(config.launch.mesh, world.size), timeout_seconds=config.launch.timeout
+            world, resolve_mesh(config.launch.mesh, world.size), timeout_seconds=config.launch.timeout
         )
         try:
             make_communicator(config.launch.collectives)
-            check_equal("settings", definition_settings(config), world)
+            check_equal("settings", make_run_definition(config), world)
             if not restart_count():  # later one rank may be left
                 every, on_audit, strategy = config.guard.audit_every, config.guard.on_audit, str(config.strategy)
                 with raise_on_all_ranks(world):
@@ -119,7 +124,9 @@ def restore_auto_settings(config: TrainConfig, place: RunLocation) -> TrainConfi
     if config.compute.precision == "auto":
         chosen = load(path, must_own=not config.run.trust)
         config = replace(config, compute=replace(config.compute, precision=chosen.compute.precision))
-    if config.data.micro_batch is not None and "accumulation" not in allowed_changes(config.checkpoint.allow_change):
+    if config.data.micro_batch is not None and "accumulation" not in parse_allowed_changes(
+        config.checkpoint.allow_change
+    ):
         chosen = load(path, must_own=not config.run.trust)
         found = replace(config.data, accumulation=chosen.data.accumulation, micro_batch=None)
         config = replace(config, data=found)
@@ -140,7 +147,7 @@ def _find_resume_point(config: TrainConfig, location: RunLocation, world: World)
     origin = find_resume_point(location, world, resume=c.resume == "auto", trust=config.run.trust, restart=c.restart)
     if origin is not None:
         with raise_on_all_ranks(world):
-            allowed = allowed_changes(c.allow_change)
+            allowed = parse_allowed_changes(c.allow_change)
             changes = check_same_definition(
                 origin.trainer_state.definition, location.definition, allowed, origin.location_text
             )

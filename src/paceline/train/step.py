@@ -21,15 +21,15 @@ from paceline.nested import batch_size, tensors
 from paceline.protocol.evidence import Phase
 from paceline.protocol.status_page import StatusPage
 from paceline.rank.guard import HangGuard
-from paceline.stepping.audit import Audits
-from paceline.stepping.micro_step import MicroStep, make_weighted_loss, upcast
+from paceline.stepping.audit import StepAuditor
+from paceline.stepping.micro_step import MicroStep, make_weighted_loss, upcast_to_float32
 from paceline.stepping.nonfinite import select_samples
 from paceline.stepping.order import CollectiveOrderCheck
 from paceline.stepping.step import Step, StepNotAppliedError
 from paceline.stepping.totals import AwaitTotals, ControlFlags, StepResult
 from paceline.stepping.trained_model import LossScale, ModelInTraining
 from paceline.strategies.base import Strategy
-from paceline.strategies.buffers import ignore_batch
+from paceline.strategies.buffers import ignore_dummy_batch
 from paceline.tasks.task import Loss, call_model
 from paceline.train.memory import can_compute_alone, explain_out_of_memory
 from paceline.train.optimizer import LRSchedule
@@ -57,7 +57,7 @@ class StepOptions(TypedDict, total=False):
     may_skip: bool
     """If the loss or a gradient is not finite, skip the step on all ranks instead of raising an error. Parameters and
     buffers then stay unchanged."""
-    audits: Audits | None
+    audits: StepAuditor | None
     """Let a second rank repeat some micro-batches."""
 
 
@@ -198,7 +198,7 @@ class TaskSteps(Step):
             propagate = partial(part.backward, losses.pop(number)) if line.is_last else None
             part.replica.begin_backward(batch.work, is_last)
             try:
-                with nullcontext() if batch.work.is_counted else ignore_batch(model, trainable_parameters(model)):
+                with nullcontext() if batch.work.is_counted else ignore_dummy_batch(model, trainable_parameters(model)):
                     line.backward(runs.pop(number), propagate)
             except BaseException as error:
                 part.replica.end_backward(error)
@@ -334,7 +334,7 @@ def weighted_losses(loss: Loss, outputs: Any, targets: Any) -> tuple[Tensor, Ten
         raise UsageError(code="loss-of-batch", shape=tuple(losses.shape), samples=batch or "several")
     if weights is not None and weights.shape != losses.shape:
         raise UsageError(code="loss-weights-shape", shape=tuple(losses.shape), weights=tuple(weights.shape))
-    return upcast(losses), None if weights is None else upcast(weights)
+    return upcast_to_float32(losses), None if weights is None else upcast_to_float32(weights)
 
 
 def weighted_loss_sum(loss: Loss, outputs: Any, targets: Any) -> Tensor:

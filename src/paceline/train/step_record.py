@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from msgspec import Struct, field
 
-from paceline.compute.flops import tokens_of
+from paceline.compute.flops import count_tokens
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import combine_fingerprints, fingerprint
 from paceline.protocol.evidence import Phase
@@ -49,7 +49,7 @@ class StepRecord(Struct, frozen=True):
         tokens = samples = 0
         for batch in self.microbatches:
             if batch.work.is_counted:
-                tokens, samples = tokens + tokens_of(batch.inputs), samples + batch.work.indices.numel()
+                tokens, samples = tokens + count_tokens(batch.inputs), samples + batch.work.indices.numel()
         return tokens, samples
 
     def fingerprint(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from paceline.collectives.control import all_gather_object, check_equal, raise_on_all_ranks, report_on_one_rank
-from paceline.data.fingerprint import hash_of
+from paceline.data.fingerprint import hash_samples
 from paceline.data.loader import LoadingOptions, MicroBatch
 from paceline.data.plan import MicroBatchPlan
 from paceline.data.streams import (
@@ -27,7 +27,7 @@ from paceline.rank.world import World
 from paceline.seeding import preserve_generator_states
 from paceline.train.json_values import as_json, from_json
 
-NO_SAMPLES = hash_of([])  # the hash of a part after its end, in checkpoints of version 0.1
+NO_SAMPLES = hash_samples([])  # the hash of a part after its end, in checkpoints of version 0.1
 
 
 class Stream:
@@ -68,7 +68,7 @@ class Stream:
                 readings.append([sample for _, sample in self._whole[0].take(count)])
         if not readings[0]:
             raise UsageError(code="stream-is-empty")
-        if hash_of(readings[0]) != hash_of(readings[1]):
+        if hash_samples(readings[0]) != hash_samples(readings[1]):
             raise UsageError(code="stream-not-repeatable")
         return readings[0]
 

@@ -9,16 +9,16 @@ from typing import Any
 from paceline.checkpoint.resume import ResumePoint, RunLocation
 from paceline.collectives.control import is_async_device
 from paceline.compute.flops import Utilization
-from paceline.config.choices import steps_or_seconds
+from paceline.config.choices import parse_checkpoint_interval
 from paceline.config.strategies import EXACT_STRATEGIES
-from paceline.data.workers import name_lost_workers
+from paceline.data.workers import explain_lost_workers
 from paceline.errors import ExitCode, plural
 from paceline.protocol.evidence import Phase
 from paceline.rank.guard import HangGuard
 from paceline.rank.world import World
 from paceline.runs.progress import ProgressDisplay
 from paceline.runs.summary import Summary
-from paceline.stepping.audit import Audits
+from paceline.stepping.audit import StepAuditor
 from paceline.stepping.trained_model import ModelInTraining, make_loss_scale
 from paceline.train.checkpointing import CheckpointPolicy
 from paceline.train.data_progress import DataProgress, StreamProgress
@@ -42,7 +42,7 @@ class TaskTrainer:
         interval, is_shown = self._config.run.log_interval, self._world.rank == 0
         self._display = ProgressDisplay(total_steps=parts.total_steps, interval=interval, shown=is_shown)
         c, not_finite = self._config.checkpoint, self._config.guard.not_finite
-        every = steps_or_seconds(c.checkpoint_every)
+        every = parse_checkpoint_interval(c.checkpoint_every)
         policy = CheckpointPolicy(c.check_replicas_every, c.snapshot_every, *every, keep=c.keep_checkpoints)
         self._progress = TrainingProgress(place, origin, self._world, policy, not_finite, self._display.say)
         compute = self._config.compute
@@ -62,11 +62,11 @@ class TaskTrainer:
         is_fixed = isinstance(parts.schedule, Schedule) and parts.task.on_step is None and stream is None
         is_single_gpu = is_async_device(self._world.device) and self._world.size == 1
         self._can_defer_read = is_single_gpu and is_fixed and self._scale is None and not compute.cuda_graphs
-        self._audits: Audits | None = None
+        self._audits: StepAuditor | None = None
         if (every := self._config.guard.audit_every) is not None and self._world.size > 1:
             save = partial(self._progress.save_before_stop, partial(self._numbers, self._world))
             on_audit = self._config.guard.on_audit
-            self._audits = Audits(every, self._world, parts.plan.virtual_ranks, on_audit, save, self._display.say)
+            self._audits = StepAuditor(every, self._world, parts.plan.virtual_ranks, on_audit, save, self._display.say)
             self._audits.use(self._data.load_again, parts.plan)
 
     def run(self) -> ExitCode:
@@ -79,7 +79,7 @@ class TaskTrainer:
                     of=f" of {parts.total_steps}" if parts.total_steps else "", report_to=run.report_to,
                     listed=run.record_samples or parts.plan.own_order,
                 )  # fmt: skip
-                with name_lost_workers(self._page, self._world.rank):
+                with explain_lost_workers(self._page, self._world.rank):
                     stopped = self._loop()
                     if not stopped:
                         self._evaluator.evaluate_at_end()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.checkpoint.export import state_dict_from_checkpoint
 from paceline.checkpoint.manager import Checkpoints, MessageCallback
-from paceline.checkpoint.shards import full_state, sha256_of
+from paceline.checkpoint.shards import gather_full_state, sha256_of
 from paceline.checkpoint.state import TensorShard
 from paceline.collectives.control import check_equal, raise_on_all_ranks
 from paceline.errors import UsageError, first_few
@@ -114,7 +114,7 @@ def load_initial_weights(replica: Strategy, path: Path, *, trust: bool, report: 
     """
     shards = replica.state()
     if replica.world.data is not replica.world:  # the state has shards of parameters
-        shards = [TensorShard(name, tensor) for name, tensor in full_state(shards, replica.world).items()]
+        shards = [TensorShard(name, tensor) for name, tensor in gather_full_state(shards, replica.world).items()]
     with raise_on_all_ranks(replica.world):
         weights = read_weights(path, trust=trust, report=report)
         source = _matching(replica, shards, weights, path, report)

@@ -10,7 +10,7 @@ from tests.rendered import rendered
 from paceline.host.facts import Address, ResourceLimit, compare_hosts
 from paceline.host.gpus import Gpu
 from paceline.lab.doctor.host import FolderProbeAnswer, LinkMeasurement
-from paceline.lab.doctor.report import RULES, hosts_of, run_checks, worst_link_values
+from paceline.lab.doctor.report import RULES, hosts_in_survey, run_checks, worst_link_values
 
 PAIRS = list(permutations(HOSTS, 2))
 ADDRESS = {host: f"10.77.0.{host[1:]}" for host in HOSTS}
@@ -130,7 +130,7 @@ def test_a_fault_is_named_with_its_host_and_a_remedy(name: str) -> None:
 def test_every_rule_has_a_fault() -> None:
     unseen = set(RULES)
     for changes, *_ in FAULTS.values():
-        hosts = hosts_of(survey(**{key: dict(value) for key, value in changes.items()}))
+        hosts = hosts_in_survey(survey(**{key: dict(value) for key, value in changes.items()}))
         unseen -= {rule for rule in RULES for host in hosts if [*rule.findings(host)]}
     assert not unseen
 
@@ -156,7 +156,7 @@ def test_the_figures_are_those_of_the_slowest_link_and_the_longest_round_trip() 
 def test_the_address_that_the_hosts_name_means_is_preferred() -> None:
     second = (Address("eth0", "10.77.0.2", 24), Address("ib0", "10.88.0.2", 24))
     changed = survey(facts={"n2": {"addresses": second, "own_addresses": ("10.88.0.2",)}})
-    assert [usable.interface for host in hosts_of(changed) if (usable := host.usable_address())] == [
+    assert [usable.interface for host in hosts_in_survey(changed) if (usable := host.usable_address())] == [
         "eth0",
         "ib0",
         "eth0",
@@ -165,7 +165,7 @@ def test_the_address_that_the_hosts_name_means_is_preferred() -> None:
         ("n1", "n2"): {"10.77.0.2": LinkMeasurement(), "10.88.0.2": LinkMeasurement("refused")}
     }
     changed = survey(facts={"n2": {"addresses": second, "own_addresses": ("10.88.0.2",)}}, links_by_address=closed)
-    assert [usable.interface for host in hosts_of(changed) if (usable := host.usable_address())] == ["eth0"] * 3
+    assert [usable.interface for host in hosts_in_survey(changed) if (usable := host.usable_address())] == ["eth0"] * 3
 
 
 def test_of_hosts_that_differ_without_a_majority_all_are_named() -> None:

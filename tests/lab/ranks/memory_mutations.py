@@ -17,7 +17,15 @@ from torch import Tensor
 
 from paceline.collectives import memory_sum
 from paceline.collectives.buckets import divide
-from paceline.collectives.memory_sum import AsyncSum, Chunk, Results, SlotBuffers, TensorList, TensorSegment, TreeSum
+from paceline.collectives.memory_sum import (
+    AsyncAllReduce,
+    Chunk,
+    Results,
+    SlotBuffers,
+    TensorList,
+    TensorSegment,
+    TreeSum,
+)
 from paceline.collectives.shared_memory import SharedMemory
 from paceline.collectives.tree import TreeNode
 
@@ -42,7 +50,7 @@ def memory_other_order() -> AbstractContextManager[None]:
             total += other
         out.copy_(total if divisor is None else divide(total, divisor))
 
-    return planted((memory_sum, "sum_parts", root_of))
+    return planted((memory_sum, "sum_subtrees", root_of))
 
 
 @bug("a loop that ends one chunk early", "sync")
@@ -142,12 +150,12 @@ def memory_none_as_garbage() -> AbstractContextManager[None]:
 
 @bug("a rank that is not counted", "loss error")
 def memory_totals_short() -> AbstractContextManager[None]:
-    original = AsyncSum.__init__
+    original = AsyncAllReduce.__init__
 
-    def init(self: AsyncSum, memory: SharedMemory, numbers: Sequence[float], name: str) -> None:
+    def init(self: AsyncAllReduce, memory: SharedMemory, numbers: Sequence[float], name: str) -> None:
         original(self, memory, [0.0] * len(numbers) if memory.rank == ODD_RANK else numbers, name)
 
-    return planted((AsyncSum, "__init__", init))
+    return planted((AsyncAllReduce, "__init__", init))
 
 
 @bug("weights sent before they are written", "optimizer", strategies="zero")

@@ -18,7 +18,7 @@ from tests.run_ranks import run_ranks
 
 from paceline.collectives import communicator, memory_sum
 from paceline.collectives.communicator import make_communicator
-from paceline.lab.ranks.verify import collect_bits, verify
+from paceline.lab.ranks.verify import collect_bit_digests, verify
 from paceline.lab.verify import Case, Diagnosis, Result, VerifySpec
 from paceline.protocol.control import SHARED_MEMORY
 from paceline.rank.world import World
@@ -69,9 +69,9 @@ def _verified(mutation: Mutation, world: World) -> list[Result]:
 def _bits_of(mutation: Mutation, world: World) -> list[Result]:
     """What `verify --bitwise` sees: whether the bits are those that other world sizes have."""
     spec = _spec(mutation, world.size + 2)  # virtual ranks: with fewer, the tree is the order of ranks
-    right = collect_bits(spec, world)
+    right = collect_bit_digests(spec, world)
     with mutation.plant():
-        planted_one = collect_bits(spec, world)
+        planted_one = collect_bit_digests(spec, world)
     (name,), case = mutation.strategies, Case(mutation.strategies[0], world.size, "none", "sgd")
     differ = planted_one.bits != right.bits
     return [Result(case, {}, [], 0.0, Diagnosis(0, "bits", name, "other bits") if differ else None)]

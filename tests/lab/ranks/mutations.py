@@ -303,7 +303,7 @@ def no_sync_wrong_microbatch() -> AbstractContextManager[None]:
 def one_gradient_forgotten() -> AbstractContextManager[None]:
     right_reduce, right_buckets, right_ddp = (
         all_reduce_gradients,
-        communicator.buckets_of,
+        communicator.group_into_buckets,
         ddp_module.DistributedDataParallel,
     )
 
@@ -322,7 +322,7 @@ def one_gradient_forgotten() -> AbstractContextManager[None]:
 
     return planted(
         (manual_module, "all_reduce_gradients", all_but_last),
-        (communicator, "buckets_of", lambda parameters, size: right_buckets(parameters[:-1], size)),
+        (communicator, "group_into_buckets", lambda parameters, size: right_buckets(parameters[:-1], size)),
         *wrong_sync(finish_last, Bucketed),
         (ddp_module, "DistributedDataParallel", ignoring_last),
     )
@@ -509,7 +509,7 @@ def stale_gradients() -> AbstractContextManager[None]:
 
 @bug("trap 15's cure gone wrong: an idle rank's dummy batch", "accumulation gradient")
 def stand_in_counted() -> AbstractContextManager[None]:
-    return planted((base, "ignore_batch", lambda model, parameters: nullcontext()))
+    return planted((base, "ignore_dummy_batch", lambda model, parameters: nullcontext()))
 
 
 # ---- none --------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import nn
 from paceline import ArrayDataset, Task
 from paceline.collectives import tree
 from paceline.collectives.reducer import Reducer
-from paceline.lab.ranks.verify import collect_bits
+from paceline.lab.ranks.verify import collect_bit_digests
 from paceline.lab.verify import BitsReport, VerifySpec, compare_and_print_bits
 from paceline.rank.world import World
 
@@ -64,10 +64,13 @@ def test_strategies_that_promise_no_bits_are_refused(paceline):
 def measured(rank: int, size: int) -> list[bytes]:
     """The report as it should be, with another order of additions, and with a rank that goes its own way."""
     world = World(rank, size, rank, size, torch.device("cpu"), "gloo")
-    found = [collect_bits(SPEC, world)]
-    balanced, tree.split_leaf = tree.split_leaf, lambda node: node[0] + 1  # as if that depended on the world size
-    found.append(collect_bits(SPEC, world))
-    tree.split_leaf = balanced
+    found = [collect_bit_digests(SPEC, world)]
+    balanced, tree.find_split_leaf = (
+        tree.find_split_leaf,
+        lambda node: node[0] + 1,
+    )  # as if that depended on the world size
+    found.append(collect_bit_digests(SPEC, world))
+    tree.find_split_leaf = balanced
     if rank == 1:
         whole = Reducer.finish
 
@@ -76,7 +79,7 @@ def measured(rank: int, size: int) -> list[bytes]:
             self._buckets[0][0].grad.view(-1)[0] += 1e-3
 
         Reducer.finish = finish
-    found.append(collect_bits(SPEC, world))
+    found.append(collect_bit_digests(SPEC, world))
     return [msgspec.json.encode(report) for report in found]
 
 

@@ -18,7 +18,7 @@ from paceline.cli.ledger import main
 from paceline.config.settings import DataConfig, TrainConfig, dump
 from paceline.data.plan import BatchPlan, fingerprint, virtual_ranks_of
 from paceline.errors import UsageError
-from paceline.lab.ranks.ledger import LedgerReport, check_samples
+from paceline.lab.ranks.ledger import LedgerReport, check_sample_use
 from paceline.runs.events import Ended, Event, RolledBack, Samples, Started, Step, UnloggedStep
 from paceline.runs.writers import EventWriter, merge_steps
 
@@ -122,7 +122,7 @@ class History:
     def audit(self) -> LedgerReport:
         with TemporaryDirectory() as folder:
             self.write(Path(folder))
-            return check_samples(Path(folder), lambda num_samples: replace(self.plan, num_samples=num_samples))
+            return check_sample_use(Path(folder), lambda num_samples: replace(self.plan, num_samples=num_samples))
 
 
 @st.composite
@@ -370,7 +370,7 @@ def test_a_rank_killed_between_a_step_and_its_samples_is_no_finding(tmp_path):
     history.write(tmp_path)
     file = tmp_path / "events-0.jsonl"
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
-    found = check_samples(tmp_path, lambda n: PLAN)
+    found = check_sample_use(tmp_path, lambda n: PLAN)
     assert (found.findings, found.epochs[-1].steps) == ([], 3)
 
 
@@ -395,12 +395,12 @@ def test_a_rank_that_another_vouches_for_had_what_the_plan_gives_to_nobody_else(
         for step in steps:
             del history.used[0, step, rank]
     history.write(tmp_path)
-    assert named(check_samples(tmp_path, lambda n: PLAN).findings) >= {3}
+    assert named(check_sample_use(tmp_path, lambda n: PLAN).findings) >= {3}
     file = tmp_path / f"events-{min({0, 1, 2} - absent)}.jsonl"
     lines, words = file.read_bytes().split(b"\n"), msgspec.json.encode(UnloggedStep(3, sorted(absent)))
     at = max(number for number, line in enumerate(lines) if b'"started"' in line)
     file.write_bytes(b"\n".join([*lines[:at], words, *lines[at:]]))
-    found = check_samples(tmp_path, lambda n: PLAN)
+    found = check_sample_use(tmp_path, lambda n: PLAN)
     assert found.findings == []
     when = "step 3" if len(steps) == 1 else f"steps {steps[0]} to 3"
     assert any(note.startswith(f"{when}: rank") and "before recording" in note for note in found.notes)
@@ -409,7 +409,7 @@ def test_a_rank_that_another_vouches_for_had_what_the_plan_gives_to_nobody_else(
 def test_the_log_of_a_whole_rank_lost_is_a_finding(tmp_path):
     resumed().write(tmp_path)
     (tmp_path / "events-1.jsonl").unlink()
-    findings = check_samples(tmp_path, lambda n: PLAN).findings
+    findings = check_sample_use(tmp_path, lambda n: PLAN).findings
     rendered(findings)
 
 
@@ -440,7 +440,7 @@ def test_ranks_that_disagree_are_a_finding(tmp_path):
     ):
         assert old in text
         file.write_text(text.replace(old, new))
-        findings += [text for text in check_samples(tmp_path, lambda n: PLAN).findings if text.startswith("attempt")]
+        findings += [text for text in check_sample_use(tmp_path, lambda n: PLAN).findings if text.startswith("attempt")]
     rendered(findings)
 
 
@@ -463,7 +463,7 @@ def test_the_verdict_of_a_clean_run(tmp_path, capsys):
     assert main([str(folder), "--json", str(tmp_path / "audit.json")]) == 0
     rendered(capsys.readouterr().out.splitlines()[-1])
     written = msgspec.json.decode((tmp_path / "audit.json").read_bytes(), type=LedgerReport)
-    assert written == check_samples(folder, lambda n: PLAN)
+    assert written == check_sample_use(folder, lambda n: PLAN)
 
 
 @pytest.mark.parametrize("steps", [2, 6])
@@ -540,10 +540,10 @@ def test_what_would_take_for_ever_to_judge_is_refused(tmp_path, samples, per_epo
         return BatchPlan(number, global_batch=max(1, number // per_epoch), virtual_ranks=1_000_000)
 
     if code is None:
-        assert check_samples(tmp_path, plan).findings
+        assert check_sample_use(tmp_path, plan).findings
         return
     with raises(code, **fields):
-        check_samples(tmp_path, plan)
+        check_sample_use(tmp_path, plan)
 
 
 def test_a_hosts_name_does_not_steer_the_terminal(tmp_path, capsys):

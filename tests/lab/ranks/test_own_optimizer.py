@@ -13,7 +13,7 @@ from tests.lab.ranks.mutations import planted
 from tests.run_ranks import run_ranks
 
 from paceline.lab.ranks import trial
-from paceline.lab.ranks.verify import collect_bits, verify
+from paceline.lab.ranks.verify import collect_bit_digests, verify
 from paceline.lab.verify import Result, VerifySpec
 from paceline.rank.world import World
 
@@ -53,9 +53,9 @@ def verified(rank: int, size: int) -> dict[str, Any]:
             found[f"without {name}"] = verify(spec("own"), world).results
     with planted_into_ranks(make_schedule=None):
         found["scheduled, without"] = verify(spec("scheduled", ["exact"], ["sgd"]), world).results
-    found["bits"] = [bits.steps for bits in collect_bits(spec("own", ["exact", "zero"]), world).bits]
+    found["bits"] = [bits.steps for bits in collect_bit_digests(spec("own", ["exact", "zero"]), world).bits]
     with planted((trial, "has_schedule", lambda *_: False)):
-        found["other bits"] = [bits.steps for bits in collect_bits(spec("own", ["exact"]), world).bits]
+        found["other bits"] = [bits.steps for bits in collect_bit_digests(spec("own", ["exact"]), world).bits]
     return found
 
 
@@ -115,9 +115,9 @@ def test_what_is_no_optimizer_for_it_is_refused(monkeypatch: pytest.MonkeyPatch)
         ("lbfgs", [], "optimizer-needs-closure"),
     ):
         asked = spec(name, optimizers=optimizers)
-        task = trial.task_of(asked)
+        task = trial.load_verified_task(asked)
         with raises(code):
-            trial.optimizers_of(asked, task, trial.build_float64_model(task, 0, torch.device("cpu")))
-    task = trial.task_of(spec("dropout"))
-    made = trial.optimizers_of(spec("dropout"), task, trial.build_float64_model(task, 0, torch.device("cpu")))
+            trial.optimizers_to_verify(asked, task, trial.build_float64_model(task, 0, torch.device("cpu")))
+    task = trial.load_verified_task(spec("dropout"))
+    made = trial.optimizers_to_verify(spec("dropout"), task, trial.build_float64_model(task, 0, torch.device("cpu")))
     assert [*made] == ["sgd", "adamw"]

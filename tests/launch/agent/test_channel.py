@@ -17,7 +17,7 @@ from paceline.launch.agent.channel import (
     Handshake,
     Link,
     Message,
-    RunOver,
+    RunEndNotice,
     StartReply,
     StopOrder,
     StopSignalNotice,
@@ -79,9 +79,9 @@ def recorded(link: Link, message: Message) -> bytes:
 def test_messages_arrive_in_order_in_both_directions(pair: tuple[Link, Link]) -> None:
     head, node = pair
     for code in range(300):
-        head.send(RunOver(code))
+        head.send(RunEndNotice(code))
     node.send(StopSignalNotice(15))
-    assert heard(node, 300) == [RunOver(code) for code in range(300)]
+    assert heard(node, 300) == [RunEndNotice(code) for code in range(300)]
     assert heard(head) == [StopSignalNotice(15)]
 
 
@@ -143,14 +143,14 @@ def test_a_changed_byte_ends_the_connection_and_nothing_of_it_is_believed(pair: 
 
 
 def swapped(head: Link) -> bytes:
-    first, second = recorded(head, CoordinatorHeartbeat()), recorded(head, RunOver(0))
+    first, second = recorded(head, CoordinatorHeartbeat()), recorded(head, RunEndNotice(0))
     return second + first
 
 
 def of_another_connection(_: Link) -> bytes:
     head, node = met()
     assert isinstance(head, Link) and isinstance(node, Link)
-    data = recorded(head, RunOver(0))
+    data = recorded(head, RunEndNotice(0))
     head.end("test")
     node.end("test")
     return data
@@ -182,7 +182,7 @@ def test_what_the_head_did_not_say_once_and_in_this_order_is_not_believed(pair: 
 
 def test_a_message_thrown_back_at_its_sender_is_not_believed(pair: tuple[Link, Link]) -> None:
     head, node = pair
-    node._socket.send(recorded(head, RunOver(0)))
+    node._socket.send(recorded(head, RunEndNotice(0)))
     assert heard(head) == [] and "not signed" in head.ended
 
 

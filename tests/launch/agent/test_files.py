@@ -21,7 +21,7 @@ from tests.checkpoint.checkpoint_harness import header, manifest_of
 
 from paceline.errors import UsageError
 from paceline.launch.agent import channel, files
-from paceline.launch.agent.files import FileClient, FileLink, FileServer, SeparateFolder
+from paceline.launch.agent.files import FileClient, FileLink, FileServer, SeparateRunFolder
 from paceline.launch.agent.follower import COORDINATOR_STOP_SECONDS, Follower
 from paceline.launch.agent.workers import InheritedResources
 from paceline.protocol.control import StopOrders, TransferRequest, WorkerSpec, send, signal_wakeup, transfer
@@ -174,13 +174,13 @@ def test_node_0_may_take_its_time_after_a_long_upload(
 
 
 @pytest.fixture
-def folder(node0: Node0, tmp_path: Path) -> Iterator[SeparateFolder]:
+def folder(node0: Node0, tmp_path: Path) -> Iterator[SeparateRunFolder]:
     attempt = tmp_path / "here" / "attempt-1"
     (node0.run_dir / "attempt-1").mkdir(mode=0o700)
     write(node0.run_dir / "config.toml", b"")
     for made in (attempt.parent, attempt, attempt.parent / "checkpoints"):
         made.mkdir(mode=0o700)
-    separate = SeparateFolder(node0.plan, attempt)
+    separate = SeparateRunFolder(node0.plan, attempt)
     yield separate
     separate.finish(lambda: False)
     for thread in separate._threads:
@@ -207,7 +207,7 @@ def write_checkpoint(run_dir: Path, content: bytes = CONTENT, step: int = 5) -> 
     return made
 
 
-def copy_once(folder: SeparateFolder) -> None:
+def copy_once(folder: SeparateRunFolder) -> None:
     folder._stop.set()
     folder._copy_checkpoints()
 
@@ -240,13 +240,13 @@ class Stuck:
 
 
 @pytest.fixture
-def worker(folder: SeparateFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def worker(folder: SeparateRunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WorkerSpec, "_here", WorkerSpec(os.getpid(), transfers=folder.transfers))
     threading.Thread(target=folder._serve_ranks, daemon=True).start()
 
 
 def test_a_new_generation_does_not_wait_for_the_copy_of_a_checkpoint(
-    node0: Node0, folder: SeparateFolder, monkeypatch: pytest.MonkeyPatch
+    node0: Node0, folder: SeparateRunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_checkpoint(node0.run_dir)
     stuck, begun = Stuck(monkeypatch, node0.run_dir), threading.Event()
@@ -267,7 +267,9 @@ def test_a_new_generation_does_not_wait_for_the_copy_of_a_checkpoint(
 
 
 @pytest.mark.usefixtures("worker")
-def test_a_rank_that_waits_for_the_transfer_of_another_one_makes_progress(node0: Node0, folder: SeparateFolder) -> None:
+def test_a_rank_that_waits_for_the_transfer_of_another_one_makes_progress(
+    node0: Node0, folder: SeparateRunFolder
+) -> None:
     write_checkpoint(node0.run_dir)
     progress, failures = threading.Event(), list[str]()
     path = folder._checkpoints / "step-00000005"
@@ -281,7 +283,7 @@ def test_a_rank_that_waits_for_the_transfer_of_another_one_makes_progress(node0:
 
 @pytest.mark.usefixtures("worker")
 def test_the_transfer_of_a_rank_that_has_ended_ends(
-    node0: Node0, folder: SeparateFolder, monkeypatch: pytest.MonkeyPatch
+    node0: Node0, folder: SeparateRunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stuck = Stuck(monkeypatch, node0.run_dir)
     connections, connect = list[FileLink](), FileClient._connect
@@ -296,7 +298,7 @@ def test_the_transfer_of_a_rank_that_has_ended_ends(
     assert is_over and len(connections) == 1  # no second try
 
 
-def test_the_copy_of_a_checkpoint_of_an_earlier_run_is_replaced(node0: Node0, folder: SeparateFolder) -> None:
+def test_the_copy_of_a_checkpoint_of_an_earlier_run_is_replaced(node0: Node0, folder: SeparateRunFolder) -> None:
     new, old = write_checkpoint(node0.run_dir), write_checkpoint(folder._run_dir, header(7) + b"earlier")
     copy_once(folder)
     for name in ("manifest.json", "shard-0-of-1.safetensors"):
@@ -304,7 +306,7 @@ def test_the_copy_of_a_checkpoint_of_an_earlier_run_is_replaced(node0: Node0, fo
 
 
 def test_an_intact_checkpoint_stays_in_place_while_it_is_compared(
-    node0: Node0, folder: SeparateFolder, monkeypatch: pytest.MonkeyPatch
+    node0: Node0, folder: SeparateRunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_checkpoint(node0.run_dir)
     held = write_checkpoint(folder._run_dir)
@@ -314,7 +316,7 @@ def test_an_intact_checkpoint_stays_in_place_while_it_is_compared(
     assert names_in(folder._checkpoints) == [held.name]
 
 
-def test_the_node_that_becomes_node_1_keeps_the_copy(node0: Node0, folder: SeparateFolder) -> None:
+def test_the_node_that_becomes_node_1_keeps_the_copy(node0: Node0, folder: SeparateRunFolder) -> None:
     write_checkpoint(node0.run_dir)
     for group_rank in (2, 1):
         folder.begin(NodeRanks(first=group_rank, world_size=3, group_rank=group_rank), lambda: None)
@@ -323,7 +325,7 @@ def test_the_node_that_becomes_node_1_keeps_the_copy(node0: Node0, folder: Separ
 
 
 def test_a_damaged_manifest_ends_no_copying(
-    node0: Node0, folder: SeparateFolder, capfd: pytest.CaptureFixture[str]
+    node0: Node0, folder: SeparateRunFolder, capfd: pytest.CaptureFixture[str]
 ) -> None:
     write(write_checkpoint(node0.run_dir) / "manifest.json", b"{")
     copy_once(folder)
@@ -331,7 +333,7 @@ def test_a_damaged_manifest_ends_no_copying(
     assert names_in(folder._checkpoints) == []
 
 
-def test_copies_stay_if_node_0_cannot_list_its_checkpoints(node0: Node0, folder: SeparateFolder) -> None:
+def test_copies_stay_if_node_0_cannot_list_its_checkpoints(node0: Node0, folder: SeparateRunFolder) -> None:
     held = write_checkpoint(folder._run_dir)
     shutil.rmtree(node0.run_dir / "checkpoints")
     (node0.run_dir / "checkpoints").symlink_to(folder._checkpoints)  # not followed
@@ -355,19 +357,19 @@ def test_the_last_copy_takes_no_longer_than_the_grace_of_a_stop(
             assert node._wait_for_copies(link._link, min(signals, 1)) == waits
 
 
-def test_a_host_may_join_its_run_again(node0: Node0, folder: SeparateFolder) -> None:
+def test_a_host_may_join_its_run_again(node0: Node0, folder: SeparateRunFolder) -> None:
     attempt = folder._run_dir / "attempt-2"
     for _ in range(2):
-        found = SeparateFolder.find(node0.plan, attempt)
+        found = SeparateRunFolder.find(node0.plan, attempt)
         assert found is not None
         found.finish(lambda: False)
     write(attempt / files.JOB_FILE, b"of a different run, or of a host that shares this folder")
     with pytest.raises(UsageError) as caught:
-        SeparateFolder.find(node0.plan, attempt)
+        SeparateRunFolder.find(node0.plan, attempt)
     assert caught.value.code.endswith("other-run")
 
 
-def test_the_log_of_a_rank_continues_on_another_node(node0: Node0, folder: SeparateFolder) -> None:
+def test_the_log_of_a_rank_continues_on_another_node(node0: Node0, folder: SeparateRunFolder) -> None:
     for rank, of_others in ((2, "one"), (1, "two"), (2, "three")):
         with (node0.run_dir / "attempt-1" / f"rank-{rank}.log").open("a") as stored:
             stored.write(f"{of_others} ")
@@ -380,7 +382,7 @@ def test_the_log_of_a_rank_continues_on_another_node(node0: Node0, folder: Separ
     assert logs == ["two 1 ", "one 2 three 2 "]
 
 
-def test_a_file_that_grows_is_sent_once(node0: Node0, folder: SeparateFolder) -> None:
+def test_a_file_that_grows_is_sent_once(node0: Node0, folder: SeparateRunFolder) -> None:
     sent, send_message = list[channel.Message](), FileLink.send
     log, stored = (path / "attempt-1" / "trace.log" for path in (folder._run_dir, node0.run_dir))
     with pytest.MonkeyPatch.context() as patch:

@@ -108,7 +108,7 @@ def test_the_stores_own_port_answers_nobody_who_has_not_the_key(head: tuple[int,
 def test_another_users_process_is_shut_out_at_the_loopback(
     head: tuple[int, StoreProxy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.launch.agent.store_proxy.tcp_owner", lambda *_: 12345)
+    monkeypatch.setattr("paceline.launch.agent.store_proxy.tcp_connection_owner_uid", lambda *_: 12345)
     assert answered(head[1].port, b"anybody there?") == b""
 
 

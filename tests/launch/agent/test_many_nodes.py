@@ -19,8 +19,8 @@ from tests.guard.test_guard_judge import BEFORE, WAITS, op, rank
 
 from paceline.guard.detectors import Alarm
 from paceline.guard.judge import diagnose
-from paceline.guard.report import MAX_RANK_FILES, select_ranks
-from paceline.guard.waits import group_by_waits, reachable_ranks, waiting_graph
+from paceline.guard.report import MAX_RANK_FILES, select_ranks_to_record
+from paceline.guard.waits import group_ranks_by_waits, reachable_ranks, waiting_graph
 from paceline.host.facts import gather_facts
 from paceline.host.procfs import raise_open_file_limit
 from paceline.launch.agent.channel import (
@@ -33,7 +33,7 @@ from paceline.launch.agent.channel import (
     connect_to_coordinator,
 )
 from paceline.launch.agent.cluster import Generation, RemoteNodes
-from paceline.launch.agent.joining import MAX_ALL_PAIRS_NODES, probe_partners
+from paceline.launch.agent.joining import MAX_ALL_PAIRS_NODES, nodes_to_probe
 from paceline.launch.agent.monitor import Monitor
 from paceline.launch.agent.workers import Workers
 from paceline.launch.plan import Command
@@ -155,7 +155,7 @@ def test_an_agent_waits_for_descriptors_that_select_does_not_know() -> None:
 
 @pytest.mark.parametrize("count", [2, 3, MAX_ALL_PAIRS_NODES, MAX_ALL_PAIRS_NODES + 1, 100, 1000])
 def test_each_node_tries_few_others_and_no_split_of_the_nodes_goes_unseen(count: int) -> None:
-    tries = {node: probe_partners(node, count) for node in range(count)}
+    tries = {node: nodes_to_probe(node, count) for node in range(count)}
     assert all(node not in others and len(others) == len({*others}) for node, others in tries.items())
     if count <= MAX_ALL_PAIRS_NODES:
         assert all(len(others) == count - 1 for others in tries.values())
@@ -184,7 +184,7 @@ def test_strangers_who_hold_the_door_do_not_keep_a_node_out() -> None:
 def test_ranks_that_wait_for_the_same_share_one_list_of_those() -> None:
     ranks = [rank(n, BEFORE, *([WAITS] if n % 2 else []), groups={"0": ()}) for n in range(400)]
     graph = waiting_graph(ranks)
-    assert len(group_by_waits(graph)) == 2
+    assert len(group_ranks_by_waits(graph)) == 2
     diagnosis = diagnose(ranks)
     assert diagnosis.causes == tuple(range(0, 400, 2))
     apart = diagnose([rank(n, BEFORE, op(9, shape="[4]") if n % 2 else WAITS, groups={"0": ()}) for n in range(400)])
@@ -194,9 +194,9 @@ def test_ranks_that_wait_for_the_same_share_one_list_of_those() -> None:
 def test_of_thousands_of_ranks_a_diagnosis_keeps_the_blamed_and_one_of_each_kind() -> None:
     odd, causes = 700, 1999
     ranks = [rank(n, BEFORE, *([] if n == causes else [WAITS]), state="R" if n == odd else "S") for n in range(2000)]
-    kept = [one.rank for one in select_ranks(Diagnosis(StopKind.BEHIND, (causes,)), ranks)]
+    kept = [one.rank for one in select_ranks_to_record(Diagnosis(StopKind.BEHIND, (causes,)), ranks)]
     assert len(kept) == MAX_RANK_FILES and {0, odd, causes} <= {*kept} and kept == sorted(kept)
-    assert len(select_ranks(Diagnosis(StopKind.UNKNOWN), ranks[:MAX_RANK_FILES])) == MAX_RANK_FILES
+    assert len(select_ranks_to_record(Diagnosis(StopKind.UNKNOWN), ranks[:MAX_RANK_FILES])) == MAX_RANK_FILES
 
 
 def test_ssh_sessions_log_in_a_few_at_a_time_and_all_of_them_in_the_end(tmp_path: Path) -> None:

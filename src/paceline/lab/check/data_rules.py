@@ -12,7 +12,7 @@ from paceline.lab.check.findings import (
     are_samples_mostly_equal,
     differs,
     do_all_tensors_differ,
-    group_loaders,
+    group_corresponding_loaders,
     is_same_dataset,
     largest_index_overlap,
 )
@@ -39,7 +39,7 @@ def data_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
             return
     uses_join = any(replica.joined for facts in ranks for replica in facts.replicas)
     has_training = False
-    for loaders in group_loaders(ranks):
+    for loaders in group_corresponding_loaders(ranks):
         if all(loader.local_only for loader in loaders.values()):
             continue
         if len(loaders) > 1 and all(loader.training_passes for loader in loaders.values()):

@@ -33,7 +33,7 @@ class Finding(msgspec.Struct, frozen=True):
 Loaders = dict[int, SeenLoader]  # by rank
 
 
-def group_loaders(ranks: Sequence[ScriptFacts]) -> list[Loaders]:
+def group_corresponding_loaders(ranks: Sequence[ScriptFacts]) -> list[Loaders]:
     """The corresponding loaders of all ranks: the first, second, ... that each rank iterates over at a line."""
     groups: dict[tuple[str, int], Loaders] = {}
     for facts in ranks:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from paceline.errors import plural
 from paceline.guard.report import printable
-from paceline.host.facts import NODE_RULES, Address, Facts, Finding, Node, Rule, find_differences, node_as_fact
+from paceline.host.facts import NODE_RULES, Address, FactRule, Facts, Finding, Node, find_differences, node_as_fact
 from paceline.host.reach import is_loopback
 from paceline.lab.doctor.host import FactsAnswer
 from paceline.lab.doctor.survey import Survey
@@ -57,7 +57,7 @@ class Host(Node):
         return [offset - median([*offsets.values(), 0.0]) for name, offset in offsets.items() if name == self.name]
 
 
-def hosts_of(survey: Survey) -> list[Host]:
+def hosts_in_survey(survey: Survey) -> list[Host]:
     workers = dict(zip(survey.wanted.hosts, survey.wanted.workers, strict=True))
     threads = survey.wanted.threads
     return [
@@ -75,45 +75,45 @@ def _free_space(disk: FactsAnswer) -> str:
     return f"only {disk.disk_free / 1e9:,.3f} GB free of {disk.disk_size / 1e9:,.0f} GB at {disk.disk_path}"
 
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[FactRule, ...] = (
     *NODE_RULES,
-    Rule("gpus", "error", node_as_fact, lambda h: 0 < len(h.facts.gpus) < h.workers,
+    FactRule("gpus", "error", node_as_fact, lambda h: 0 < len(h.facts.gpus) < h.workers,
          lambda h: f"{h.workers} workers, but {len(h.facts.gpus)} GPUs",
          lambda h: f"use --nproc {len(h.facts.gpus)}, or --backend gloo or --device cpu when you train"),
-    Rule("gpus", "error", lambda h: h.facts.gpus, lambda gpu: gpu.lost,
+    FactRule("gpus", "error", lambda h: h.facts.gpus, lambda gpu: gpu.lost,
          lambda gpu: f"GPU {gpu.index} does not answer: {gpu.lost}",
          "restart the machine, or exclude the GPU with CUDA_VISIBLE_DEVICES"),
-    Rule("gpus", "error", lambda h: h.facts.gpus, lambda gpu: gpu.ecc_errors,
+    FactRule("gpus", "error", lambda h: h.facts.gpus, lambda gpu: gpu.ecc_errors,
          lambda gpu: f"GPU {gpu.index} has {gpu.ecc_errors} uncorrectable memory errors",
          "reset or replace it (nvidia-smi -q -d ECC,PAGE_RETIREMENT)"),
-    Rule("gpus", "warning", lambda h: h.facts.gpus,
+    FactRule("gpus", "warning", lambda h: h.facts.gpus,
          lambda gpu: gpu.processes or gpu.memory_used > max(BUSY_BYTES, gpu.memory // 20),
          lambda gpu: f"GPU {gpu.index} is in use by {', '.join(f'pid {pid}' for pid in gpu.processes) or 'others'}: "
          f"{gpu.memory_used >> 20} of {gpu.memory >> 20} MiB",
          "wait for it, or choose others with CUDA_VISIBLE_DEVICES"),
-    Rule("names", "warning", node_as_fact, lambda h: is_loopback(next(iter(h.facts.own_addresses), "")),
+    FactRule("names", "warning", node_as_fact, lambda h: is_loopback(next(iter(h.facts.own_addresses), "")),
          lambda h: f"its name {h.facts.host} resolves to {h.facts.own_addresses[0]}, which no other node can reach",
          lambda h: f"in its /etc/hosts write {h.facts.addresses[0].address if h.facts.addresses else 'its address'} "
          f"{h.facts.host}, and remove {h.facts.host} from the 127.x line"),
-    Rule("ports", "error", Host.unreachable_sources, bool,
+    FactRule("ports", "error", Host.unreachable_sources, bool,
          lambda closed: f"cannot be reached from {', '.join(closed[0])} "
          f"{f'at {closed[1]}' if closed[1] else 'because it has no address'}",
          lambda closed: f"allow connections from {', '.join(closed[0])} to all its TCP ports, because ranks use any "
          "ports: check `nft list ruleset` and `ip route get` on both sides"),
-    Rule("clocks", "warning", Host.offsets_from_median_clock, lambda ahead: abs(ahead) > MAX_CLOCK_OFFSET_SECONDS,
+    FactRule("clocks", "warning", Host.offsets_from_median_clock, lambda ahead: abs(ahead) > MAX_CLOCK_OFFSET_SECONDS,
          lambda ahead: f"its clock is {abs(ahead):.1f} s {'ahead' if ahead > 0 else 'behind'}: log times are wrong, "
          "and the rendezvous of torchrun can start only a part of a job",
          "synchronise it: timedatectl set-ntp true, or chronyc makestep"),
-    Rule("run folder", "error",
+    FactRule("run folder", "error",
          lambda h: [(h.survey.wanted.run_dir, f.error) for name, f in h.survey.folder_access.items() if name == h.name],
          lambda access: access[1], "{0[0]}: {0[1]}".format,
          "choose a writable --run-dir on a file system that all nodes mount (NFS, Lustre). `--on ssh` also works "
          "with separate file systems"),
-    Rule("disk", "error", lambda h: [h.survey.hosts[h.name]], lambda disk: disk.disk_free < NO_SPACE_BYTES,
+    FactRule("disk", "error", lambda h: [h.survey.hosts[h.name]], lambda disk: disk.disk_free < NO_SPACE_BYTES,
          _free_space, FREE_SPACE_ADVICE),
-    Rule("disk", "warning", lambda h: [h.survey.hosts[h.name]],
+    FactRule("disk", "warning", lambda h: [h.survey.hosts[h.name]],
          lambda disk: NO_SPACE_BYTES <= disk.disk_free < LOW_SPACE_BYTES, _free_space, FREE_SPACE_ADVICE),
-    Rule("bandwidth", "warning",
+    FactRule("bandwidth", "warning",
          lambda h: [(b, link.bytes_per_second) for (a, b), link in h.survey.measured_links.items() if a == h.name],
          lambda link: link[1] < SLOW_BYTES_PER_SECOND,
          lambda link: f"sends {_rate(link[1])} to {link[0]}; {_rate(SLOW_BYTES_PER_SECOND)} is needed",
@@ -126,7 +126,7 @@ def run_checks(survey: Survey) -> list[Check]:
     by_check["hosts"] = [
         Finding("error", *lost, "repair it, or remove it from the nodes of the run") for lost in survey.lost.items()
     ]
-    for host in hosts_of(survey):
+    for host in hosts_in_survey(survey):
         for rule in RULES:
             by_check.setdefault(rule.check, []).extend(rule.findings(host))
     several = len(survey.wanted.hosts) > 1
@@ -152,7 +152,7 @@ def _versions(facts: Facts) -> str:
 
 
 def _ports(survey: Survey) -> str:
-    usable = [(host.name, host.usable_address()) for host in hosts_of(survey)]
+    usable = [(host.name, host.usable_address()) for host in hosts_in_survey(survey)]
     addresses = ", ".join(f"{name} {a.address} ({a.interface})" for name, a in usable if a)
     return f"all {len(survey.links_by_address)} connections between {len(survey.hosts)} nodes are open: {addresses}"
 
@@ -173,9 +173,9 @@ SUMMARIES: dict[str, tuple[bool, Callable[[Survey], str]]] = {
     "software": (False, lambda s: _versions(next(iter(s.hosts.values())).facts)),
     "resources": (False, lambda s: "; ".join(sorted({
         f"{plural(h.workers, 'worker')} x {plural(h.threads, 'thread')} on {plural(h.facts.cores, 'core')}"
-        for h in hosts_of(s)}))),
+        for h in hosts_in_survey(s)}))),
     "gpus": (False, lambda s: "; ".join(f"{host.name}: {len(host.facts.gpus)} x {host.facts.gpus[0].name}"
-                                        for host in hosts_of(s) if host.facts.gpus)),
+                                        for host in hosts_in_survey(s) if host.facts.gpus)),
     "names": (True, lambda _: "each host name resolves to its node, on all nodes"),
     "ports": (True, _ports),
     "clocks": (True, lambda s: f"all within {max(map(abs, s.clock_offsets.values()), default=0):.2g} s"),

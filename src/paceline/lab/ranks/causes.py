@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.lab.ranks.reference import NamedTensors, Reference, StepValues, has_batch_norm, sample_gradient
+from paceline.lab.ranks.reference import NamedTensors, Reference, StepValues, has_batch_norm, subsample_gradient
 from paceline.lab.verify import ADAPTIVE_TOLERANCE, TOLERANCES, Case, Diagnosis, Result
 
 CLIPPED = "clipped gradient"  # reported as a gradient
@@ -131,7 +131,7 @@ def explain_difference(
     kinds = {d.kind: d for d in reversed(differences)}
     loss, clipped = kinds.get("loss"), kinds.get(CLIPPED)
     if got.samples != want.samples:
-        return "samples", "samples", sample_difference(got.samples, want.samples)
+        return "samples", "samples", describe_sample_difference(got.samples, want.samples)
     if ranks.first_start_difference:
         return "start", ranks.first_start_difference, "differs before the step; was the model broadcast?"
     if got.stream_fingerprints != want.stream_fingerprints:
@@ -165,8 +165,8 @@ def _explain_gradient(got: StepValues, want: StepValues, first: TensorDifference
         return "none", mismatched[0], f"one process has {expectation}"
     keys = list(ref.weights)
     present = {n: g for n, g in want.gradients.items() if g is not None}
-    values = sample_gradient({n: got.gradients.get(n) for n in present}, present)
-    expected = sample_gradient(present, present)
+    values = subsample_gradient({n: got.gradients.get(n) for n in present}, present)
+    expected = subsample_gradient(present, present)
     scale = float(values.abs().max()) or 1.0
     if (factor := factor_between(values, expected)) is not None:
         return "mean", first.tensor, f"every gradient is {format_ratio(factor)} the right value"
@@ -228,7 +228,7 @@ def _differs(a: torch.Tensor | None, b: torch.Tensor) -> bool:
     return a is None or float((a - b).abs().max()) > 1e-12 * max(float(b.abs().max()), 1e-300)
 
 
-def sample_difference(got: Sequence[int], want: Sequence[int]) -> str:
+def describe_sample_difference(got: Sequence[int], want: Sequence[int]) -> str:
     extra, missing = Counter(got) - Counter(want), Counter(want) - Counter(got)
     return (
         f"this global batch has {len(got)} samples{f' instead of {len(want)}' if len(got) != len(want) else ''}; "

@@ -136,7 +136,7 @@ class TensorRecorder(ReplayObserver):
         self.records.append(TensorRecord(self._step, kind, name, digest, (virtual_rank, micro_batch, call), samples))
 
 
-def record(source: ReplaySource, request: RecordRequest, folder: Path) -> StepRecording:
+def record_steps(source: ReplaySource, request: RecordRequest, folder: Path) -> StepRecording:
     """Repeat the steps of a request. A wanted tensor is saved in `folder`."""
     recorder = TensorRecorder(ReplayRequest(request.first), source, last=request.last, fetch=request.fetch)
     if request.script:
@@ -149,7 +149,7 @@ def record(source: ReplaySource, request: RecordRequest, folder: Path) -> StepRe
     return StepRecording(recorder.records, recorder.losses, hardware_facts(device))
 
 
-def measure(result: Difference, files: Iterable[Path], samples: Sequence[int]) -> None:
+def measure_first_difference(result: Difference, files: Iterable[Path], samples: Sequence[int]) -> None:
     """Set by how much the first tensor differs, from its values in both runs. `samples`: those of its micro-batch."""
     a, b = (torch.load(file, map_location="cpu", weights_only=True) for file in files)
     if a.shape != b.shape:

@@ -42,7 +42,7 @@ class RankLog:
     def roll_back(self, to: int) -> None:
         """Forget the steps after `to`, because the run repeats them."""
         for step in [step for step in self.steps if step > to]:
-            self.rolled_back_steps += len(covered_steps(self.steps.pop(step)[0]))
+            self.rolled_back_steps += len(steps_of_record(self.steps.pop(step)[0]))
             self.samples.pop(step, None)
 
     @property
@@ -76,12 +76,12 @@ class GenerationLogs:
         return (record for log in self.logs for records in log.steps.values() for record in records)
 
     def steps(self) -> list[int]:
-        return sorted({step for record in self.records() for step in covered_steps(record)})
+        return sorted({step for record in self.records() for step in steps_of_record(record)})
 
     def spans(self, counts: range) -> Iterator[range]:
         """Split `counts` into spans so that each record is in one span. Most spans are single steps."""
         long_records = (record for record in self.records() if record.steps > 1)
-        long_spans = deque(sorted((covered_steps(record)[0], record.step) for record in long_records))
+        long_spans = deque(sorted((steps_of_record(record)[0], record.step) for record in long_records))
         begin = counts.start
         while begin < counts.stop:
             while long_spans and long_spans[0][1] < begin:
@@ -110,7 +110,7 @@ class GenerationSummary:
 
 
 @dataclass(frozen=True)
-class EpochUse:
+class EpochSampleUse:
     epoch: int
     steps: int
     once: int | None
@@ -126,7 +126,7 @@ class LedgerReport:
     steps_per_epoch: int
     last_batch: LastBatch
     incarnations: list[GenerationSummary]
-    epochs: list[EpochUse] = field(default_factory=list[EpochUse])
+    epochs: list[EpochSampleUse] = field(default_factory=list[EpochSampleUse])
     left_out: list[int] = field(default_factory=list[int])
     """The skipped steps: they count, but their samples did not change the parameters."""
     notes: list[str] = field(default_factory=list[str])
@@ -146,7 +146,7 @@ class _CheckedStep:
     epoch: int  # according to the ranks
 
 
-def check_samples(run_dir: Path, make_plan: Callable[[int], BatchPlan]) -> LedgerReport:
+def check_sample_use(run_dir: Path, make_plan: Callable[[int], BatchPlan]) -> LedgerReport:
     """Check a run, which may have been killed or be running. `make_plan`: from a number of samples."""
     starts = _read_starts(run_dir)
     if not starts:
@@ -351,7 +351,7 @@ def _check_step(span: range, start: GenerationLogs, plan: BatchPlan) -> _Checked
     return _CheckedStep(span, faults, indices, consumed, combine_fingerprints(*map(_fingerprint, records)), epoch)
 
 
-def covered_steps(record: Step) -> range:
+def steps_of_record(record: Step) -> range:
     return range(record.step - record.steps + 1, record.step + 1)
 
 
@@ -394,14 +394,14 @@ def _rank_faults(span: range, log: RankLog, plan: BatchPlan) -> Iterator[str]:
     records = _records(span, log)
     if log.started.own_order:
         for record in records:
-            indices = [i for step in covered_steps(record) for i in log.samples.get(step, [])]
+            indices = [i for step in steps_of_record(record) for i in log.samples.get(step, [])]
             recorded = torch.tensor(indices, dtype=torch.int64)
             if record.consumed != len(recorded) or _fingerprint(record) != fingerprint(recorded):
                 yield f"recorded different samples from those it used: {len(recorded)} instead of {record.consumed}"
         return
     if len(span) == 1 and len(records) > 1:
         yield f"logged it {len(records)} times"
-    elif len(span) > 1 and [step for record in records for step in covered_steps(record)] != [*span]:
+    elif len(span) > 1 and [step for record in records for step in steps_of_record(record)] != [*span]:
         yield "logged them together with others, or not all of them once: the used samples are unknown"
         return
     for record in records[:1] if len(span) == 1 else records:
@@ -415,7 +415,7 @@ def _record_faults(record: Step, log: RankLog, plan: BatchPlan) -> Iterator[str]
     a, b = record.share or (0, 0)
     if not 0 <= a < b <= plan.virtual_ranks:
         return  # reported with the portions of all ranks
-    expected = _portion_samples((a, b), covered_steps(record), plan)
+    expected = _portion_samples((a, b), steps_of_record(record), plan)
     if record.consumed != len(expected) or _fingerprint(record) != fingerprint(expected):
         yield f"did not use the samples of the plan: {record.consumed} samples instead of {len(expected)}"
     if log.samples and record.steps == 1 and sorted(log.samples.get(record.step, [])) != sorted(expected.tolist()):
@@ -429,7 +429,7 @@ def _fingerprint(record: Step) -> int:
         return -1  # no samples have this fingerprint
 
 
-def _epoch(epoch: int, steps: Sequence[_CheckedStep], num_samples: int, parts: int) -> EpochUse:
+def _epoch(epoch: int, steps: Sequence[_CheckedStep], num_samples: int, parts: int) -> EpochSampleUse:
     """The use of `num_samples` samples, or of a stream in parts, each of which is read from its first sample.
 
     Sample n * parts + v is the n-th sample of part v.
@@ -437,13 +437,13 @@ def _epoch(epoch: int, steps: Sequence[_CheckedStep], num_samples: int, parts: i
     indices = [step.indices for step in steps if step.indices is not None]
     count = sum(len(step.span) for step in steps)
     if len(indices) < len(steps) and not parts:
-        return EpochUse(epoch, count, None, None, None)
+        return EpochSampleUse(epoch, count, None, None, None)
     values, counts = torch.cat([*indices, torch.empty(0, dtype=torch.int64)]).unique(return_counts=True)
     if parts:
         values_by_part = [values[values % parts == v] for v in range(parts)]
         num_samples = sum(int(part_values.max()) // parts + 1 for part_values in values_by_part if len(part_values))
     once = int((counts == 1).sum())
-    return EpochUse(epoch, count, once, num_samples - len(values), len(values) - once)
+    return EpochSampleUse(epoch, count, once, num_samples - len(values), len(values) - once)
 
 
 def _check_epoch(epoch: int, steps: Sequence[_CheckedStep], num_samples: int) -> Iterator[str]:

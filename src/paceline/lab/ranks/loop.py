@@ -24,14 +24,14 @@ from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivate
 from paceline.checkpoint.shards import sha256_of
 from paceline.data.plan import BatchPlan, MicroBatchPlan
 from paceline.errors import PacelineError
-from paceline.lab.ranks.reference import StepValues, cast_to_float64, has_batch_norm, to_double
-from paceline.lab.ranks.trial import digests_of, gradients_of, make_world, parameters_of, tensor_checksums
+from paceline.lab.ranks.reference import StepValues, cast_to_float64, floats_to_double, has_batch_norm
+from paceline.lab.ranks.trial import digest_weights_and_state, gradients_of, make_world, parameters_of, tensor_checksums
 from paceline.lab.verify import TOLERANCES, LoopCase, LoopSpec, StepBits
 from paceline.nested import map_tensors, tensors
 from paceline.protocol.evidence import reports_lost_peers
 from paceline.rank.world import World
-from paceline.seeding import derive_seed, generator_states, seed_streams
-from paceline.sessions.lifecycle import MIN_RANDOM_SEED, close_all
+from paceline.seeding import derive_seed, generator_states, seed_generators
+from paceline.sessions.lifecycle import MIN_RANDOM_SEED, close_all_sessions
 from paceline.sessions.loader import Loader
 from paceline.sessions.observer import ApplyStrategy, Observer, use_observer
 from paceline.stepping.hooks import describe_user_autograd_function, describe_user_module_hook, graph_nodes
@@ -157,7 +157,7 @@ class _Recorder(Observer):
             self._passes += key in self._sums
             self._sums[key] = {}  # a later pass over the same micro-batch replaces the first
             self._streams = generator_states(self.models[0].replica.world.device)
-        return inputs if self.case.exact else map_tensors(inputs, to_double)
+        return inputs if self.case.exact else map_tensors(inputs, floats_to_double)
 
     def on_batch_end(self) -> None:
         self._work = None
@@ -259,7 +259,7 @@ class _Recorder(Observer):
             self.run.notes.append(str(words[0]).removeprefix("NOTE: "))
 
     def on_end(self) -> None:
-        self.run.digests = [digests_of(part.replica) for part in self.models]
+        self.run.digests = [digest_weights_and_state(part.replica) for part in self.models]
 
 
 def least_precise_dtype(dtypes: Iterable[str]) -> str:
@@ -289,7 +289,7 @@ def _run_case(spec: LoopSpec, case: LoopCase, rank: int) -> LoopRun:
     run = LoopRun(case.strategy)
     torch.set_default_dtype(torch.float32 if case.exact else torch.float64)
     # per rank: only a broadcast makes models equal
-    seed_streams(derive_seed(spec.seed, "loop", rank) % MIN_RANDOM_SEED)
+    seed_generators(derive_seed(spec.seed, "loop", rank) % MIN_RANDOM_SEED)
     modules_before, folder = set(sys.modules), Path(spec.target.rpartition(":")[0]).resolve().parent
     try:
         with use_observer(_Recorder(spec, case, run)), nullcontext() if case.exact else _without_dropout():
@@ -297,9 +297,9 @@ def _run_case(spec: LoopSpec, case: LoopCase, rank: int) -> LoopRun:
             run.trains_at_import = bool(run.steps)
             if not run.trains_at_import:
                 function()
-            close_all()
+            close_all_sessions()
     except BaseException as error:
-        close_all(error)
+        close_all_sessions(error)
         if not isinstance(error, SystemExit) or error.code not in (None, 0):
             prefix = "" if isinstance(error, PacelineError) else f"{type(error).__name__}: "
             run.error, run.victim = f"{prefix}{error}", reports_lost_peers(error)

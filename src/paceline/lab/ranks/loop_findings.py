@@ -90,7 +90,7 @@ def _compare(run: Run, reference: Run, comparison: causes.Comparison, size: int,
         if samples != want.samples:
             orders_differ = size > 1 and _has_repeats(run, want.epoch) and not _has_repeats(reference, want.epoch)
             cause = "order" if orders_differ else "samples"
-            return Diagnosis(number, cause, "", causes.sample_difference(samples, want.samples))
+            return Diagnosis(number, cause, "", causes.describe_sample_difference(samples, want.samples))
         path = list(dict.fromkeys(hook for rank_run in [*reference, *run] for hook in rank_run.gradient_path_hooks))
         return Diagnosis(number, *_explain(ranks, want, differences, path, comparison.tolerance))
     if failure := _failure(run, size, ended):

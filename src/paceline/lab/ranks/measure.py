@@ -18,13 +18,13 @@ import torch
 from torch.utils.data import Dataset
 
 from paceline.checkpoint.resume import RunLocation
-from paceline.checkpoint.shards import full_state, sha256_of
+from paceline.checkpoint.shards import gather_full_state, sha256_of
 from paceline.collectives.communicator import make_communicator
 from paceline.collectives.control import all_gather_object, raise_on_all_ranks
 from paceline.collectives.inter_node import DEFAULT_RANK, PowerSgdCodec
 from paceline.compute.flops import FlopCount, Utilization
 from paceline.config import settings as configuration
-from paceline.config.mesh import MODEL_DIMENSIONS, format_strategy, mesh_of
+from paceline.config.mesh import MODEL_DIMENSIONS, format_strategy, resolve_mesh
 from paceline.config.settings import TrainConfig, resolve_batch_sizes, task_options
 from paceline.config.strategies import EXACT_STRATEGIES, unsupported_settings
 from paceline.data.arrays import on_device
@@ -47,16 +47,16 @@ from paceline.tasks.registry import load_task
 from paceline.tasks.task import Task
 from paceline.train.compute_settings import check_precision
 from paceline.train.determinism import use_deterministic_kernels
-from paceline.train.optimizer import configured_optimizer_maker, schedule_for
+from paceline.train.optimizer import configured_optimizer_maker, make_lr_schedule
 from paceline.train.parallelism import parallelize_model
 from paceline.train.prepare import (
-    check_loss,
     check_stream,
     make_model,
     make_plan,
     make_replica,
     parallel_config,
     resolve_compute,
+    try_loss_on_first_samples,
 )
 from paceline.train.records import RunRecorder
 from paceline.train.step import fit, ignore_phase
@@ -100,7 +100,7 @@ def load_workload(config: TrainConfig, candidates: Iterable[Candidate], world: W
     if config.compute.peak_tflops != 0:
         with suppress(PacelineError):  # each candidate raises it again
             model, loading = make_model(task, config.run.seed, world), LoadingOptions(world.device, 0, task.collate)
-            check_loss(task, model, data, loading, count=count)
+            try_loss_on_first_samples(task, model, data, loading, count=count)
     return Workload(config, task, data, world, notes, count)
 
 
@@ -133,7 +133,7 @@ class CandidateTraining:
             self.replica = sharing.apply(_without_exchange, model, maker, world, shape.virtual_ranks)
         else:
             self.replica = make_replica(config, maker, model, world, shape.virtual_ranks, sharing)
-        schedule = schedule_for(optimizer, optimizer.lr, task, self.replica.optimizer, steps)
+        schedule = make_lr_schedule(optimizer, optimizer.lr, task, self.replica.optimizer, steps)
         folder.mkdir(parents=True, exist_ok=True)
         location = RunLocation(folder, 1, 0, None)
         self._records = self._open.enter_context(closing(RunRecorder(location, world, print)))
@@ -189,7 +189,7 @@ def measure_candidates(order: MeasurementRequest, workload: Workload) -> None:
     _trigger_lazy_imports(world)
     launch_seconds = time.time() - order.started_unix
     for candidate in order.candidates:
-        mesh_world = create_mesh_groups(world, mesh_of(candidate.mesh or None, world.size))
+        mesh_world = create_mesh_groups(world, resolve_mesh(candidate.mesh or None, world.size))
         if world.rank == 0:
             (folder / m.RUNNING).write_bytes(msgspec.json.encode(candidate))
         torch.set_num_threads(candidate.threads)
@@ -235,7 +235,7 @@ def _measure(order: MeasurementRequest, workload: Workload, candidate: Candidate
         # before it cools down
         local["gpu"] = query_gpu_problems([os.getpid()], wait_seconds=GPU_DRIVER_WAIT_SECONDS).get(os.getpid(), "")
         weights = [shard for shard in replica.state() if shard.name.startswith("model/")]
-        digest = sha256_of(full_state(weights, world))
+        digest = sha256_of(gather_full_state(weights, world))
     trained = [p for p in replica.model.parameters() if p.requires_grad]
     local["weights"] = sum(p.nbytes for p in trained)
     results = all_gather_object(local, world)

@@ -35,7 +35,7 @@ ELEMENT_BYTES = {
 }  # fmt: skip
 
 
-class Inspection:
+class MemoryInspection:
     """Observes a replica from its creation until it has taken its first steps."""
 
     def __init__(self, device: torch.device) -> None:
@@ -87,9 +87,9 @@ class Inspection:
 
 
 @contextmanager
-def inspect_memory(device: torch.device) -> Generator[Inspection]:
+def inspect_memory(device: torch.device) -> Generator[MemoryInspection]:
     """Record allocations inside the block; afterwards `found` has the memory by purpose."""
-    inspection = Inspection(device)
+    inspection = MemoryInspection(device)
     release_free_memory()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         yield inspection

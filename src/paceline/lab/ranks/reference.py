@@ -3,7 +3,7 @@
 The reference uses no plan, loader, strategy or step of paceline, only their *definition*. Epoch e shuffles the samples
 once, and splits them into global batches. Each global batch is distributed to V virtual ranks, and the portion of a
 virtual rank is split into micro-batches. The loss is the mean over the global batch, and one plain `loss.backward()`
-computes its gradient. Hooks, autograd functions and float16 parameters therefore get the same values as in a
+computes its gradient. ScriptHooks, autograd functions and float16 parameters therefore get the same values as in a
 single-process script.
 """
 
@@ -162,7 +162,7 @@ class Reference:
             for _, _, losses, _ in self._losses(start):
                 loss = losses * (factor / sum(self.weights.values()))
                 gradients = torch.autograd.grad(loss, [*self._names.values()], allow_unused=True)
-                columns.append(sample_gradient(dict(zip(self._names, gradients, strict=True)), self._names) / factor)
+                columns.append(subsample_gradient(dict(zip(self._names, gradients, strict=True)), self._names) / factor)
         self._set(parameters, buffers)
         return torch.stack(columns, 1)
 
@@ -187,11 +187,11 @@ class _StepStart:
 
 def cast_to_float64(model: nn.Module) -> nn.Module:
     """Cast `model`, and all its later inputs, to float64."""
-    model.double().register_forward_pre_hook(lambda _, *inputs: map_tensors(inputs, to_double), with_kwargs=True)
+    model.double().register_forward_pre_hook(lambda _, *inputs: map_tensors(inputs, floats_to_double), with_kwargs=True)
     return model
 
 
-def to_double(tensor: Tensor) -> Tensor:
+def floats_to_double(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
@@ -203,7 +203,7 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
     return {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
 
 
-def sample_gradient(gradients: NamedTensors, like: Mapping[str, Tensor]) -> Tensor:
+def subsample_gradient(gradients: NamedTensors, like: Mapping[str, Tensor]) -> Tensor:
     """(n,) values of a gradient at evenly spaced coordinates; None counts as zeros."""
     per_tensor = max(1, NUM_GRADIENT_PROBES // max(1, len(gradients)))
     values: list[Tensor] = []

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from paceline.checkpoint.manager import Checkpoints
-from paceline.checkpoint.resume import ResumePoint, RunLocation, newest_on_disk
-from paceline.checkpoint.shards import ShardFileSource, full_state, sha256_of
+from paceline.checkpoint.resume import ResumePoint, RunLocation, find_newest_checkpoint
+from paceline.checkpoint.shards import ShardFileSource, gather_full_state, sha256_of
 from paceline.checkpoint.state import TensorShard
 from paceline.collectives.communicator import make_communicator
 from paceline.config.definition import CHANGEABLE_SETTINGS, TASK_SETTING_PREFIX, check_same_definition
@@ -39,7 +39,7 @@ from paceline.runs.checkpoint_format import DamagedCheckpoint, read_manifest
 from paceline.runs.console import print_to_stderr
 from paceline.runs.folder import CHECKPOINTS
 from paceline.seeding import preserve_generator_states
-from paceline.sessions.lifecycle import MIN_RANDOM_SEED, close_all
+from paceline.sessions.lifecycle import MIN_RANDOM_SEED, close_all_sessions
 from paceline.sessions.loader import Loader
 from paceline.sessions.observer import ApplyStrategy, Observer, use_observer
 from paceline.stepping.micro_step import MicroStep, Reduction
@@ -58,13 +58,13 @@ SAME_LOSS = 1e-2  # relative difference of a loss and the mean over samples, whi
 OTHER_SAMPLES = "the run has used different samples in this step: their order has no seed, or the data differ"
 
 
-def checkpoints_of(source: ReplaySource) -> Checkpoints:
+def open_source_checkpoints(source: ReplaySource) -> Checkpoints:
     return Checkpoints(source.run_dir / CHECKPOINTS, trust=source.trust)
 
 
-def definition_of(source: ReplaySource) -> Mapping[str, Any]:
+def read_run_definition(source: ReplaySource) -> Mapping[str, Any]:
     """The definition of the attempt in its first checkpoint. Without one, it has only the hardware."""
-    for _, path in reversed(checkpoints_of(source).entries()):
+    for _, path in reversed(open_source_checkpoints(source).entries()):
         with suppress(DamagedCheckpoint):
             manifest = read_manifest(path, trust=source.trust)
             if manifest.attempt == source.logged.attempt:
@@ -94,7 +94,7 @@ class ReplayObserver:
 
     def _next_checkpoint(self) -> tuple[int, ShardFileSource] | None:
         """The intact checkpoint to compare the state with, and its step."""
-        request, checkpoints = self.request, checkpoints_of(self.source)
+        request, checkpoints = self.request, open_source_checkpoints(self.source)
         for step, path in reversed(checkpoints.entries()):
             if step == request.step or (request.check and step > request.step):
                 try:
@@ -107,7 +107,9 @@ class ReplayObserver:
 
     def begin(self, world: World) -> ResumePoint | None:
         """The newest intact checkpoint before the step; None: the replay begins at the start of the run."""
-        origin = newest_on_disk(checkpoints_of(self.source), world, print_to_stderr, after=0, before=self.request.step)
+        origin = find_newest_checkpoint(
+            open_source_checkpoints(self.source), world, print_to_stderr, after=0, before=self.request.step
+        )
         self.result.start = origin.step if origin else 0
         self.is_on = self.result.start + 1 == self.request.step
         return origin
@@ -248,7 +250,7 @@ class ReplayObserver:
         saved = self.saved
         if saved is None or self.result.expected or self.request.without:
             return
-        state = full_state(shards, world)
+        state = gather_full_state(shards, world)
         names = {*state, *(name for name in saved.names("") if not name.startswith(REGISTERED_PREFIX))}
         self.result.checkpoint = self.until
         self.result.differing = [n for n in sorted(names) if _bits(state.get(n)) != _bits(saved.tensor(n))]
@@ -280,11 +282,11 @@ def _bits(tensor: Tensor | None) -> str:
     return "" if tensor is None else sha256_of({"": tensor})
 
 
-def explain(watch: ReplayObserver, now: Mapping[str, Any], origin: ResumePoint | None) -> None:
+def explain_differing_bits(watch: ReplayObserver, now: Mapping[str, Any], origin: ResumePoint | None) -> None:
     """Set the reasons why the bits can differ, and the expected difference."""
     source, request, result = watch.source, watch.request, watch.result
     config = source.config
-    saved = origin.trainer_state.definition if origin else {"strategy": config.strategy, **definition_of(source)}
+    saved = origin.trainer_state.definition if origin else {"strategy": config.strategy, **read_run_definition(source)}
     if saved.get("hardware") is None:
         saved = {name: value for name, value in saved.items() if name != "hardware"}
     of_task = [name for name in saved if name.startswith(TASK_SETTING_PREFIX)]
@@ -334,7 +336,7 @@ def replay_task(watch: ReplayObserver) -> ReplayResult:
         origin = watch.begin(world)
         parts = prepare(replace(config, launch=replace(config.launch, mesh=None)), world)
         now = parts.definition
-        explain(watch, now, origin)
+        explain_differing_bits(watch, now, origin)
         if request.without and parts.stream is not None:
             raise UsageError(code="replay-without-in-stream")
         if origin is not None:
@@ -397,7 +399,7 @@ class _SessionReplay(Observer):
             "strategy": self._watch.source.config.strategy, "hardware": hardware_facts(world.device),
             "threads_per_rank": torch.get_num_threads(),
         }  # fmt: skip
-        explain(self._watch, now, self._origin)
+        explain_differing_bits(self._watch, now, self._origin)
         return self._origin
 
     def wrap_strategy(self, name: str, apply: ApplyStrategy) -> ApplyStrategy:
@@ -490,14 +492,14 @@ def replay_script(watch: ReplayObserver, script: Path, arguments: Sequence[str])
         with use_observer(observer), observer.inside, _as_program(script, arguments):
             runpy.run_path(str(script), run_name="__main__")
     except SystemExit as end:
-        close_all(end)
+        close_all_sessions(end)
     except BaseException as error:
-        close_all(error)
+        close_all_sessions(error)
         if not watch.is_on or isinstance(error, UsageError) or not isinstance(error, PacelineError):
             raise
         return watch.finish(error)
     if watch.result.loss is None:
-        close_all()
+        close_all_sessions()
         raise UsageError(code="replay-step-not-reached", value=watch.request.step, script=script)
     if not watch.samples:
         watch.result.unknown_losses = "not known. Pass one loss per sample to s.backward, or only a loss of torch"

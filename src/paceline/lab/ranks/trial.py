@@ -13,7 +13,7 @@ from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivate
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import Dataset, Subset
 
-from paceline.checkpoint.shards import full_state, sha256_of
+from paceline.checkpoint.shards import gather_full_state, sha256_of
 from paceline.collectives.batchnorm import convert_sync_batchnorm
 from paceline.collectives.control import Deferred, all_gather_object, new_group, raise_on_all_ranks
 from paceline.compute.forward import checkpoint_activations
@@ -62,11 +62,11 @@ class VerificationSetup:
     world: World
 
 
-def task_of(spec: VerifySpec) -> Task:
+def load_verified_task(spec: VerifySpec) -> Task:
     return load_task(spec.task, {k: Path(v) if k == "data_dir" else v for k, v in spec.options.items()})
 
 
-def optimizers_of(spec: VerifySpec, task: Task, model: nn.Module) -> dict[str, VerifiedOptimizer]:
+def optimizers_to_verify(spec: VerifySpec, task: Task, model: nn.Module) -> dict[str, VerifiedOptimizer]:
     by_task = task.make_optimizer is not None
     names = spec.optimizers or ([TASK_OPTIMIZER] if by_task else [*OPTIMIZERS])
     if TASK_OPTIMIZER in names and not by_task:
@@ -105,7 +105,7 @@ def _add_schedule(name: str, task: Task, optimizer: Optimizer, steps: int) -> No
         TaskSchedule(optimizer, task.make_schedule, steps)
 
 
-def make_setup(spec: VerifySpec, task: Task, policy: BatchNormPolicy, world: World) -> VerificationSetup:
+def make_verification_setup(spec: VerifySpec, task: Task, policy: BatchNormPolicy, world: World) -> VerificationSetup:
     with raise_on_all_ranks(world):
         dataset, global_batch = _uneven_dataset_and_batch(task, spec, policy)
     samples: int = len(dataset)  # pyright: ignore[reportArgumentType]
@@ -251,7 +251,7 @@ def _install_observers(trial: Trial) -> None:
     vars(inner).update(enter=enter, clip_grad_norm=clip_grad_norm)
 
 
-def compare_starts(trial: Trial, reference: Reference | None) -> None:
+def compare_initial_parameters(trial: Trial, reference: Reference | None) -> None:
     """Compare the parameters before the first step, over ranks and on rank 0 with one process (a collective)."""
     world, parameters = trial.replica.world, parameters_of(trial.replica)
     trial.first_start_difference = _first_difference(tensor_checksums(parameters), world)
@@ -291,7 +291,7 @@ def _optimizer_state(replica: Strategy, parameters: Mapping[str, Tensor]) -> dic
     """The optimizer state as in reference.optimizer_state, unsharded (a collective)."""
     state: dict[str, Tensor] = {}
     shards = [shard for shard in replica.state() if shard.name.startswith("optimizer/")]
-    for full_name, value in full_state(shards, replica.world).items():
+    for full_name, value in gather_full_state(shards, replica.world).items():
         name, _, key = full_name.removeprefix("optimizer/").rpartition("/")
         if value.shape == parameters[name].shape:
             state[f"{key} of {name}"] = value
@@ -304,10 +304,10 @@ def _first_difference(local: Mapping[str, int], world: World) -> str | None:
     return next((name for name in names if len({checksums.get(name) for checksums in checksums_by_rank}) > 1), None)
 
 
-def digests_of(replica: Strategy) -> tuple[str, str]:
+def digest_weights_and_state(replica: Strategy) -> tuple[str, str]:
     with replica.use_merged_buffers():
         weights = sha256_of(replica.weights())
-    return weights, sha256_of(full_state(replica.state(), replica.world))
+    return weights, sha256_of(gather_full_state(replica.state(), replica.world))
 
 
 def tensor_checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
@@ -320,10 +320,12 @@ def parameters_of(replica: Strategy) -> dict[str, Tensor]:
     if not replica.sharded:
         return {name: parameter.detach() for name, parameter in replica.model.named_parameters()}
     shards = [shard for shard in replica.state() if shard.name.startswith(PARAMETER)]
-    return {name.removeprefix(PARAMETER): tensor for name, tensor in full_state(shards, replica.world).items()}
+    return {name.removeprefix(PARAMETER): tensor for name, tensor in gather_full_state(shards, replica.world).items()}
 
 
 def gradients_of(replica: Strategy) -> dict[str, Tensor]:
     """All unsharded gradients of the step, by name (a collective if they are sharded). Not copies."""
     shards = replica.gradients()
-    return full_state(shards, replica.world) if replica.sharded else {shard.name: shard.tensor for shard in shards}
+    return (
+        gather_full_state(shards, replica.world) if replica.sharded else {shard.name: shard.tensor for shard in shards}
+    )

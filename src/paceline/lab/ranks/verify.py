@@ -14,7 +14,7 @@ import torch
 from paceline.checkpoint.shards import sha256_of
 from paceline.collectives.control import all_gather_object, raise_on_all_ranks
 from paceline.config.choices import torch_unsupported_reason
-from paceline.config.mesh import mesh_of
+from paceline.config.mesh import resolve_mesh
 from paceline.config.strategies import STRATEGY_INFO
 from paceline.data.loader import MicroBatch
 from paceline.errors import ReportedByPeer, UsageError
@@ -45,11 +45,11 @@ from paceline.train.step import train_step
 
 def verify(spec: VerifySpec, world: World) -> VerifyReport:
     """Run all cases of `spec` on this world (a collective). Use the report of rank 0."""
-    world = create_mesh_groups(world, mesh_of(spec.mesh or None, world.size))
+    world = create_mesh_groups(world, resolve_mesh(spec.mesh or None, world.size))
     with raise_on_all_ranks(world):
-        task = trials.task_of(spec)
+        task = trials.load_verified_task(spec)
         model = trials.build_float64_model(task, spec.seed, world.device)
-        optimizers = trials.optimizers_of(spec, task, model)
+        optimizers = trials.optimizers_to_verify(spec, task, model)
     policies: list[BatchNormPolicy] = ["local", "sync"] if has_batch_norm(model) else ["none"]
     if spec.mesh:
         policies = policies[:1]  # synchronised statistics would mix different parts of a model
@@ -60,7 +60,7 @@ def verify(spec: VerifySpec, world: World) -> VerifyReport:
         schedule = ", with the task's schedule over these steps" if task.make_schedule else ""
         notes.append(f"optimizer {TASK_OPTIMIZER}: {optimizers[TASK_OPTIMIZER].names}, created by the task{schedule}")
     results: list[Result] = []
-    settings = [trials.make_setup(spec, task, policy, world) for policy in policies]
+    settings = [trials.make_verification_setup(spec, task, policy, world) for policy in policies]
     for setting in settings:
         for optimizer, verified in optimizers.items():
             gc.collect()  # hooks and closures keep the last models in reference cycles, which may have gigabytes
@@ -82,7 +82,7 @@ def _verify_strategies(setting: VerificationSetup, optimizer: str, verified: Ver
         else:
             running.append(trials.make_trial(case, setting, verified))
     for trial in running:
-        trials.compare_starts(trial, reference)
+        trials.compare_initial_parameters(trial, reference)
     for number in range(spec.steps):
         want = reference.step(number) if reference else None
         for trial in running:
@@ -135,13 +135,13 @@ def _skip_reason(strategy: str, policy: BatchNormPolicy, world: World, optimizer
     return None
 
 
-def collect_bits(spec: VerifySpec, world: World) -> BitsReport:
+def collect_bit_digests(spec: VerifySpec, world: World) -> BitsReport:
     with raise_on_all_ranks(world):
-        task = trials.task_of(spec)
+        task = trials.load_verified_task(spec)
         model = make_model(task, spec.seed, world)
-        optimizers = trials.optimizers_of(spec, task, model)
+        optimizers = trials.optimizers_to_verify(spec, task, model)
         policy = "local" if has_batch_norm(model) else "none"
-    setting = trials.make_setup(spec, task, policy, world)
+    setting = trials.make_verification_setup(spec, task, policy, world)
     bits = [_bits_of(setting, strategy, optimizer) for strategy in spec.strategies for optimizer in optimizers]
     plan, hardware = setting.plan, hardware_facts(world.device)
     return BitsReport(world.size, plan.global_batch, plan.num_samples, bits, hardware)
@@ -158,7 +158,7 @@ def _bits_of(setting: VerificationSetup, strategy: str, optimizer: str) -> Strat
         norm = float(result.grad_norm or 0.0).hex()
         gradients, parameters = sha256_of(trials.gradients_of(replica)), sha256_of(trials.parameters_of(replica))
         steps.append(StepBits(result.loss.hex(), norm, gradients, parameters))
-    weights, state = trials.digests_of(replica)
+    weights, state = trials.digest_weights_and_state(replica)
     by_rank = all_gather_object([weights, [msgspec.to_builtins(step) for step in steps]], world)
     return StrategyBits(strategy, optimizer, weights, state, steps, all(digests == by_rank[0] for digests in by_rank))
 
@@ -171,7 +171,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     torch.set_num_threads(DEFAULT_THREADS)
     with process_group(world, timeout_seconds=300 if spec.bitwise else 120):
-        result = use_deterministic_kernels()(collect_bits)(spec, world) if spec.bitwise else verify(spec, world)
+        result = use_deterministic_kernels()(collect_bit_digests)(spec, world) if spec.bitwise else verify(spec, world)
         if world.rank == 0:
             report.write_bytes(msgspec.json.encode(result))
     return 0

@@ -175,13 +175,13 @@ class StopOrder(msgspec.Struct, frozen=True, tag=True):
     signal: int = signal.SIGTERM  # a worker gets each signal only once
 
 
-class StopStep(msgspec.Struct, frozen=True, tag=True):
+class StopStepOrder(msgspec.Struct, frozen=True, tag=True):
     """Ranks of an unmodified script stop after this number of steps; 0: they wait for the number."""
 
     step: int = 0
 
 
-Order = UnblockOrder | StopOrder | StopStep  # to the workers of every node: see `Workers.execute`
+Order = UnblockOrder | StopOrder | StopStepOrder  # to the workers of every node: see `Workers.execute`
 
 
 class FileReply(msgspec.Struct, frozen=True, tag=True):
@@ -199,7 +199,7 @@ class CoordinatorHeartbeat(msgspec.Struct, frozen=True, tag=True):
     unix_time: float | None = None  # send time, by the coordinator's clock
 
 
-class RunOver(msgspec.Struct, frozen=True, tag=True):
+class RunEndNotice(msgspec.Struct, frozen=True, tag=True):
     """The run is over for this node. Print `words`, if there are any, and exit with this code."""
 
     code: int
@@ -209,7 +209,7 @@ class RunOver(msgspec.Struct, frozen=True, tag=True):
 Message = (
     Hello | StoreConnectionRequest | JoinOrder | ReachabilityRequest | ReachabilityReply | StartOrder
     | StartReply | NodeHeartbeat | EvidenceRequest | EvidenceReply | UnblockOrder | StopSignalNotice | StopOrder
-    | StopStep | CoordinatorHeartbeat | RunOver | FilePart | FileRequest | FileReply | CheckpointListRequest
+    | StopStepOrder | CoordinatorHeartbeat | RunEndNotice | FilePart | FileRequest | FileReply | CheckpointListRequest
     | CheckpointList
 )  # fmt: skip
 

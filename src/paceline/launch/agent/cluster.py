@@ -238,7 +238,7 @@ class RemoteNodes:
             link.send(channel.CoordinatorHeartbeat(time.time()))
             self._process(member, messages[1:])
             return None
-        link.send(channel.RunOver(2))
+        link.send(channel.RunEndNotice(2))
         return link.end("not accepted")
 
     def _welcome_late(
@@ -259,7 +259,7 @@ class RemoteNodes:
 
     def dismiss(self, node: RemoteNode, code: int, words: str = "") -> None:
         """Order a node to print `words` and to end with this code. The run continues."""
-        node.link.send(channel.RunOver(code, words))
+        node.link.send(channel.RunEndNotice(code, words))
         self._dismissed.append(node.link)  # closed immediately, the order could be lost before it is read
         while len(self._dismissed) > MAX_DISMISSED:
             self._dismissed.pop(0).end("it did not end in time")
@@ -287,7 +287,7 @@ class RemoteNodes:
         They must end before the coordinator.
         """
         for member in (*self.present_nodes, *self.waiting):
-            member.link.send(channel.RunOver(code))
+            member.link.send(channel.RunEndNotice(code))
         start = time.monotonic()
         while links := [n.link for n in self.present_nodes if not n.link.ended]:
             if time.monotonic() > max(start, *(link.heard_seconds for link in links)) + NODE_END_SECONDS:
@@ -439,7 +439,7 @@ class Generation:
 
     def save_and_stop(self, number: int) -> None:
         """As `stop` after signal `number`, but ranks of an unmodified script that can save stop after the same step."""
-        self._order(channel.StopStep())
+        self._order(channel.StopStepOrder())
         self.stop(self.plan.grace_period_seconds, number, signals_heard=1)
 
     def stop(self, grace_seconds: float, number: int = signal.SIGTERM, *, signals_heard: int = 0) -> None:
@@ -489,7 +489,7 @@ class Generation:
         running = [sample for sample in samples if sample.is_running]
         if not self._last_step and running and all(sample.stop_asked for sample in running):
             self._last_step = 1 + max(sample.steps_ended for sample in samples)
-            self._order(channel.StopStep(self._last_step))
+            self._order(channel.StopStepOrder(self._last_step))
 
     def _order(self, order: channel.Order) -> None:
         for member in self.cluster.present_nodes:

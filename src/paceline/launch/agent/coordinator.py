@@ -20,13 +20,13 @@ import msgspec
 from msgspec.structs import replace
 
 from paceline.errors import ExitCode, FaultyRankError, UsageError, first_few, plural
-from paceline.guard.deaths import RankEnd, diagnosis_due_seconds, first_to_fail, rank_end
+from paceline.guard.deaths import RankEnd, classify_rank_end, diagnosis_due_seconds, first_to_fail
 from paceline.guard.judge import diagnose_samples
 from paceline.guard.report import RunEvent, same_diagnosis
 from paceline.host.sweep import agent_mark
 from paceline.launch.agent.cluster import Generation, RemoteNode, RemoteNodes
 from paceline.launch.agent.joining import JoinQueue, gather_nodes, use_reachable_address
-from paceline.launch.agent.monitor import LiveStatus, Monitor, StopReport
+from paceline.launch.agent.monitor import LiveStatusWriter, Monitor, StopReport
 from paceline.launch.agent.workers import InheritedResources
 from paceline.protocol.balance import AUTO, SAMPLE_SECONDS, SpeedMeter, assign_virtual_ranks, parse_balance
 from paceline.protocol.control import AGENT_MARK, LIFELINE_GRACE_SECONDS, REMOTE_GRACE_SECONDS, StopOrders
@@ -68,7 +68,7 @@ class FailedGeneration:
             return cls(None, rank, exit_code, "", step, nproc, diagnosis=diagnosis)
         failure = first.failure
         return cls(
-            rank_end=rank_end(first),
+            rank_end=classify_rank_end(first),
             rank=first.rank,
             exit_code=exit_code,
             exception=failure.type if failure else "",
@@ -347,7 +347,7 @@ class Coordinator:
         self._separate = separate
 
     def _watch(self, generation: Generation) -> int | StopReport:
-        monitor, status = Monitor(generation), LiveStatus(generation)
+        monitor, status = Monitor(generation), LiveStatusWriter(generation)
         while True:
             ranks = generation.samples()
             status.update(ranks)
@@ -394,7 +394,7 @@ class Coordinator:
             return ExitCode.FAILED
         number = signal.Signals(self.cluster.signals[0])
         first = first_to_fail(ranks)
-        if first is not None and rank_end(first) is RankEnd.EXCEPTION:  # it could not save, for example
+        if first is not None and classify_rank_end(first) is RankEnd.EXCEPTION:  # it could not save, for example
             evidence = [Evidence.from_sample(sample) for sample in ranks]
             self._report(StopReport(diagnose_samples(ranks), evidence, self.plan.attempt_dir))
         if self._regrouped and not any(sample.step for sample in ranks):

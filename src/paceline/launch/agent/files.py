@@ -296,7 +296,7 @@ class _TransferEndedError(Exception):
     """A new generation begins, or the rank that waited for the transfer has ended."""
 
 
-class SeparateFolder:
+class SeparateRunFolder:
     """The run folder of this node, and the transfers between it and that of node 0.
 
     `transfers` is the name of the socket on which the ranks of this node request transfers.

@@ -16,8 +16,8 @@ from paceline.guard.collect import ADVANCE_INTERVAL_SECONDS, EvidenceCollection
 from paceline.guard.detectors import heartbeat_interval_seconds, sample_interval_seconds
 from paceline.host.facts import gather_facts as gather_facts
 from paceline.launch.agent import channel
-from paceline.launch.agent.files import SeparateFolder
-from paceline.launch.agent.joining import interface_of, join, try_to_reach
+from paceline.launch.agent.files import SeparateRunFolder
+from paceline.launch.agent.joining import find_unreachable_peers, interface_of, join
 from paceline.launch.agent.workers import InheritedResources, Workers
 from paceline.protocol.balance import AUTO, SAMPLE_SECONDS
 from paceline.protocol.control import REMOTE_GRACE_SECONDS, StopOrders
@@ -49,7 +49,7 @@ class Follower:
         self._ranks: tuple[int, ...] = ()  # of workers that another launcher has started
         self._number = -1  # of the generation, even if it could not be started
         self._workers: Workers | None = None  # of this generation; None if they could not be started
-        self._files: SeparateFolder | None = None  # None: this node sees the run folder of node 0, or needs none
+        self._files: SeparateRunFolder | None = None  # None: this node sees the run folder of node 0, or needs none
         self._news: Sequence[object] = ()
         self._sent_seconds = 0.0
         self._alive_took_seconds: float | None = None  # for the coordinator to compare clocks
@@ -99,7 +99,7 @@ class Follower:
     def _execute(self, message: channel.Message, link: channel.Link) -> None:
         match message:
             case channel.ReachabilityRequest(peers):
-                link.send(channel.ReachabilityReply(tuple(try_to_reach(os.uname().nodename, peers))))
+                link.send(channel.ReachabilityReply(tuple(find_unreachable_peers(os.uname().nodename, peers))))
             case channel.JoinOrder():
                 link.send(self._enter(message))
             case channel.StartOrder():
@@ -107,10 +107,10 @@ class Follower:
             case channel.EvidenceRequest():
                 if self._workers is not None:
                     self._answer(link, self._workers, message)
-            case channel.UnblockOrder() | channel.StopOrder() | channel.StopStep():
+            case channel.UnblockOrder() | channel.StopOrder() | channel.StopStepOrder():
                 if self._workers is not None:
                     self._workers.execute(message)
-            case channel.RunOver(code, words):
+            case channel.RunEndNotice(code, words):
                 self._code = code
                 if words:
                     print_to_stderr(words)
@@ -159,7 +159,7 @@ class Follower:
                 if read_file(attempt_dir / channel.PROOF_FILE, limit_bytes=100, ours=True) == proof.encode():
                     return
             if not is_shared:
-                self._files = SeparateFolder.find(self.plan, attempt_dir)
+                self._files = SeparateRunFolder.find(self.plan, attempt_dir)
                 is_shared = self._files is None
             if time.monotonic() > deadline:
                 raise UsageError(code="run-dir-not-shared", run_dir=attempt_dir.parent)

@@ -5,8 +5,9 @@ At the start, each node connects to the coordinator, which waits until all nodes
 Later, lost hosts can return and new hosts can join. The coordinator checks them first, and they join between steps:
 
     node -> coordinator   Hello: as the lost node; or as any free node (-1), by `paceline join`
-    coordinator -> node   RunOver with the reason, if the host may not join; otherwise Enter, and Reach to all nodes
-    node -> coordinator   StartReply: it sees the run folder, or why not; Reached, as from all nodes
+    coordinator -> node   RunEndNotice with the reason, if the host may not join; else JoinOrder
+    coordinator -> nodes  ReachabilityRequest to all nodes, which answer with ReachabilityReply
+    node -> coordinator   StartReply: it sees the run folder, or why not
     then                  the ranks save and end after their next step; the next generation includes the host
 
 If a host is rejected, the host and the coordinator print the reason, and the run continues without the host.
@@ -102,7 +103,7 @@ def _wait_for_all(plan: NodePlan, cluster: RemoteNodes, count: int) -> None:
         print_to_stderr(f"{status} (after {now - start:.0f} s)")
 
 
-def probe_partners(place: int, count: int) -> list[int]:
+def nodes_to_probe(place: int, count: int) -> list[int]:
     """The nodes to which the node at `place` of `count` tests its connection.
 
     These are all nodes, or in a large run those at the distances 1, 2, 4, ... in both directions. Each node is then
@@ -124,9 +125,9 @@ def find_unreachable_nodes(cluster: RemoteNodes, seconds: float, interrupted: Ca
         addresses = [own_address, *(member.address for member in members)]
         for position, member in enumerate(members, 1):
             member.reached = None
-            peers = tuple(addresses[other] for other in probe_partners(position, len(addresses)))
+            peers = tuple(addresses[other] for other in nodes_to_probe(position, len(addresses)))
             member.link.send(ReachabilityRequest(peers))
-        failures = try_to_reach(host, [addresses[other] for other in probe_partners(0, len(addresses))])
+        failures = find_unreachable_peers(host, [addresses[other] for other in nodes_to_probe(0, len(addresses))])
         deadline = time.monotonic() + seconds
         while any(m.reached is None for m in cluster.present_nodes) and time.monotonic() < deadline:
             if interrupted():
@@ -135,7 +136,7 @@ def find_unreachable_nodes(cluster: RemoteNodes, seconds: float, interrupted: Ca
     return [*failures, *(reason for m in members if m.reached is not None for reason in m.reached.unreachable)]
 
 
-def try_to_reach(host: str, peers: Sequence[PeerAddress]) -> list[str]:
+def find_unreachable_peers(host: str, peers: Sequence[PeerAddress]) -> list[str]:
     with ThreadPoolExecutor(MAX_PROBES) as pool:  # in parallel, since the coordinator waits for the answer
         reasons = pool.map(why_unreachable, [peer.address for peer in peers], [peer.port for peer in peers])
         return [f"{host} cannot reach {peer.host}: {why}" for peer, why in zip(peers, reasons, strict=True) if why]
@@ -323,7 +324,7 @@ class JoinQueue:
         replies = [member.reached for member in (node, *self._cluster.present_nodes)]
         if self._failures is None and node.started is not None and all(replies):
             reasons = [text for reply in replies if reply is not None for text in reply.unreachable]
-            self._failures = reasons + try_to_reach(self._facts.host, [node.address])
+            self._failures = reasons + find_unreachable_peers(self._facts.host, [node.address])
         is_late = time.monotonic() > self._deadline_seconds
         if is_late and self._failures is None:
             return f"its connections could not be tested within {CHECK_SECONDS:g} s"

@@ -21,7 +21,14 @@ from paceline.errors import ExitCode
 from paceline.guard import detectors
 from paceline.guard.collect import ANSWER_SECONDS
 from paceline.guard.judge import diagnose, diagnose_samples, is_deadlocked
-from paceline.guard.report import EXIT_CODES, format_failure, format_report, format_warning, summarize, write_diagnosis
+from paceline.guard.report import (
+    EXIT_CODES,
+    format_failure,
+    format_report,
+    format_warning,
+    summarize_diagnosis,
+    write_diagnosis,
+)
 from paceline.guard.sentences import format_subject_verb
 from paceline.guard.silent import SilentFaultDetector, ops_by_call_hash
 from paceline.launch.agent.cluster import Generation
@@ -77,7 +84,7 @@ class StopReport:
 
     @property
     def line(self) -> str:
-        return self.report.partition("\n")[0] or summarize(self.diagnosis, self.evidence, self.waited_seconds)
+        return self.report.partition("\n")[0] or summarize_diagnosis(self.diagnosis, self.evidence, self.waited_seconds)
 
     def screen_text(self, oom_kills: int = 0) -> str:
         """The report for the screen. `oom_kills` is the number of processes that the kernel killed for memory."""
@@ -99,7 +106,10 @@ class Monitor:
             generation.own.tensor_names,
             lambda: ops_by_call_hash(generation.collect_evidence(WAITING_CALLS_TIMEOUT_SECONDS)),
         )
-        self._sleep, self._unmet = detectors.SleepDetector(self._windows), detectors.DeadlockDetector(self._windows)
+        self._sleep, self._unmet = (
+            detectors.SleepingRankDetector(self._windows),
+            detectors.DeadlockDetector(self._windows),
+        )
         self._off = self._windows.off
 
     def check(self) -> StopReport | None:
@@ -273,7 +283,7 @@ class Monitor:
         folder = Path(self._plan.attempt_dir)
         nonces: list[str] = []
         with suppress(OSError):  # requests that were taken before the error get an answer
-            nonces.extend(take_requests(folder, HANG_REQUEST_PATTERN))
+            nonces.extend(take_request_files(folder, HANG_REQUEST_PATTERN))
         for nonce in nonces[:MAX_HANG_REQUESTS]:
             evidence = self._generation.collect_evidence(ANSWER_SECONDS)
             waited_seconds = min((rank.still_seconds for rank in evidence if rank.code is None), default=0.0)
@@ -291,12 +301,12 @@ def _short(path: Path) -> str:
 
 # ---- `paceline watch` ----
 
-STATUS_INTERVAL_SECONDS = 0.9  # the coordinator calls `LiveStatus.update` about once a second
+STATUS_INTERVAL_SECONDS = 0.9  # the coordinator calls `LiveStatusWriter.update` about once a second
 WATCH_TIMEOUT_SECONDS = 15.0  # since `paceline watch` last touched its file
 CHECKPOINT_REQUEST_PATTERN = re.compile(f"{CHECKPOINT_ASK}(.*)", re.DOTALL)
 
 
-class LiveStatus:
+class LiveStatusWriter:
     """Writes the state of a generation while `paceline watch` watches it."""
 
     def __init__(self, generation: Generation) -> None:
@@ -315,7 +325,7 @@ class LiveStatus:
             if self._is_watched(now):
                 live = LiveState(round(time.time(), 3), self._generation.own.number, tuple(map(_live_part, ranks)))
                 writing.replace_file(self._folder / LIVE, msgspec.json.encode(live))
-            if [*take_requests(self._folder, CHECKPOINT_REQUEST_PATTERN)]:
+            if [*take_request_files(self._folder, CHECKPOINT_REQUEST_PATTERN)]:
                 self._generation.own.ask_to_save()  # rank 0 runs on this node, and its vote counts for all ranks
         except Exception as error:
             self._off = True
@@ -342,7 +352,7 @@ def _live_part(sample: WorkerSample) -> WorkerSample:
     )
 
 
-def take_requests(folder: Path, pattern: re.Pattern[str]) -> Iterator[str]:
+def take_request_files(folder: Path, pattern: re.Pattern[str]) -> Iterator[str]:
     """Remove the request files in a folder one by one, and yield the group of `pattern` in each name."""
     with os.scandir(folder) as entries:
         for entry in entries:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from functools import partial
 
 from paceline.errors import UsageError
-from paceline.host.procfs import tcp_owner
+from paceline.host.procfs import tcp_connection_owner_uid
 from paceline.host.reach import sign_tcp_packets
 from paceline.launch.agent import channel
 from paceline.protocol.control import wait_readable
@@ -72,7 +72,7 @@ class StoreProxy:
             except OSError:  # the listener is closed, or the process has too many open files
                 time.sleep(0.01)
                 continue
-            if tcp_owner(address, client.getsockname()) in (None, os.geteuid()):
+            if tcp_connection_owner_uid(address, client.getsockname()) in (None, os.geteuid()):
                 self.relay_connection(client)
             else:
                 client.close()

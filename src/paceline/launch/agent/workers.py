@@ -23,23 +23,23 @@ from paceline.guard.collect import EvidenceCollection, IdleClock
 from paceline.host.cgroup import oom_kills
 from paceline.host.machine_log import NodeLog
 from paceline.host.sweep import Roster, RosterWorker, agent_mark, roster_path, start_ticks, sweep
-from paceline.launch.agent.channel import Order, StopOrder, StopStep, UnblockOrder, port_taken_error
+from paceline.launch.agent.channel import Order, StopOrder, StopStepOrder, UnblockOrder, port_taken_error
 from paceline.launch.agent.preload import ForkedProcess, Preloader
 from paceline.launch.output import relay_output
 from paceline.protocol.control import AGENT_MARK, RANK_PACKAGE, RUN_ID, SHARED_MEMORY, WorkerSpec
 from paceline.protocol.evidence import SUCCESS_EXIT_CODES, Failure, WorkerSample
 from paceline.protocol.job import NodePlan
-from paceline.protocol.marks import read_names
+from paceline.protocol.marks import read_tensor_and_call_names
 from paceline.protocol.status_page import (
+    handles_signal,
     make_status_page,
     read_counters,
     release_from_collective,
     set_counter,
-    takes_signal,
 )
 from paceline.runs import writing
 from paceline.runs.attempt import LogTimesWriter
-from paceline.runs.folder import compile_cache
+from paceline.runs.folder import create_compile_cache_folder
 
 if TYPE_CHECKING:
     from paceline.launch.agent.store_proxy import StoreProxy
@@ -207,7 +207,7 @@ def worker_environment(plan: NodePlan, local_rank: int, port: int, generation: i
     env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, at the first matrix product
     if "TORCHINDUCTOR_CACHE_DIR" not in env:  # torch's default, in /tmp, is lost with the node or the job
         with suppress(UsageError):  # there is no private folder, and a script may compile nothing
-            env["TORCHINDUCTOR_CACHE_DIR"] = str(cache := compile_cache())
+            env["TORCHINDUCTOR_CACHE_DIR"] = str(cache := create_compile_cache_folder())
             env.setdefault("TRITON_CACHE_DIR", str(cache / "triton"))
     if plan.master_addr == "127.0.0.1":
         # One host: gradients stay on the loopback, even if the name of the host cannot be resolved
@@ -373,7 +373,7 @@ class Workers:
         match order:
             case StopOrder(grace_seconds, number):
                 self.stop(grace_seconds, number)
-            case StopStep(step):
+            case StopStepOrder(step):
                 self._ask_to_stop_after(step)
             case UnblockOrder(ranks, word):  # raise an exception in the collective in which they wait
                 for worker in self._workers:
@@ -406,7 +406,7 @@ class Workers:
             return
         process, is_program = worker.process, not any(arg.startswith(RANK_PACKAGE) for arg in self.plan.argv)
         to_group = self.plan.plain_store and (is_program or number == signal.SIGINT)
-        is_handled = is_program or number == signal.SIGINT or takes_signal(process.pid, number, ignoring=True)
+        is_handled = is_program or number == signal.SIGINT or handles_signal(process.pid, number, ignoring=True)
         if not self.plan.plain_store or self._handles_stops(worker) or not is_handled:
             number, to_group = signal.SIGTERM, is_program and self.plan.plain_store
         if (worker.rank, number) in self._sent:
@@ -481,7 +481,7 @@ class Workers:
         set_counter(self._workers[0].status_page_fd, "regroups", 1)
 
     def tensor_names(self) -> Mapping[str, Sequence[str]]:
-        return read_names(self._workers[0].status_page_fd).tensors
+        return read_tensor_and_call_names(self._workers[0].status_page_fd).tensors
 
     def oom_kills(self) -> int:
         before, now = self._oom_kills_before, oom_kills()

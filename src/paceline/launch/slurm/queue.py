@@ -85,7 +85,7 @@ def slurm_error(done: subprocess.CompletedProcess[str]) -> str:
     return "; ".join(dict.fromkeys(line.strip() for line in lines if line.strip())) or f"exit code {done.returncode}"
 
 
-def without_script_overrides(env: Mapping[str, str], *, partition: bool, minutes: bool) -> dict[str, str]:
+def remove_sbatch_override_variables(env: Mapping[str, str], *, partition: bool, minutes: bool) -> dict[str, str]:
     in_script = [name for name, is_set in (("SBATCH_PARTITION", partition), ("SBATCH_TIMELIMIT", minutes)) if is_set]
     overriding = {name for name in env if OVERRIDE_VARIABLE_PATTERN.fullmatch(name) or name in in_script}
     return {name: value for name, value in env.items() if name not in overriding}
@@ -95,7 +95,9 @@ def submit(plan: Plan, env: Mapping[str, str]) -> str:
     """Submit the batch script; return the job id. The files of the plan must have been written."""
     assert plan.submit_command is not None
     script = plan.files[SCRIPT_FILE]
-    env = without_script_overrides(env, partition="#SBATCH --partition=" in script, minutes="#SBATCH --time=" in script)
+    env = remove_sbatch_override_variables(
+        env, partition="#SBATCH --partition=" in script, minutes="#SBATCH --time=" in script
+    )
     result = run_slurm(plan.submit_command.argv[0], "--test-only", *plan.submit_command.argv[2:], env=env)
     if result.returncode == 0:
         result = run_slurm(*plan.submit_command.argv, env=env)
@@ -221,7 +223,7 @@ class NodeSet:
     default: bool
 
 
-def check_fits(job: JobSpec, env: Mapping[str, str]) -> None:
+def check_job_fits_partitions(job: JobSpec, env: Mapping[str, str]) -> None:
     all_nodes, names = _partitions(job, env)
     if not names:
         raise UsageError(code="no-default-partition", partitions=_choices(all_nodes))

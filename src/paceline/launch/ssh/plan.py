@@ -52,12 +52,12 @@ def plan_ssh(job: JobSpec) -> Plan:
 def session_commands(ssh: Sequence[str], hosts: tuple[Host, ...], python: str, *arguments: str) -> tuple[Command, ...]:
     remote = "exec " + shlex.join([python, *arguments])  # exec: no shell stays between the session and the program
     return tuple(
-        Command(label, (*client_command(ssh, host), "--", destination(host), remote))
+        Command(label, (*ssh_client_command(ssh, host), "--", destination(host), remote))
         for label, host in zip(host_labels(hosts), hosts, strict=True)
     )
 
 
-def client_command(command: Sequence[str], host: Host) -> tuple[str, ...]:
+def ssh_client_command(command: Sequence[str], host: Host) -> tuple[str, ...]:
     """The ssh command with its options, up to the `--` before the host."""
     port = () if host.port is None else ("-p", str(host.port))
     return (*command, *SSH_OPTIONS, *port)
@@ -76,7 +76,9 @@ def rsync_commands(job: JobSpec) -> list[Command]:
     # no shell sees the paths
     rsync = ("rsync", "-a", "--protect-args", *(f"--exclude={name}" for name in RSYNC_EXCLUDES))
     return [
-        Command(label, (*rsync, "-e", shlex.join(client_command(job.ssh, host)), "--", folder, f"{host.name}:{folder}"))
+        Command(
+            label, (*rsync, "-e", shlex.join(ssh_client_command(job.ssh, host)), "--", folder, f"{host.name}:{folder}")
+        )
         for label, host in zip(host_labels(job.hosts), job.hosts, strict=True)
     ]
 

@@ -32,9 +32,9 @@ from paceline.protocol.facts import (
     facts_file,
     finite_or_default,
 )
-from paceline.rank.check.loaders import LoaderWatch
-from paceline.rank.check.saved import SavedStateWatch
-from paceline.rank.check.steps import StepWatch
+from paceline.rank.check.loaders import LoaderRecorder
+from paceline.rank.check.saved import SavedStateRecorder
+from paceline.rank.check.steps import StepRecorder
 from paceline.rank.guard import HangGuard
 from paceline.rank.probes import ScriptListener, leaves, wrap_function, wrap_when_imported
 from paceline.rank.probes.steps import JointOptimizerDetector
@@ -236,7 +236,7 @@ class FactsWriter(ScriptListener):
             writing.replace_file(self._path, msgspec.json.encode(self._facts))
         self._last = time.monotonic()
 
-    def finish(self, *watches: ScriptFactsRecorder | LoaderWatch) -> None:
+    def finish(self, *watches: ScriptFactsRecorder | LoaderRecorder) -> None:
         if os.getpid() != self._pid:
             return
         self._facts.ended = True
@@ -258,7 +258,11 @@ def create_facts_listeners(folder: Path) -> tuple[ScriptListener, ...]:
     )
     guard = HangGuard.of_process()
     guard.max_steps, joint = MAX_STEPS, JointOptimizerDetector(lambda: guard.page.get("ops"))
-    loaders, recorder, writer = LoaderWatch(facts), ScriptFactsRecorder(facts, str(folder)), FactsWriter(facts, folder)
+    loaders, recorder, writer = (
+        LoaderRecorder(facts),
+        ScriptFactsRecorder(facts, str(folder)),
+        FactsWriter(facts, folder),
+    )
     atexit.register(writer.finish, recorder, loaders)
-    saved = SavedStateWatch(facts, recorder.schedules)
-    return joint, loaders, StepWatch(facts, loaders, joint), recorder, saved, writer
+    saved = SavedStateRecorder(facts, recorder.schedules)
+    return joint, loaders, StepRecorder(facts, loaders, joint), recorder, saved, writer

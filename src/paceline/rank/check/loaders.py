@@ -114,7 +114,7 @@ class TruncatedSampler:
         return drawn
 
 
-class LoaderWatch(ScriptListener):
+class LoaderRecorder(ScriptListener):
     def __init__(self, facts: ScriptFacts) -> None:
         self._facts = facts
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -260,14 +260,17 @@ def _length(function: Any, *args: Any) -> int:
 
 
 def _probe_samples(data: Any, samples: int) -> list[list[str]]:
-    from paceline.seeding import preserve_generator_states, seed_streams  # imports torch, which the script may not use
+    from paceline.seeding import (
+        preserve_generator_states,
+        seed_generators,
+    )  # imports torch, which the script may not use
 
     with preserve_generator_states():
         digests: list[list[str]] = []
         for index in sorted({samples * k // NUM_PROBED_SAMPLES for k in range(NUM_PROBED_SAMPLES)}):
-            seed_streams(0)
+            seed_generators(0)
             first = leaf_digests(data[index])
-            seed_streams(0)
+            seed_generators(0)
             again = leaf_digests(data[index])  # differs with other generators: unknown
             digests.append([a if a == b else "" for a, b in zip(first, again, strict=True)])
         return digests

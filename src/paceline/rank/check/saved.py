@@ -29,7 +29,7 @@ LIGHTNING = ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.tra
 Parts = Iterator[tuple[str, Any]]  # the name and the value of each part of the state in memory
 
 
-class SavedStateWatch(ScriptListener):
+class SavedStateRecorder(ScriptListener):
     def __init__(self, facts: ScriptFacts, schedules: Mapping[int, tuple[Any, str, str]]) -> None:
         """`schedules`: all schedules that have stepped, first in each value."""
         self._facts, self._schedules = facts, schedules

@@ -21,7 +21,7 @@ from paceline.protocol.facts import (
     SeenStep,
     finite_or_default,
 )
-from paceline.rank.check.loaders import LoaderWatch
+from paceline.rank.check.loaders import LoaderRecorder
 from paceline.rank.guard import HangGuard
 from paceline.rank.imports import hide_from_warnings, when_imported
 from paceline.rank.probes import (
@@ -48,7 +48,7 @@ MAX_FACTORS = 4
 
 
 @dataclass
-class GradientWindow:
+class AccumulationWindow:
     optimizer: Any
     pending_backwards: int = 0  # backwards whose gradients no step of any optimizer has followed yet
     last_batch_number: int = 0  # the number of the last batch of these backwards
@@ -58,8 +58,10 @@ class GradientWindow:
     clear_site: str = ""
 
 
-class StepWatch(ScriptListener):
-    def __init__(self, facts: ScriptFacts, loading: LoaderWatch, joint: JointOptimizerDetector | None = None) -> None:
+class StepRecorder(ScriptListener):
+    def __init__(
+        self, facts: ScriptFacts, loading: LoaderRecorder, joint: JointOptimizerDetector | None = None
+    ) -> None:
         self._facts, self._loading, self._joint = facts, loading, joint or JointOptimizerDetector(lambda: 0)
         self._meshes = ModelParallelDetector()
         self._taken: defaultdict[int, int] = defaultdict(int)  # steps with others, by optimizer
@@ -76,7 +78,7 @@ class StepWatch(ScriptListener):
         self._step: SeenStep | None = None  # the current step, if its parameters are compared
         self._depth = 0  # of nested steps: a step may call another one, or run backward in a closure
         self._inside = 0  # replicas in their forward
-        self._windows: dict[int, GradientWindow] = {}  # by id of the optimizer
+        self._windows: dict[int, AccumulationWindow] = {}  # by id of the optimizer
         self._clear_site, self._backwards = "", 0
         self._pending: defaultdict[int, int] = defaultdict(int)  # backwards, by optimizer, since its last step
         self._forwards, self._synced = 0, 0  # since any step
@@ -110,10 +112,10 @@ class StepWatch(ScriptListener):
             if optimizer is not None:
                 self._gradient_window(optimizer)
 
-    def _gradient_window(self, optimizer: Any) -> GradientWindow | None:
+    def _gradient_window(self, optimizer: Any) -> AccumulationWindow | None:
         window = self._windows.get(id(optimizer))
         if window is None and not any(is_sharded(p) for p in _parameters(optimizer)):
-            window = self._windows[id(optimizer)] = GradientWindow(optimizer)
+            window = self._windows[id(optimizer)] = AccumulationWindow(optimizer)
         return window
 
     def wrap_clip(self, clip: Any) -> Any:
@@ -191,7 +193,7 @@ class StepWatch(ScriptListener):
         record = self._replicas.get(id(ddp))
         if record is None or not record.find_unused or record.looked >= MAX_UNUSED_CHECKS or not ddp.training:
             return
-        used_ids = parameters_reached([getattr(leaf, "grad_fn", None) for leaf in leaves(output)])
+        used_ids = parameters_in_graph([getattr(leaf, "grad_fn", None) for leaf in leaves(output)])
         if used_ids:
             # DDP reduces the parameters from its construction, not later replacements
             num_unused = sum(p.requires_grad and id(p) not in used_ids for p in ddp._module_parameters)
@@ -213,7 +215,7 @@ class StepWatch(ScriptListener):
             return
         self._find_lost_gradients(at)
         self._backward_site = user_site()
-        self._factors = loss_factors(losses)
+        self._factors = constant_loss_factors(losses)
         for number, optimizer in enumerate(self._optimizers):
             if at != self._at and self._at[0] == loader_number and self._pending[number]:
                 cleared = not any(p.grad is not None and bool(p.grad.any()) for p in _parameters(optimizer))
@@ -419,7 +421,7 @@ class ModelParallelDetector:
         return count, number
 
 
-def loss_factors(losses: Any) -> list[float]:
+def constant_loss_factors(losses: Any) -> list[float]:
     """The constants by which a loss was multiplied last; for divisions their reciprocals."""
     factors: list[float] = []
     node = getattr(losses, "grad_fn", None)
@@ -435,7 +437,7 @@ def loss_factors(losses: Any) -> list[float]:
     return factors
 
 
-def parameters_reached(nodes: list[Any]) -> set[int]:
+def parameters_in_graph(nodes: list[Any]) -> set[int]:
     visited, reached_ids = set[Any](), set[int]()
     while nodes:
         node = nodes.pop()

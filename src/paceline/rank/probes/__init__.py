@@ -1,8 +1,8 @@
 """Probes observe an unmodified script: hooks in torch, and helpers that read tensors.
 
-`Hooks` reports to listeners when an unmodified script loads data, runs forward and backward, and steps an optimizer.
-Two packages listen: probes/ for silent faults, in every run, and check/ for the facts of `--check`. Events without a
-listener cost nothing. The hooks are in torch itself: `DataLoader`'s iterators, `DistributedDataParallel`,
+`ScriptHooks` reports to listeners when an unmodified script loads data, runs forward and backward, and steps an
+optimizer. Two packages listen: probes/ for silent faults, in every run, and check/ for the facts of `--check`. Events
+without a listener cost nothing. The hooks are in torch itself: `DataLoader`'s iterators, `DistributedDataParallel`,
 `torch.autograd.backward` and optimizers. `wrap_function` adds other hooks, which only one listener needs. Hooks change
 no argument and no result, except that they wrap the closure of a step. An error of a listener gives a warning, and the
 script continues. A process that the script forks is not the rank, so its events are ignored.
@@ -62,14 +62,17 @@ def short_hash(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
-def sample_elements(tensor: Any, most: int = MAX_ELEMENTS) -> Any:
+def take_evenly_spaced_elements(tensor: Any, most: int = MAX_ELEMENTS) -> Any:
     flat = tensor.detach().reshape(-1)
     return flat[:: -(-flat.numel() // most) or 1]
 
 
 def digest_of(tensors: Iterable[Any], most: int = MAX_ELEMENTS) -> str:
     torch: Any = sys.modules["torch"]
-    samples = (None if t is None else sample_elements(t, most).cpu().contiguous().view(torch.uint8) for t in tensors)
+    samples = (
+        None if t is None else take_evenly_spaced_elements(t, most).cpu().contiguous().view(torch.uint8)
+        for t in tensors
+    )
     return short_hash(b"".join(b"-" if t is None else bytes(t.numpy()) for t in samples))
 
 
@@ -93,7 +96,7 @@ def leaf_digests(batch: Any, most: int = MAX_ELEMENTS, *, constants: bool = Fals
 
 def _leaf_digest(leaf: Any, most: int, constants: bool) -> str:
     if isinstance(leaf, sys.modules["torch"].Tensor):
-        elements = sample_elements(leaf, most)
+        elements = take_evenly_spaced_elements(leaf, most)
         if not constants and leaf.dim() and elements.numel() and bool((elements == elements[0]).all()):
             return ""
         return ("f:" if leaf.is_floating_point() else "") + digest_of([elements], most)
@@ -134,7 +137,7 @@ class ScriptListener:
     def on_script_succeeded(self) -> None: ...  # with exit code 0
 
 
-class Hooks:
+class ScriptHooks:
     def __init__(self, warn_once: Callable[[BaseException], None]) -> None:
         self._listeners: dict[str, list[HookCallback]] = {}
         self._warn_once = warn_once

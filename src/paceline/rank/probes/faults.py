@@ -18,7 +18,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from paceline.protocol.evidence import ScriptFinding, reports_lost_peers
-from paceline.protocol.marks import put_finding
+from paceline.protocol.marks import write_script_finding
 from paceline.protocol.status_page import StatusPage
 from paceline.rank.flight_recorder import loaded_c10d_module
 from paceline.rank.probes import DeferredReads, ScriptListener, can_run_kernels, leaf_digests
@@ -139,10 +139,10 @@ class NonFiniteGradientDetector(ScriptListener):
         def look(values: list[bool]) -> None:
             if values[0] and not self._reported:
                 self._reported, local = True, self._own.get(step)
-                put_finding(self._page, ScriptFinding("not finite", step, local or "", own=local is not None))
+                write_script_finding(self._page, ScriptFinding("not finite", step, local or "", own=local is not None))
             elif (lost := self._lost.pop(step, "")) and not self._hidden_reported:
                 self._hidden_reported = True
-                put_finding(self._page, ScriptFinding("swallowed", step, lost))
+                write_script_finding(self._page, ScriptFinding("swallowed", step, lost))
 
         self._later.read(_is_not_finite(sensor.grad), look)
 
@@ -208,7 +208,7 @@ class SwallowedExceptionDetector(ScriptListener):
         if key not in self._reported and len(self._reported) < MOST_SWALLOWED:
             self._reported.add(key)
             predicate = f"its thread {name[:MOST_NAME]} ended with {key}: {message}"
-            put_finding(self._page, ScriptFinding("thread", self._steps.done, predicate))
+            write_script_finding(self._page, ScriptFinding("thread", self._steps.done, predicate))
 
     def on_step_end(self, optimizer: Any) -> None:
         self._report(self._steps.done)
@@ -224,10 +224,10 @@ class SwallowedExceptionDetector(ScriptListener):
                 # a script that has made a new default group since has handled the error
                 if not self._collective_reported and (world is None or world is world_ref()):
                     self._collective_reported = True
-                    put_finding(self._page, ScriptFinding("collective", step, predicate, last=last))
+                    write_script_finding(self._page, ScriptFinding("collective", step, predicate, last=last))
             elif key not in self._reported and len(self._reported) < MOST_SWALLOWED:
                 self._reported.add(key)
-                put_finding(self._page, ScriptFinding("swallowed", step, predicate, last=last))
+                write_script_finding(self._page, ScriptFinding("swallowed", step, predicate, last=last))
 
 
 class StaleGradientDetector(ScriptListener):
@@ -305,7 +305,7 @@ class StaleGradientDetector(ScriptListener):
         if past or not self._joint.is_private(optimizer):
             self._past = self._past + 1 if past else 0
         if self._past == MIN_STEPS_PAST_DDP and past:
-            put_finding(self._page, ScriptFinding("left", self._steps.done, "trains on past DDP"))
+            write_script_finding(self._page, ScriptFinding("left", self._steps.done, "trains on past DDP"))
         return self._joint.is_private(optimizer)
 
     def on_forward_begin(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -327,7 +327,7 @@ class StaleGradientDetector(ScriptListener):
         kind = predicate.partition(",")[0]
         if kind not in self._reported:
             self._reported.add(kind)
-            put_finding(self._page, ScriptFinding("stale", self._steps.done + 1, predicate))
+            write_script_finding(self._page, ScriptFinding("stale", self._steps.done + 1, predicate))
 
 
 def is_collective_failure(error: BaseException) -> bool:
