@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.checkpoint.manager import Checkpoints, Claim
+from paceline.checkpoint.manager import Checkpoints, PublishClaim
 from paceline.checkpoint.resume import TrainerState
 from paceline.checkpoint.snapshots import SnapshotWriter
 from paceline.collectives.control import all_gather_object
@@ -222,7 +222,7 @@ def optimizer_memory(run: Run, name: str, variant: Variant) -> Row:
 
 def disk_costs(run: Run, variant: Variant, rounds: int, steps: int, folder: Path) -> list[Row]:
     """Checkpoints, each written while steps go on, against the steps before it (a collective)."""
-    checkpoints, claim, world = Checkpoints(folder / "checkpoints"), Claim(1, 0), run.world
+    checkpoints, claim, world = Checkpoints(folder / "checkpoints"), PublishClaim(1, 0), run.world
     if world.rank == 0:
         checkpoints.claim_publishing(*claim)
     saver = CheckpointWriter(

@@ -11,7 +11,7 @@ from tests.checkpoint.checkpoint_harness import manifest_of, newest, save, saved
 from tests.errors import raises
 
 from paceline.checkpoint import manager
-from paceline.checkpoint.manager import Checkpoints, Claim, FencedError, PublishFence
+from paceline.checkpoint.manager import Checkpoints, FencedError, PublishClaim, PublishFence
 from paceline.errors import TrainingError
 
 
@@ -91,7 +91,7 @@ def test_a_fence_held_by_a_frozen_process_is_told_and_not_waited_for_for_ever(tm
 def test_a_child_forked_under_the_lock_does_not_keep_it(tmp_path, monkeypatch):
     saved(tmp_path, 1)
     monkeypatch.setattr(manager, "LOCK_SECONDS", 0.2)
-    with PublishFence(tmp_path / ".fence").hold_claim(Claim(1, 0)):
+    with PublishFence(tmp_path / ".fence").hold_claim(PublishClaim(1, 0)):
         links = {link: link.readlink() for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
         held = next(int(link.name) for link, file in links.items() if file == tmp_path / ".fence")
         childs = os.dup(held)  # the same open file, as after a fork

@@ -173,7 +173,7 @@ def test_ones_own_connections_are_no_strangers(listening: socket.socket) -> None
     with socket.create_connection(listening.getsockname()) as one:
         other, _ = listening.accept()
         with other:
-            assert guard.foreign_users([listening.fileno(), one.fileno(), other.fileno()]) == []
+            assert guard.foreign_socket_users([listening.fileno(), one.fileno(), other.fileno()]) == []
 
 
 @pytest.mark.root
@@ -183,7 +183,7 @@ def test_a_neighbour_who_was_faster_than_a_rank_is_found(listening: socket.socke
         assert neighbour.stdout is not None and neighbour.stdout.readline() == "in\n"
         stranger, _ = listening.accept()
         with stranger:
-            assert guard.foreign_users([listening.fileno(), stranger.fileno()]) == ["65432"]
+            assert guard.foreign_socket_users([listening.fileno(), stranger.fileno()]) == ["65432"]
         neighbour.communicate("")
 
 

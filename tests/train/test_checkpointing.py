@@ -16,7 +16,7 @@ import torch
 from tests.run_ranks import run_ranks
 from tests.worlds import world_of
 
-from paceline.checkpoint.manager import Checkpoints, Claim
+from paceline.checkpoint.manager import Checkpoints, PublishClaim
 from paceline.checkpoint.resume import TrainerState
 from paceline.checkpoint.shards import ShardFileSource
 from paceline.checkpoint.state import TensorShard
@@ -66,7 +66,7 @@ def rank_of(world: World, root: Path, flush_events: Callable[[], None] = lambda:
         checkpoints.claim_publishing(1, 0)
     told: list[str] = []
     saver = CheckpointWriter(
-        checkpoints, world, world.size, Claim(1, 0), keep=keep, flush_events=flush_events, say=told.append
+        checkpoints, world, world.size, PublishClaim(1, 0), keep=keep, flush_events=flush_events, say=told.append
     )  # fmt: skip
     return Rank(saver, world, torch.zeros(SIZE), checkpoints, told)
 

@@ -11,7 +11,7 @@ from tests.worlds import world as world
 from torch import nn
 
 from paceline import World
-from paceline.checkpoint.manager import Checkpoints, Claim, FencedError
+from paceline.checkpoint.manager import Checkpoints, FencedError, PublishClaim
 from paceline.checkpoint.resume import TrainerState
 from paceline.checkpoint.shards import ShardFileSource
 from paceline.data.loader import MicroBatch
@@ -63,7 +63,7 @@ def test_what_is_saved_alone_is_the_whole_state_and_the_newest_checkpoint(world,
     there.claim_publishing(1, 0)
     begun = there.begin(7)  # one of the same step, that all ranks had begun, and may still be writing
     (begun / "shard-0-of-2.safetensors").touch()
-    path = save_on_one_rank(replica, 7, CONTENT, Checkpoints(tmp_path), Claim(1, 0), keep=2, say=said.append)
+    path = save_on_one_rank(replica, 7, CONTENT, Checkpoints(tmp_path), PublishClaim(1, 0), keep=2, say=said.append)
     found = Checkpoints(tmp_path).newest_valid(said.append)
     assert found is not None and found[0] == path and said == []
     manifest = found[1]
@@ -87,12 +87,14 @@ def test_where_a_part_is_on_other_ranks_nothing_is_published(world, tmp_path, st
         with replica.alone(MicroBatch(None, None, MicroBatchPlan(0, 0, 0, 0, torch.arange(4)), 0)):
             replica.model(torch.ones(4, 3))
     with raises("state-on-other-ranks", raised=TrainingError):
-        save_on_one_rank(replica, 7, CONTENT, checkpoints(tmp_path), Claim(1, 0), keep=2, say=print)
+        save_on_one_rank(replica, 7, CONTENT, checkpoints(tmp_path), PublishClaim(1, 0), keep=2, say=print)
     assert [p.name for p in tmp_path.iterdir()] == [".fence"]
 
 
 def test_a_rank_of_an_older_generation_publishes_nothing(world, tmp_path):
     replica = trained(world, nn.Linear(3, 2))
     with pytest.raises(FencedError):
-        save_on_one_rank(replica, 7, CONTENT, checkpoints(tmp_path, generation=1), Claim(1, 0), keep=2, say=print)
+        save_on_one_rank(
+            replica, 7, CONTENT, checkpoints(tmp_path, generation=1), PublishClaim(1, 0), keep=2, say=print
+        )
     assert not [p for p in tmp_path.iterdir() if p.name.startswith("step-")]

@@ -50,7 +50,7 @@ class FencedError(TrainingError):
     """A newer generation has taken over. The checkpoint of this one is not published."""
 
 
-class Claim(NamedTuple):
+class PublishClaim(NamedTuple):
     """The permission to publish. A later claim is greater."""
 
     attempt: int
@@ -70,7 +70,7 @@ class PublishFence:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def advance_to(self, claim: Claim) -> None:
+    def advance_to(self, claim: PublishClaim) -> None:
         """Make `claim` the newest one; may be repeated. Raises TrainingError if a newer claim exists."""
         with self._locked(make=True) as descriptor:
             newest = _read_claim(descriptor, self._path)
@@ -82,7 +82,7 @@ class PublishFence:
             os.fsync(descriptor)
 
     @contextlib.contextmanager
-    def hold_claim(self, claim: Claim) -> Generator[None]:
+    def hold_claim(self, claim: PublishClaim) -> Generator[None]:
         """No other process can take the fence during this context. Raises FencedError if one has taken it."""
         if not self._path.exists():
             raise FencedError(code="fence-missing", path=self._path)
@@ -107,14 +107,14 @@ class PublishFence:
             os.close(descriptor)
 
 
-def _read_claim(descriptor: int, path: Path) -> Claim | None:
+def _read_claim(descriptor: int, path: Path) -> PublishClaim | None:
     text = os.pread(descriptor, 100, 0)
     if not text.strip(b"\0"):  # a new file, or a power failure before the first claim was on disk
         return None
     match = re.fullmatch(rb"([0-9]{20}) ([0-9]{20})\n", text)
     if not match:
         raise TrainingError(code="fence-damaged", path=path, value=text)
-    return Claim(int(match[1]), int(match[2]))
+    return PublishClaim(int(match[1]), int(match[2]))
 
 
 class CheckpointFolder(NamedTuple):
@@ -135,7 +135,7 @@ class Checkpoints:
         """`trust`: also read checkpoints that other users own or can write."""
         self.root = root
         self._trust, self._fence = trust, PublishFence(root / ".fence")
-        self._claim: Claim | None = None
+        self._claim: PublishClaim | None = None
         self._inode: tuple[int, int] | None = None
         self._known_intact: dict[Path, bool] = {}
 
@@ -185,7 +185,7 @@ class Checkpoints:
 
     def claim_publishing(self, attempt: int, generation: int, report: MessageCallback = lambda _: None) -> None:
         """Create the folder, take the fence, and remove the partial checkpoints of older generations."""
-        claim = Claim(attempt, generation)
+        claim = PublishClaim(attempt, generation)
         try:
             writing.make_folder(self.root, exist_ok=True)
             self._fence.advance_to(claim)
@@ -197,7 +197,7 @@ class Checkpoints:
         self._claim, self._inode = claim, self._root_inode()
         for path in sorted(self.root.iterdir()):
             match = _LEFTOVER.fullmatch(path.name)
-            is_newer = match is not None and Claim(int(match[2]), int(match[3])) > claim
+            is_newer = match is not None and PublishClaim(int(match[2]), int(match[3])) > claim
             if path.name.startswith((".tmp-", ".trash-")) and not is_newer:
                 _remove(path, report)
 
@@ -214,7 +214,7 @@ class Checkpoints:
         held = [file.stat().st_size for _, path in self.entries()[:keep] for file in path.iterdir()]
         return shutil.disk_usage(folder).free + sum(held)
 
-    def begin(self, step: int, *, alone: tuple[Claim, int] | None = None) -> Path:
+    def begin(self, step: int, *, alone: tuple[PublishClaim, int] | None = None) -> Path:
         """A new empty folder for the files of all ranks.
 
         `alone`: of a rank that saves the whole state alone; its number, and the claim of rank 0.
@@ -305,7 +305,7 @@ class Checkpoints:
         self._known_intact.pop(path, None)
         return writing.rename(path, trash)
 
-    def _checked_claim(self) -> Claim:
+    def _checked_claim(self) -> PublishClaim:
         assert self._claim is not None, "call claim_publishing() before begin() and commit()"
         if self._inode is not None and self._root_inode() != self._inode:
             raise TrainingError(code="checkpoints-exchanged", folder=self.root)

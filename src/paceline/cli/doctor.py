@@ -14,7 +14,7 @@ from paceline.cli import command_line
 from paceline.cli.options import check_positive, split_command
 from paceline.errors import ExitCode, UsageError
 from paceline.lab.doctor.report import as_json, print_checks, run_checks
-from paceline.lab.doctor.survey import PROGRAM, PlannedUse, run_host_programs, survey_hosts
+from paceline.lab.doctor.survey import PROGRAM, PlannedRun, run_host_programs, survey_hosts
 from paceline.launch.plan import Command, parse_hosts
 from paceline.launch.ssh.plan import session_commands
 from paceline.rank.environment import expand_nodes
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     if config.on == "slurm" and "SLURM_JOB_ID" not in os.environ:
         _in_allocation(config, arguments)
     commands, workers = _host_commands(config)
-    wanted = PlannedUse(
+    wanted = PlannedRun(
         hosts=tuple(command.name for command in commands),
         workers=workers,
         run_dir=str((config.run_dir or Path("runs")).absolute()),

@@ -146,13 +146,13 @@ def _verify_loop(config: VerifyConfig, ranks: Sequence[int], strategies: Sequenc
     if config.json:
         write_json(config.json, [report, bits])
     equal = verify.print_report(None, [report])
-    return ExitCode.DONE if (not bits or verify.compare_and_print_bits(None, bits)) and equal else ExitCode.FAILED
+    return ExitCode.DONE if (not bits or verify.compare_and_print_digests(None, bits)) and equal else ExitCode.FAILED
 
 
 def _verify(spec: verify.VerifySpec, sizes: Sequence[int | Mesh], json: Path | None) -> int:
     report_type, print_all = verify.VerifyReport, verify.print_report
     if spec.bitwise:
-        report_type, print_all = verify.BitsReport, verify.compare_and_print_bits
+        report_type, print_all = verify.DigestReport, verify.compare_and_print_digests
     reports: list[Any] = []
     for size in sizes:
         nproc, mesh = (size, "") if isinstance(size, int) else (size.size, str(size))

@@ -34,7 +34,7 @@ from paceline.guard import sentences, waits
 from paceline.guard.deaths import RankEnd, classify_rank_end, first_to_fail, mismatched_parameter_counts
 from paceline.guard.sentences import make_diagnosis
 from paceline.guard.waits import OpMismatch, RankState, group_ranks, majority_party, ranks_outside_majority
-from paceline.protocol.code_locations import format_rank_location, is_calling, waits_for_ranks
+from paceline.protocol.code_locations import format_rank_location, is_calling, is_waiting_for_ranks
 from paceline.protocol.evidence import SHARED_GROUP, Diagnosis, Evidence, Op, Phase, StopKind, WorkerSample
 
 RankStates = Mapping[int, RankState]
@@ -52,7 +52,7 @@ IDLE_CPU_SECONDS = 0.5  # per second; a rank that uses more may still arrive
 
 
 def diagnose(evidence: Sequence[Evidence]) -> Diagnosis:
-    ranks = waits.waiting_graph(evidence)
+    ranks = waits.build_wait_for_graph(evidence)
     mismatches = waits.find_mismatches(ranks)
     engaged = waits.drop_abandoned_messages(ranks)
     diagnosis = (
@@ -329,7 +329,7 @@ def is_deadlocked(evidence: Sequence[Evidence]) -> bool:
     DEADLOCK_SECONDS. Operations that a rank has started without waiting for them do not count. Messages between two
     ranks do not count.
     """
-    ranks = waits.waiting_graph(evidence)
+    ranks = waits.build_wait_for_graph(evidence)
     ops = {n: op for n, rank in ranks.items() if (op := _blocking_collective(rank)) is not None}
     if len(ops) < 2:
         return False
@@ -341,7 +341,7 @@ def _blocking_collective(rank: RankState) -> Op | None:
     sample = rank.evidence
     if rank.end is not RankEnd.RUNS or rank.frozen or not sample.answered or sample.still_seconds < DEADLOCK_SECONDS:
         return None
-    if sample.cpu_seconds > IDLE_CPU_SECONDS or waits_for_ranks(sample) is not True:
+    if sample.cpu_seconds > IDLE_CPU_SECONDS or is_waiting_for_ranks(sample) is not True:
         return None
     on_stack = [op for op in rank.pending if not op.is_message and is_calling(sample, op)]
     return on_stack[-1] if on_stack else None

@@ -11,10 +11,10 @@ from paceline.guard.deaths import MISMATCH_ERROR_PATTERN, RankEnd
 from paceline.guard.waits import FROZEN_PROCESS_STATES, OpMismatch, RankState, group_ranks_by_waits, op_sequence_key
 from paceline.protocol.code_locations import (
     call_site_frames,
+    format_file_and_line,
     format_rank_location,
     is_calling,
     library_suffix,
-    line_of,
     main_thread_frames,
 )
 from paceline.protocol.evidence import BLOCK_PREFIX, Diagnosis, Evidence, LoaderWorker, Op, Phase, StopKind
@@ -37,7 +37,7 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 def format_subject_verb(ranks: Iterable[int], singular: str, plural: str) -> str:
-    """A subject and its verb: `clause([2], "waits", "wait")` is "rank 2 waits"."""
+    """A subject and its verb: `format_subject_verb([2], "waits", "wait")` is "rank 2 waits"."""
     ranks = set(ranks)
     return f"{format_ranks(ranks)} {singular if len(ranks) == 1 else plural}"
 
@@ -78,7 +78,7 @@ def _source_line(evidence: Evidence) -> str:
     frame, library = call_site_frames(main_thread_frames(evidence))
     if frame is None:
         return ""
-    at = f"at {line_of(frame)}{library_suffix(library)}"
+    at = f"at {format_file_and_line(frame)}{library_suffix(library)}"
     return at if frame.function in ("", "<module>") else f"in {frame.function} {at}"
 
 

@@ -17,7 +17,7 @@ from functools import cache
 from typing import TypeVar
 
 from paceline.guard.deaths import RankEnd, classify_rank_end_with_ops
-from paceline.protocol.code_locations import is_calling, waits_for_ranks
+from paceline.protocol.code_locations import is_calling, is_waiting_for_ranks
 from paceline.protocol.evidence import Evidence, Op, Phase
 
 # operations numbered together: a group's collectives, messages from -> to
@@ -69,7 +69,7 @@ def _members(evidence: Sequence[Evidence]) -> dict[str, frozenset[int]]:
     return members
 
 
-def waiting_graph(evidence: Sequence[Evidence]) -> dict[int, RankState]:
+def build_wait_for_graph(evidence: Sequence[Evidence]) -> dict[int, RankState]:
     """All ranks with the edges between them.
 
     Ranks that wait in the same operation have one mapping: of 8,000 ranks, half may wait for the other half.
@@ -161,7 +161,7 @@ def _with_unknown(ranks: Mapping[int, RankState]) -> dict[int, RankState]:
 def _waits_in_stack(rank: RankState) -> bool:
     if rank.end is not RankEnd.RUNS:
         return False
-    waits = waits_for_ranks(rank.evidence)
+    waits = is_waiting_for_ranks(rank.evidence)
     return bool(waits) or (waits is None and rank.evidence.phase is Phase.SYNC)
 
 
@@ -179,7 +179,7 @@ def drop_abandoned_messages(ranks: Mapping[int, RankState]) -> dict[int, RankSta
 
 def is_outside_ops(rank: RankState) -> bool:
     """Whether the rank is in code of the script, outside of its operations. `work.wait()` looks the same."""
-    outside = waits_for_ranks(rank.evidence) is False
+    outside = is_waiting_for_ranks(rank.evidence) is False
     return outside and not any(is_calling(rank.evidence, op) for op in rank.pending)
 
 

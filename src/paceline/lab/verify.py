@@ -153,27 +153,27 @@ class VerifyReport(msgspec.Struct, frozen=True):
     precision: str = "float64"  # a key of TOLERANCES
 
 
-class StepBits(msgspec.Struct, frozen=True):
+class StepDigests(msgspec.Struct, frozen=True):
     loss: str  # hexadecimal, as the norm
     grad_norm: str
     gradients: str  # SHA-256 of the gradients that the optimizer used
     parameters: str  # SHA-256 after the step
 
 
-class StrategyBits(msgspec.Struct, frozen=True):
+class StrategyDigests(msgspec.Struct, frozen=True):
     strategy: str
     optimizer: str
     weights: str  # SHA-256 of weights and merged buffers
     state: str  # SHA-256 of parameters, the buffers of every virtual rank, and the optimizer state
-    steps: list[StepBits]
+    steps: list[StepDigests]
     ranks_agree: bool
 
 
-class BitsReport(msgspec.Struct, frozen=True):
+class DigestReport(msgspec.Struct, frozen=True):
     world_size: int
     global_batch: int
     samples: int
-    bits: list[StrategyBits]
+    bits: list[StrategyDigests]
     holds_for: dict[str, Any]
 
 
@@ -208,7 +208,7 @@ def print_report(spec: VerifySpec | None, reports: Sequence[VerifyReport]) -> bo
     return not failed and count > 0
 
 
-def compare_and_print_bits(spec: VerifySpec | None, reports: Sequence[BitsReport]) -> bool:
+def compare_and_print_digests(spec: VerifySpec | None, reports: Sequence[DigestReport]) -> bool:
     """Print one digest for each world size. Return whether all digests are the same. A loop has no `spec`."""
     console = table_console()
     first = reports[0]
@@ -242,7 +242,7 @@ def compare_and_print_bits(spec: VerifySpec | None, reports: Sequence[BitsReport
     return not differ
 
 
-def _title(spec: VerifySpec, report: VerifyReport | BitsReport, precision: str, suffix: str = "") -> str:
+def _title(spec: VerifySpec, report: VerifyReport | DigestReport, precision: str, suffix: str = "") -> str:
     return (
         f"{spec.task} in {precision}, {spec.steps} steps: global batch {report.global_batch} = {spec.virtual_ranks} "
         f"virtual ranks x {spec.accumulation} micro-batches (uneven), {report.samples} samples{suffix}, gradients "
@@ -250,7 +250,7 @@ def _title(spec: VerifySpec, report: VerifyReport | BitsReport, precision: str, 
     )
 
 
-def _first_difference(bits: StrategyBits, expected: StrategyBits) -> str:
+def _first_difference(bits: StrategyDigests, expected: StrategyDigests) -> str:
     if not bits.ranks_agree:
         return "its ranks differ from each other"
     for number, (got, want) in enumerate(zip(bits.steps, expected.steps, strict=True), 1):

@@ -117,7 +117,7 @@ def _package(frame: Frame) -> str:
     return _in_package(frame.file).partition("/")[0]
 
 
-def waits_for_ranks(evidence: Evidence) -> bool | None:
+def is_waiting_for_ranks(evidence: Evidence) -> bool | None:
     """Whether the innermost frame waits for other ranks; None if unknown.
 
     Torch's backward is unknown: it may compute, or wait in C++ for DDP's buckets.
@@ -141,11 +141,11 @@ def imports_torch(stack: Sequence[Frame]) -> bool:
 def is_calling(evidence: Evidence, op: Op) -> bool:
     caller, _, library_line = op.site.partition(BY)
     lines = {caller.partition(" ")[0], *([library_line] if library_line else [])}
-    return bool(caller) and lines <= {line_of(frame) for frame in main_thread_frames(evidence)}
+    return bool(caller) and lines <= {format_file_and_line(frame) for frame in main_thread_frames(evidence)}
 
 
 @lru_cache(1 << 12)  # thousands of ranks are at few lines
-def line_of(frame: Frame) -> str:
+def format_file_and_line(frame: Frame) -> str:
     """The file and line of a frame: "train.py:88"; in a library with its package: "lightning/.../result.py:270"."""
     if not _is_library(frame):
         return f"{PurePath(frame.file).name}:{frame.line}"
@@ -154,11 +154,11 @@ def line_of(frame: Frame) -> str:
 
 
 def format_location(frame: Frame | None) -> str:
-    return f"{line_of(frame)} in {frame.function}" if frame is not None else ""
+    return f"{format_file_and_line(frame)} in {frame.function}" if frame is not None else ""
 
 
 def library_suffix(library: Frame | None) -> str:
-    return f"{BY}{line_of(library)}" if library is not None else ""
+    return f"{BY}{format_file_and_line(library)}" if library is not None else ""
 
 
 def format_call_site(frame: Frame | None, library: Frame | None) -> str:

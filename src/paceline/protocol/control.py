@@ -122,7 +122,7 @@ def encode_environment(env: Mapping[str, str]) -> tuple[tuple[bytes, bytes], ...
     return tuple((os.fsencode(name), os.fsencode(value)) for name, value in env.items())
 
 
-def import_time_variables(env: Mapping[str, str]) -> dict[str, str]:
+def variables_read_at_import(env: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value for name, value in env.items() if name not in LATE_VARIABLES and not name.startswith(LATE_PREFIXES)
     }
@@ -227,7 +227,7 @@ def transfer(kind: Literal["send", "fetch"], path: Path, on_progress: Callable[[
             on_progress()
 
 
-class Readable(Protocol):
+class SupportsFileno(Protocol):
     def fileno(self) -> int: ...
 
 
@@ -275,7 +275,7 @@ def read_stop_signals(wakeup: socket.socket) -> list[signal.Signals]:
         return []
 
 
-def wait_readable(descriptors: Sequence[Readable | int], seconds: float) -> set[int]:
+def wait_readable(descriptors: Sequence[SupportsFileno | int], seconds: float) -> set[int]:
     poll = select.poll()  # select.select supports no descriptor above 1023
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
@@ -300,7 +300,7 @@ class StopOrders:
     def has_order(self) -> bool:
         return self.launcher_gone or bool(self.signals)
 
-    def wait(self, seconds: float, also: Sequence[Readable] = ()) -> bool:
+    def wait(self, seconds: float, also: Sequence[SupportsFileno] = ()) -> bool:
         """Wait up to `seconds` for an order, the end of a child or `also`. Return whether one of the first two came."""
         # end of file stays readable forever
         lifeline = [LIFELINE_DESCRIPTOR] if self._lifeline and not self.launcher_gone else []

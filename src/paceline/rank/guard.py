@@ -338,7 +338,7 @@ class ProcessGroupSockets:
                         "can connect to them, which wastes memory and time, but they cannot act as a rank",
                         file=sys.stderr,
                     )
-                if users := foreign_users(new_sockets.values()):
+                if users := foreign_socket_users(new_sockets.values()):
                     if self._tolerated is None:
                         raise foreign_user_error(users)
                     self._tolerated.append(users)
@@ -411,7 +411,7 @@ def block_new_connections(descriptors: Collection[int]) -> bool:
     )
 
 
-def foreign_users(descriptors: Collection[int]) -> list[str]:
+def foreign_socket_users(descriptors: Collection[int]) -> list[str]:
     ends: dict[tuple[str, str], None] = {}
     for sock in _tcp_sockets(descriptors):
         with suppress(OSError):  # it only listens

@@ -24,7 +24,7 @@ from paceline.rank.world import World
 from paceline.seeding import preserve_generator_states
 from paceline.sessions.containers import find_instances
 from paceline.sessions.loader import Loader
-from paceline.sessions.prepared import COMPARED_VALUE_NAMES, parameters_error
+from paceline.sessions.prepared import COMPARED_VALUE_NAMES, parameters_differ_error
 from paceline.sessions.session_step import LoopPosition, SessionStep
 from paceline.sessions.state import SessionState
 from paceline.stepping.hooks import TensorHookTracker
@@ -112,7 +112,7 @@ class LoopChecks:
             return UsageError(code="data-differ", what=f"at {place}: the loop changed it differently on each rank")
         if any(name.startswith("trained") for name in differing):
             self._state.is_damaged = True
-            return parameters_error(f"some ranks have frozen parameters that others train, at {place}")
+            return parameters_differ_error(f"some ranks have frozen parameters that others train, at {place}")
         if any(name.startswith("learning rates") for name in differing):
             self._state.is_damaged = True
             return UsageError(code="learning-rates-differ", place=place)
@@ -133,7 +133,7 @@ class LoopChecks:
             return
         trained = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
         if trained & {id(leaf) for leaf in self._step.foreign_leaves()}:
-            raise parameters_error(
+            raise parameters_differ_error(
                 f"a {type(optimizer).__name__} that was not prepared trains a tensor that the loss depends on"
             )
 
@@ -200,7 +200,7 @@ class UnpreparedTensors:
             record, other_ref = self._seen.get(id(leaf)), self._others.get(id(leaf))
             is_changed = record is not None and record[0]() is leaf and record[1] != leaf._version  # pyright: ignore[reportPrivateUsage]
             if is_changed or (other_ref is not None and other_ref() is leaf):
-                raise parameters_error(
+                raise parameters_differ_error(
                     f"the loss depends on a tensor of shape {tuple(leaf.shape)} that the loop itself updates. Make it "
                     "an nn.Parameter of a module, and prepare this module with an optimizer"
                 )

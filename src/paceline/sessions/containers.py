@@ -107,7 +107,7 @@ def storage_addresses(tensors: Iterable[Tensor | None]) -> set[int]:
     return {storage_address(tensor) for tensor in tensors if owns_storage(tensor) and tensor is not None}
 
 
-def tensors_of(models: Iterable[torch.nn.Module]) -> Iterator[Tensor]:
+def tensors_of_models(models: Iterable[torch.nn.Module]) -> Iterator[Tensor]:
     for model in models:
         yield from model.parameters()
         yield from model.buffers()

@@ -516,16 +516,20 @@ class PreparedModel(ModelInTraining):
         """Raise UsageError if a group contains parameters of other models."""
         names = {id(parameter): name for name, parameter in self.replica.model.named_parameters()}
         if self.replica.sharded:
-            raise parameters_error("a group of parameters was added, and the strategy divides the optimizer's state")
+            raise parameters_differ_error(
+                "a group of parameters was added, and the strategy divides the optimizer's state"
+            )
         for parameter in group["params"]:
             if id(parameter) in names and id(parameter) not in self._known:
-                raise parameters_error(
+                raise parameters_differ_error(
                     f"optimizer.add_param_group was given {names[id(parameter)]}, which was frozen in s.prepare. Let "
                     "it require a gradient there, and freeze it after that"
                 )
             if id(parameter) not in names:
                 shape = tuple(parameter.shape)
-                raise parameters_error(f"optimizer.add_param_group was given a parameter of shape {shape} that is new")
+                raise parameters_differ_error(
+                    f"optimizer.add_param_group was given a parameter of shape {shape} that is new"
+                )
 
     def check_parameters(self) -> None:
         """Raise UsageError if the model or its optimizers have other parameters than in `s.prepare`."""
@@ -535,14 +539,16 @@ class PreparedModel(ModelInTraining):
         for name, parameter in model.named_parameters():
             is_new = parameter.requires_grad and id(parameter) not in self._known
             if is_new and not self.replica.in_lockstep:
-                raise parameters_error(f"{name} is new, or was frozen then")
+                raise parameters_differ_error(f"{name} is new, or was frozen then")
         if self.replica.sharded:
             return
         parameter_ids = {id(parameter) for parameter in model.parameters()}
         for opt in self.optimizers:
             for parameter in opt.parameters:
                 if id(parameter) not in parameter_ids:
-                    raise parameters_error(f"optimizer {opt.number + 1} trains one of shape {tuple(parameter.shape)}")
+                    raise parameters_differ_error(
+                        f"optimizer {opt.number + 1} trains one of shape {tuple(parameter.shape)}"
+                    )
 
     def _foreign_backward_error(self) -> UsageError:
         parameter = self.last_gradient.pop()
@@ -611,7 +617,7 @@ class PreparedModel(ModelInTraining):
             raise UsageError(code="torch-backward", more=self.replica.in_lockstep * NO_OTHER_BACKWARD)
 
 
-def parameters_error(what: str) -> UsageError:
+def parameters_differ_error(what: str) -> UsageError:
     return UsageError(code="parameters-differ", what=what)
 
 

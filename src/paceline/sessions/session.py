@@ -516,7 +516,7 @@ class Session:
             UsageError: `values` has no dimension, or the ranks' dtypes or other dimensions differ; and as `sum`.
             TrainingError: as `sum`.
         """
-        from paceline.train.metrics import sort_rows, virtual_rank_order
+        from paceline.train.metrics import concatenate_in_sample_order, virtual_rank_order
 
         moment = self._check_collective_position()
         values = values.detach()
@@ -527,7 +527,7 @@ class Session:
         shapes = [([*part.shape], str(part.dtype)) for part in parts]
         if len({(tuple(shape[1:]), dtype) for shape, dtype in shapes}) > 1:
             raise report_on_one_rank(UsageError(code="gather-shapes-differ", shapes=shapes), self.world)
-        return sort_rows(parts, virtual_rank_order(self._evaluation.samples, self.size))
+        return concatenate_in_sample_order(parts, virtual_rank_order(self._evaluation.samples, self.size))
 
     def _check_collective_position(self) -> tuple[int, ...]:
         samples = self._evaluation.samples

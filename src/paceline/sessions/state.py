@@ -20,7 +20,7 @@ from paceline.sessions.containers import (
     TensorContainer,
     find_instances,
     storage_addresses,
-    tensors_of,
+    tensors_of_models,
 )
 from paceline.sessions.lifecycle import SessionRun
 from paceline.sessions.loader import Loader
@@ -103,7 +103,7 @@ class SessionState:
         if missing and isinstance(thing, RANDOM_GENERATOR_TYPES):
             thing = GeneratorStateAdapter(thing)
         elif missing and isinstance(thing, (dict, list)):
-            model_storages = storage_addresses(tensors_of(part.replica.model for part in self.models))
+            model_storages = storage_addresses(tensors_of_models(part.replica.model for part in self.models))
             thing = TensorContainer(thing, name, self._world.device, model_storages)  # pyright: ignore[reportUnknownArgumentType]
         elif missing:
             raise UsageError(code="register-no-state", name=name, kind=type(thing).__name__, method=missing[0])

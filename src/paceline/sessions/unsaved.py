@@ -32,7 +32,7 @@ from paceline.sessions.containers import (
     owns_storage,
     storage_address,
     storage_addresses,
-    tensors_of,
+    tensors_of_models,
 )
 from paceline.sessions.sharded_tensors import local_shard
 
@@ -117,7 +117,7 @@ class UnsavedStateSearch:
             return
         self._last_look = self._step
         known_storages = storage_addresses(
-            [*tensors_of(models), *(p.grad for model in models for p in model.parameters())]
+            [*tensors_of_models(models), *(p.grad for model in models for p in model.parameters())]
         )
         states = [state for optimizer in optimizers for state in optimizer.state.values()]
         known_storages |= storage_addresses(value for state in states for value in state.values())

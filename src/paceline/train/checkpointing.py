@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.checkpoint.manager import Checkpoints, Claim, MessageCallback
+from paceline.checkpoint.manager import Checkpoints, MessageCallback, PublishClaim
 from paceline.checkpoint.resume import ResumePoint, RunLocation, TrainerState, find_newest_state
 from paceline.checkpoint.shards import ShardLayout, make_shard_layout, select_shards_to_save, write_shard_file
 from paceline.checkpoint.snapshots import InterNodeExchange, SnapshotWriter, inherited_memory_files
@@ -95,7 +95,7 @@ def must_save_on_this_rank(message: str, rank: int, world_size: int) -> bool:
 
 
 def save_on_one_rank(
-    holder: CheckpointedModels, step: int, content: TrainerState, checkpoints: Checkpoints, claim: Claim, *,
+    holder: CheckpointedModels, step: int, content: TrainerState, checkpoints: Checkpoints, claim: PublishClaim, *,
     keep: int, say: MessageCallback,
 ) -> Path:  # fmt: skip
     """Write and publish the state after `step` without any collective. Return the checkpoint's folder.
@@ -127,7 +127,7 @@ def _write_shard(folder: Path, buffer: Tensor, shard: ShardLayout, rank: int, wo
     return ShardFile(name, size, sha256, shard.pieces)
 
 
-def _manifest(step: int, content: TrainerState, claim: Claim, virtual_ranks: int, *files: ShardFile) -> Manifest:
+def _manifest(step: int, content: TrainerState, claim: PublishClaim, virtual_ranks: int, *files: ShardFile) -> Manifest:
     optional = {"names": content.names, "loop": content.loop}
     return Manifest(
         format=FORMAT_VERSION, step=step, attempt=claim.attempt, generation=claim.generation, world_size=len(files),
@@ -141,7 +141,7 @@ class CheckpointWriter:
     """Writes this rank's shards, one checkpoint at a time. All ranks make all calls at the same steps."""
 
     def __init__(
-        self, checkpoints: Checkpoints, world: World, virtual_ranks: int, claim: Claim, *,
+        self, checkpoints: Checkpoints, world: World, virtual_ranks: int, claim: PublishClaim, *,
         keep: int, flush_events: Callable[[], None], say: MessageCallback,
     ) -> None:  # fmt: skip
         self._checkpoints, self._world, self._virtual_ranks, self._claim = checkpoints, world, virtual_ranks, claim
@@ -328,7 +328,7 @@ class CheckpointManager:
         self._holder, self._world, self._policy, self._writer, self._say = holder, holder.world, policy, writer, say
         self._enter = enter
         self._folder, self._checkpoints = place.folder, Checkpoints(place.folder / CHECKPOINTS)
-        self._claim = Claim(place.attempt, place.generation)
+        self._claim = PublishClaim(place.attempt, place.generation)
         with raise_on_all_ranks(self._world):
             if self._world.rank == 0:
                 # Needed even if the policy saves nothing: a signal can request a checkpoint before the run stops, and a

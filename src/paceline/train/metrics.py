@@ -122,7 +122,7 @@ class MetricAccumulator:
         """
         total = tree_sum({(v, v + 1): state for v, state in enumerate(states)}, self._joined, len(states))
         if self._metric.combine == "concatenate":
-            total = _each(partial(sort_rows, order=order), total)
+            total = _each(partial(concatenate_in_sample_order, order=order), total)
         return self._metric.compute(map_tensors(total, Tensor.cpu))
 
     def _joined(self, left: Any, right: Any) -> Any:
@@ -141,7 +141,7 @@ def virtual_rank_order(samples: int, virtual_ranks: int) -> Tensor:
     return torch.cat([torch.arange(samples)[v::virtual_ranks] for v in range(virtual_ranks)])
 
 
-def sort_rows(parts: Sequence[Tensor], order: Tensor) -> Tensor:
+def concatenate_in_sample_order(parts: Sequence[Tensor], order: Tensor) -> Tensor:
     """Concatenate all parts and move row i to position `order[i]`. Keep the order if the lengths differ."""
     rows = torch.cat([*parts])
     if len(rows) != len(order):
@@ -220,7 +220,7 @@ def _reduced(name: str, values: list[Any], reduce: Callable[..., Any] | None, or
         rows = [row for value in values for row in value]
         joined = reduce(rows) if rows and reduce is not None else rows
         if isinstance(joined, Tensor) and joined.ndim and order is not None:
-            joined = sort_rows([joined], order)
+            joined = concatenate_in_sample_order([joined], order)
         return joined
     if len(values) == 1:
         return values[0]

@@ -200,7 +200,7 @@ def prepare(config: TrainConfig, world: World) -> TrainingComponents:
     )  # fmt: skip
 
 
-def check_stream(config: TrainConfig, data: Any) -> None:
+def check_stream_settings(config: TrainConfig, data: Any) -> None:
     if isinstance(data, (DataLoader, Iterator)) or not isinstance(data, Iterable):
         why = "are neither map-style nor iterable"
         why = "are batches already" if isinstance(data, DataLoader) else why
@@ -218,7 +218,7 @@ def check_stream(config: TrainConfig, data: Any) -> None:
 def make_stream(
     config: TrainConfig, task: Task, data: Any, shape: BatchSizes, loading: LoadingOptions, world: World
 ) -> Stream:
-    check_stream(config, data)
+    check_stream_settings(config, data)
     schedule = config.optimizer.schedule
     if config.run.steps is None:
         if task.make_schedule is not None:

@@ -8,7 +8,7 @@ import msgspec
 from paceline.host.facts import Address, Facts, ResourceLimit
 from paceline.host.gpus import Gpu
 from paceline.lab.doctor.host import FactsAnswer, FolderProbeAnswer, LinkMeasurement
-from paceline.lab.doctor.survey import PlannedUse, Survey
+from paceline.lab.doctor.survey import PlannedRun, Survey
 
 HOSTS = ("n1", "n2", "n3")
 
@@ -60,7 +60,7 @@ def survey(**changes: Any) -> Survey:
     }
     pairs = list(permutations(HOSTS, 2))
     content: dict[str, Any] = {
-        "wanted": PlannedUse(**wanted | changes.pop("wanted", {})),
+        "wanted": PlannedRun(**wanted | changes.pop("wanted", {})),
         "lost": {},
         "hosts": hosts,
         "clock_offsets": {"n1": 0.001, "n2": -0.001, "n3": 0.0},

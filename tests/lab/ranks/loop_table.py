@@ -9,7 +9,7 @@ from tests import warm
 from tests.lab.ranks import loops
 
 from paceline.lab.ranks.loop_findings import make_loop_reports
-from paceline.lab.verify import CAUSES, LOOP_CAUSES, LoopCase, LoopSpec, VerifyReport, compare_and_print_bits
+from paceline.lab.verify import CAUSES, LOOP_CAUSES, LoopCase, LoopSpec, VerifyReport, compare_and_print_digests
 
 RANKS = (1, 2, 3)
 ENDS = (
@@ -57,7 +57,7 @@ def said(report: VerifyReport, bits: Sequence[object]) -> str:
     found = [r.finding for r in report.results if r.finding]
     first = {f.cause: f for f in reversed(found)}
     words = [f"[{cause}] {(CAUSES | LOOP_CAUSES)[cause]}. {f.detail} {f.tensor}".rstrip() for cause, f in first.items()]
-    equal = bool(bits) and compare_and_print_bits(None, bits)
+    equal = bool(bits) and compare_and_print_digests(None, bits)
     return "; ".join([*words, *report.notes, *([] if equal or not bits else ["the bits differ"])])
 
 

@@ -13,7 +13,7 @@ from paceline import ArrayDataset, Task
 from paceline.collectives import tree
 from paceline.collectives.reducer import Reducer
 from paceline.lab.ranks.verify import collect_bit_digests
-from paceline.lab.verify import BitsReport, VerifySpec, compare_and_print_bits
+from paceline.lab.verify import DigestReport, VerifySpec, compare_and_print_digests
 from paceline.rank.world import World
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(270)]
@@ -45,7 +45,7 @@ def test_the_command_prints_one_digest_for_all_world_sizes(paceline, tmp_path):
                    "--optimizers", "adamw", "--json", "bits.json")  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr
     assert "bit-identical" in run.stdout and "DIFFERS" not in run.stdout
-    reports = msgspec.json.decode((tmp_path / "bits.json").read_bytes(), type=list[BitsReport])
+    reports = msgspec.json.decode((tmp_path / "bits.json").read_bytes(), type=list[DigestReport])
     assert [report.world_size for report in reports] == [1, 2]
     (one,), (two,) = (report.bits for report in reports)
     assert one == two and one.ranks_agree
@@ -84,16 +84,16 @@ def measured(rank: int, size: int) -> list[bytes]:
 
 
 @pytest.fixture(scope="module")
-def planted(tmp_path_factory) -> list[BitsReport]:
+def planted(tmp_path_factory) -> list[DigestReport]:
     reports = run_ranks(measured, 2, tmp_path_factory.mktemp("planted"))[0]
-    return [msgspec.json.decode(report, type=BitsReport) for report in reports]
+    return [msgspec.json.decode(report, type=DigestReport) for report in reports]
 
 
 def test_another_order_of_additions_is_found_in_the_first_step(planted, capsys):
     right, other, _ = planted
-    assert compare_and_print_bits(SPEC, [right, right])
+    assert compare_and_print_digests(SPEC, [right, right])
     assert "bit-identical" in capsys.readouterr().out
-    assert not compare_and_print_bits(SPEC, [right, other])
+    assert not compare_and_print_digests(SPEC, [right, other])
     said = " ".join(capsys.readouterr().out.split())
     assert "DIFFERS" in said and "1 DIFFER" in said and "bit-identical" not in said
     got, want = other.bits[0].steps[0].gradients[:24], right.bits[0].steps[0].gradients[:24]
@@ -103,6 +103,6 @@ def test_another_order_of_additions_is_found_in_the_first_step(planted, capsys):
 def test_ranks_that_do_not_agree_are_found(planted, capsys):
     right, _, alone = planted
     assert right.bits[0].ranks_agree and not alone.bits[0].ranks_agree
-    assert not compare_and_print_bits(SPEC, [alone])
+    assert not compare_and_print_digests(SPEC, [alone])
     said = " ".join(capsys.readouterr().out.split())
     assert "exact on 2, sgd: " in said and "ranks differ" in said and "bit-identical" not in said

@@ -20,7 +20,7 @@ from tests.guard.test_guard_judge import BEFORE, WAITS, op, rank
 from paceline.guard.detectors import Alarm
 from paceline.guard.judge import diagnose
 from paceline.guard.report import MAX_RANK_FILES, select_ranks_to_record
-from paceline.guard.waits import group_ranks_by_waits, reachable_ranks, waiting_graph
+from paceline.guard.waits import build_wait_for_graph, group_ranks_by_waits, reachable_ranks
 from paceline.host.facts import gather_facts
 from paceline.host.procfs import raise_open_file_limit
 from paceline.launch.agent.channel import (
@@ -183,7 +183,7 @@ def test_strangers_who_hold_the_door_do_not_keep_a_node_out() -> None:
 
 def test_ranks_that_wait_for_the_same_share_one_list_of_those() -> None:
     ranks = [rank(n, BEFORE, *([WAITS] if n % 2 else []), groups={"0": ()}) for n in range(400)]
-    graph = waiting_graph(ranks)
+    graph = build_wait_for_graph(ranks)
     assert len(group_ranks_by_waits(graph)) == 2
     diagnosis = diagnose(ranks)
     assert diagnosis.causes == tuple(range(0, 400, 2))

@@ -31,7 +31,7 @@ Pair = tuple[str, str]  # (from, to)
 
 
 @dataclass(frozen=True)
-class PlannedUse:
+class PlannedRun:
     hosts: tuple[str, ...]
     workers: tuple[int, ...]  # on each
     run_dir: str
@@ -43,7 +43,7 @@ class PlannedUse:
 class Survey:
     """All answers. A host in `lost` is missing from all later answers."""
 
-    wanted: PlannedUse
+    wanted: PlannedRun
     lost: Mapping[str, str]
     hosts: Mapping[str, m.FactsAnswer]
     clock_offsets: Mapping[str, float]  # seconds that a host's clock is ahead of this machine's
@@ -128,7 +128,7 @@ def run_host_programs(commands: Sequence[Command]) -> Generator[HostPrograms]:
         yield HostPrograms(sessions, lost)
 
 
-def survey_hosts(wanted: PlannedUse, programs: HostPrograms) -> Survey:
+def survey_hosts(wanted: PlannedRun, programs: HostPrograms) -> Survey:
     start = time.monotonic()
     tokens = {name: secrets.token_hex(16) for name in wanted.hosts}
     requests = {name: m.FactsRequest(token, wanted.run_dir) for name, token in tokens.items()}

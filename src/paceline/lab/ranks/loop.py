@@ -26,7 +26,7 @@ from paceline.data.plan import BatchPlan, MicroBatchPlan
 from paceline.errors import PacelineError
 from paceline.lab.ranks.reference import StepValues, cast_to_float64, floats_to_double, has_batch_norm
 from paceline.lab.ranks.trial import digest_weights_and_state, gradients_of, make_world, parameters_of, tensor_checksums
-from paceline.lab.verify import TOLERANCES, LoopCase, LoopSpec, StepBits
+from paceline.lab.verify import TOLERANCES, LoopCase, LoopSpec, StepDigests
 from paceline.nested import map_tensors, tensors
 from paceline.protocol.evidence import reports_lost_peers
 from paceline.rank.world import World
@@ -68,7 +68,7 @@ class LoopRun:
     notes: list[str] = field(default_factory=list[str])  # the session's notes about the loop
     # hooks and custom autograd functions on the gradient path
     gradient_path_hooks: list[str] = field(default_factory=list[str])
-    bits: list[StepBits] = field(default_factory=list[StepBits])  # instead of tensors, if the case is exact
+    bits: list[StepDigests] = field(default_factory=list[StepDigests])  # instead of tensors, if the case is exact
     # fingerprints of the models before the first step
     start_fingerprints: dict[str, Any] = field(default_factory=dict[str, Any])
     draws_random_numbers: bool = False  # whether the loop draws random numbers
@@ -245,7 +245,7 @@ class _Recorder(Observer):
         if self.case.exact:
             tensor_sets = (step.gradients, step.parameters)
             digests = [sha256_of({n: t for n, t in by_name.items() if t is not None}) for by_name in tensor_sets]
-            self.run.bits.append(StepBits(record.result.loss.hex(), "", *digests))
+            self.run.bits.append(StepDigests(record.result.loss.hex(), "", *digests))
             step.gradients = step.applied_gradients = step.parameters = {}
         self.run.steps.append(step)
         self._step, self._sums, self._passes = LoopStep(), {}, 1
@@ -281,7 +281,7 @@ def run_loop(spec: LoopSpec, folder: Path, world: World) -> None:
 
 def read_run(folder: Path, size: int, number: int) -> list[LoopRun]:
     files = [folder / f"{size}-{number}-{rank}.pt" for rank in range(size)]
-    with torch.serialization.safe_globals([LoopRun, LoopStep, StepBits]):
+    with torch.serialization.safe_globals([LoopRun, LoopStep, StepDigests]):
         return [torch.load(file, weights_only=True) for file in files if file.is_file()]
 
 

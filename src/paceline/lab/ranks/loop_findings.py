@@ -9,7 +9,7 @@ from paceline.errors import UsageError, plural
 from paceline.lab.ranks import causes
 from paceline.lab.ranks.loop import LoopRun, LoopStep, least_precise_dtype, read_run
 from paceline.lab.ranks.reference import NamedTensors
-from paceline.lab.verify import BitsReport, Case, Diagnosis, LoopCase, LoopSpec, Result, StrategyBits, VerifyReport
+from paceline.lab.verify import Case, Diagnosis, DigestReport, LoopCase, LoopSpec, Result, StrategyDigests, VerifyReport
 
 Run = Sequence[LoopRun]  # by rank
 Steps = Sequence[LoopStep]
@@ -18,7 +18,7 @@ Differences = Sequence[Sequence[causes.TensorDifference]]
 
 def make_loop_reports(
     folder: Path, spec: LoopSpec, ranks: Sequence[int], ended: Mapping[int, str]
-) -> tuple[VerifyReport, list[BitsReport]]:
+) -> tuple[VerifyReport, list[DigestReport]]:
     """The results of all runs. There are no bits if a run did not finish."""
     runs = {(n, i): read_run(folder, n, i) for n in {1, *ranks} for i in range(len(spec.cases))}
     reference = runs[1, 0]
@@ -53,7 +53,7 @@ def make_loop_reports(
     failed = {n: failure for n in ranks if (failure := _failure(runs[n, last], n, ended[n]))}
     if not any(result.finding for result in results):  # otherwise the exact case may not have run
         results += [Result(Case("exact", n, "none", "-"), {}, [], 0.0, failure) for n, failure in failed.items()]
-    bits = [] if failed else [BitsReport(n, 0, 0, [_bits_of(runs[n, last])], {}) for n in ranks]
+    bits = [] if failed else [DigestReport(n, 0, 0, [_bits_of(runs[n, last])], {}) for n in ranks]
     return VerifyReport(max(ranks), 0, 0, results, sorted(notes), precision), bits
 
 
@@ -64,12 +64,12 @@ def _compared(run: Run, reference: Run, case: LoopCase, precision: str, size: in
     return comparison.result(Case(first.strategy, size, "none", first.optimizer), finding)
 
 
-def _bits_of(run: Run) -> StrategyBits:
+def _bits_of(run: Run) -> StrategyDigests:
     """The exact results of a run, without the numbers that the loop logs: they depend on the number of ranks."""
     first = run[0]
     weights, state = (" ".join(digests) for digests in zip(*(first.digests or [("", "")]), strict=True))
     agree = all((rank_run.digests, rank_run.bits) == (first.digests, first.bits) for rank_run in run)
-    return StrategyBits(first.strategy, first.optimizer, weights, state, first.bits, agree)
+    return StrategyDigests(first.strategy, first.optimizer, weights, state, first.bits, agree)
 
 
 def _compare(run: Run, reference: Run, comparison: causes.Comparison, size: int, ended: str) -> Diagnosis | None:

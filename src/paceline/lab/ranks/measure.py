@@ -50,7 +50,7 @@ from paceline.train.determinism import use_deterministic_kernels
 from paceline.train.optimizer import configured_optimizer_maker, make_lr_schedule
 from paceline.train.parallelism import parallelize_model
 from paceline.train.prepare import (
-    check_stream,
+    check_stream_settings,
     make_model,
     make_plan,
     make_replica,
@@ -82,7 +82,7 @@ def load_workload(config: TrainConfig, candidates: Iterable[Candidate], world: W
     data, notes = task.make_dataset("train"), ()
     largest = max(resolve_batch_sizes(_configured(config, c).data, world.size).global_batch for c in candidates)
     if is_stream(data):
-        check_stream(config, data)
+        check_stream_settings(config, data)
         data = first_samples(data, max(MAX_STREAM_SAMPLES, largest))
         notes = (
             f"the training data are a stream: its first {len(data):,} samples were loaded into memory, so the steps do "

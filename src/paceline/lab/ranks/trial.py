@@ -188,7 +188,7 @@ def make_world(device: str) -> World:
 
 
 @dataclass
-class Trial:
+class StrategyTrial:
     """A strategy under verification: its replica, its batches, and the records of its last step."""
 
     case: Case
@@ -205,12 +205,12 @@ class Trial:
     """The parameters and buffers of the unsharded model, on the meta device."""
 
 
-def make_trial(case: Case, setting: VerificationSetup, optimizer: VerifiedOptimizer) -> Trial:
+def make_trial(case: Case, setting: VerificationSetup, optimizer: VerifiedOptimizer) -> StrategyTrial:
     model = _model(setting, setting.spec.seed + setting.world.rank)
     tensors = (*model.named_parameters(), *model.named_buffers())
     shapes = {name: torch.empty_like(t, device="meta", requires_grad=t.requires_grad) for name, t in tensors}
     replica, batches = apply_strategy(setting, case.strategy, case.optimizer, model)
-    trial = Trial(case, replica, batches, Comparison(adaptive=optimizer.is_adaptive), unsharded_tensors=shapes)
+    trial = StrategyTrial(case, replica, batches, Comparison(adaptive=optimizer.is_adaptive), unsharded_tensors=shapes)
     _install_observers(trial)
     return trial
 
@@ -224,7 +224,7 @@ def make_reference(setting: VerificationSetup, optimizer: str) -> Reference:
     return Reference(task, model, optim, setting.dataset, setting.plan.global_batch, spec, joins_virtual_ranks=union)
 
 
-def _install_observers(trial: Trial) -> None:
+def _install_observers(trial: StrategyTrial) -> None:
     """Record each random stream, and the gradients before clipping."""
     inner = trial.replica
     right_enter, right_clip = inner.enter, inner.clip_grad_norm
@@ -251,7 +251,7 @@ def _install_observers(trial: Trial) -> None:
     vars(inner).update(enter=enter, clip_grad_norm=clip_grad_norm)
 
 
-def compare_initial_parameters(trial: Trial, reference: Reference | None) -> None:
+def compare_initial_parameters(trial: StrategyTrial, reference: Reference | None) -> None:
     """Compare the parameters before the first step, over ranks and on rank 0 with one process (a collective)."""
     world, parameters = trial.replica.world, parameters_of(trial.replica)
     trial.first_start_difference = _first_difference(tensor_checksums(parameters), world)
@@ -262,7 +262,7 @@ def compare_initial_parameters(trial: Trial, reference: Reference | None) -> Non
 
 
 def collect_step_values(
-    trial: Trial, result: StepResult, microbatches: Sequence[MicroBatch]
+    trial: StrategyTrial, result: StepResult, microbatches: Sequence[MicroBatch]
 ) -> tuple[StepValues, RankDifferences]:
     """The values of the trial's last step, over all ranks (a collective)."""
     replica, world, got, trial.step_values = trial.replica, trial.replica.world, trial.step_values, StepValues()

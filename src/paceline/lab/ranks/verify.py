@@ -22,17 +22,17 @@ from paceline.lab.ranks import trial as trials
 from paceline.lab.ranks.causes import explain_difference
 from paceline.lab.ranks.loop import run_loop
 from paceline.lab.ranks.reference import Reference, StepValues, has_batch_norm
-from paceline.lab.ranks.trial import Trial, VerificationSetup, VerifiedOptimizer
+from paceline.lab.ranks.trial import StrategyTrial, VerificationSetup, VerifiedOptimizer
 from paceline.lab.verify import (
     TASK_OPTIMIZER,
     BatchNormPolicy,
-    BitsReport,
     Case,
     Diagnosis,
+    DigestReport,
     LoopSpec,
     Result,
-    StepBits,
-    StrategyBits,
+    StepDigests,
+    StrategyDigests,
     VerifyReport,
     VerifySpec,
 )
@@ -73,7 +73,7 @@ def _verify_strategies(setting: VerificationSetup, optimizer: str, verified: Ver
     spec, world, policy = setting.spec, setting.world, setting.batch_norm_policy
     reference = trials.make_reference(setting, optimizer) if world.rank == 0 else None
     results: list[Result] = []
-    running: list[Trial] = []
+    running: list[StrategyTrial] = []
     for name in spec.strategies:
         case = Case(name, world.size, policy, optimizer, spec.mesh)
         reason = _skip_reason(name, policy, world, verified)
@@ -92,7 +92,7 @@ def _verify_strategies(setting: VerificationSetup, optimizer: str, verified: Ver
 
 
 def _step(
-    trial: Trial, number: int, setting: VerificationSetup, want: StepValues | None, reference: Reference | None
+    trial: StrategyTrial, number: int, setting: VerificationSetup, want: StepValues | None, reference: Reference | None
 ) -> None:
     """Take a step with one strategy, compare it on rank 0, and send the finding to all ranks."""
     world, error, result, microbatches = setting.world, "", None, list[MicroBatch]()
@@ -135,7 +135,7 @@ def _skip_reason(strategy: str, policy: BatchNormPolicy, world: World, optimizer
     return None
 
 
-def collect_bit_digests(spec: VerifySpec, world: World) -> BitsReport:
+def collect_bit_digests(spec: VerifySpec, world: World) -> DigestReport:
     with raise_on_all_ranks(world):
         task = trials.load_verified_task(spec)
         model = make_model(task, spec.seed, world)
@@ -144,23 +144,25 @@ def collect_bit_digests(spec: VerifySpec, world: World) -> BitsReport:
     setting = trials.make_verification_setup(spec, task, policy, world)
     bits = [_bits_of(setting, strategy, optimizer) for strategy in spec.strategies for optimizer in optimizers]
     plan, hardware = setting.plan, hardware_facts(world.device)
-    return BitsReport(world.size, plan.global_batch, plan.num_samples, bits, hardware)
+    return DigestReport(world.size, plan.global_batch, plan.num_samples, bits, hardware)
 
 
-def _bits_of(setting: VerificationSetup, strategy: str, optimizer: str) -> StrategyBits:
+def _bits_of(setting: VerificationSetup, strategy: str, optimizer: str) -> StrategyDigests:
     gc.collect()
     spec, world = setting.spec, setting.world
     model = make_model(setting.task, spec.seed + world.rank, world)
     replica, batches = trials.apply_strategy(setting, strategy, optimizer, model)
-    steps: list[StepBits] = []
+    steps: list[StepDigests] = []
     for microbatches in batches:
         result = train_step(replica, microbatches, setting.task.loss, max_norm=spec.clip_norm)
         norm = float(result.grad_norm or 0.0).hex()
         gradients, parameters = sha256_of(trials.gradients_of(replica)), sha256_of(trials.parameters_of(replica))
-        steps.append(StepBits(result.loss.hex(), norm, gradients, parameters))
+        steps.append(StepDigests(result.loss.hex(), norm, gradients, parameters))
     weights, state = trials.digest_weights_and_state(replica)
     by_rank = all_gather_object([weights, [msgspec.to_builtins(step) for step in steps]], world)
-    return StrategyBits(strategy, optimizer, weights, state, steps, all(digests == by_rank[0] for digests in by_rank))
+    return StrategyDigests(
+        strategy, optimizer, weights, state, steps, all(digests == by_rank[0] for digests in by_rank)
+    )
 
 
 def main(arguments: Sequence[str]) -> int:

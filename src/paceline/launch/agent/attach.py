@@ -135,7 +135,7 @@ class AttachedWorkers(Workers, control.StopOrders):
 
     # ---- messages of the ranks ----
 
-    def wait(self, seconds: float, also: Sequence[control.Readable] = ()) -> bool:
+    def wait(self, seconds: float, also: Sequence[control.SupportsFileno] = ()) -> bool:
         """Wait up to `seconds` until a rank attaches, sends a message or ends, the launcher ends, or for `also`."""
         self.release_departing_ranks()
         running = self.running

@@ -32,7 +32,7 @@ import msgspec
 from paceline.errors import UsageError
 from paceline.host.facts import Facts
 from paceline.host.procfs import describe_port_owner
-from paceline.protocol.control import Readable
+from paceline.protocol.control import SupportsFileno
 from paceline.protocol.evidence import Evidence, WorkerSample
 from paceline.protocol.job import NodeRanks
 from paceline.runs.machine import ClockOffset
@@ -442,7 +442,7 @@ class Listener:
         self._authenticated: list[Link] = []  # have sent no message yet
         self.port: int = self._socket.getsockname()[1]
 
-    def sockets(self) -> list[Readable]:
+    def sockets(self) -> list[SupportsFileno]:
         return [self._socket, *self._handshakes, *self._authenticated]
 
     def take_new_links(self) -> list[tuple[Link, list[Message]]]:
