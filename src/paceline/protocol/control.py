@@ -199,7 +199,9 @@ def receive(connection: socket.socket) -> tuple[Message | None, list[int]]:
 def has_separate_folder(run_dir: Path) -> bool:
     """Whether this node has another `run_dir` than node 0, because its file system is separate: its agent copies."""
     spec = WorkerSpec.from_environment()
-    return spec is not None and bool(spec.transfers) and Path(spec.attempt_dir).parent == run_dir
+    if spec is None or not spec.transfers:
+        return False
+    return Path(spec.attempt_dir).parent.resolve() == run_dir.resolve()  # either may contain a link
 
 
 def transfer(kind: Literal["send", "fetch"], path: Path, on_progress: Callable[[], object] = lambda: None) -> str:

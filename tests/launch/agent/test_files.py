@@ -241,7 +241,11 @@ class Stuck:
 
 @pytest.fixture
 def worker(folder: SeparateRunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WorkerSpec, "_here", WorkerSpec(os.getpid(), transfers=folder.transfers))
+    monkeypatch.setattr(
+        WorkerSpec,
+        "_here",
+        WorkerSpec(os.getpid(), transfers=folder.transfers, attempt_dir=str(folder._checkpoints.parent / "attempt-1")),
+    )
     threading.Thread(target=folder._serve_ranks, daemon=True).start()
 
 
