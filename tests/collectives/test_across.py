@@ -13,7 +13,13 @@ from tests.run_ranks import run_ranks
 from torch import Tensor, nn
 
 from paceline.collectives.communicator import make_communicator
-from paceline.collectives.inter_node import BLOCK, Bf16Quantizer, Int8Quantizer, InterNodeSum, PowerSgdCodec
+from paceline.collectives.inter_node import (
+    BLOCK,
+    Bf16Quantizer,
+    CompressedInterNodeAllReduce,
+    Int8Quantizer,
+    PowerSgdCodec,
+)
 
 SHAPES = ((40, 30), (7,), (3, 50, 20), (), (600,))
 OF_NOBODY, OF_ONE_HOST = 1, 4  # which tensor
@@ -57,7 +63,7 @@ def summed(rank: int, world_size: int, folder: Path) -> dict[object, tuple[list[
         for way in WAYS:
             again: list[list[Tensor]] = []
             for _ in range(2):
-                across, sums = InterNodeSum(parameters(), place, way), list[Tensor]()
+                across, sums = CompressedInterNodeAllReduce(parameters(), place, way), list[Tensor]()
                 for step in range(STEPS):
                     across.save_state()
                     across.sum(made(place.node_index, 99))  # of a step that is left out

@@ -22,8 +22,8 @@ from paceline.data.streams import (
     ENDLESS_NUM_SAMPLES,
     ChunkReader,
     StreamChunk,
+    StreamCursor,
     StreamPlan,
-    StreamReader,
     read_chunks,
     shard_stream,
 )
@@ -61,7 +61,7 @@ def plan(virtual_ranks: int, *, parts: int = 1, accumulation: int = 1) -> Stream
     return StreamPlan(ENDLESS_NUM_SAMPLES, 8, virtual_ranks, accumulation, 7, False, "keep", parts, parts > 1)
 
 
-def chunks(parts: list[StreamReader], of: StreamPlan, share: range, **how: Any) -> list[StreamChunk]:
+def chunks(parts: list[StreamCursor], of: StreamPlan, share: range, **how: Any) -> list[StreamChunk]:
     """All up to the end."""
     loading = how.pop("loading", CPU)
     found: list[StreamChunk] = []
@@ -90,7 +90,7 @@ def test_it_is_dealt_as_samples_with_numbers_are_on_every_number_of_ranks(accumu
     for size in (1, 2, 3):
         found = dealt(
             [
-                chunks([StreamReader(Numbers([*range(21)]), 7)], of, virtual_ranks_of(3, rank, size))
+                chunks([StreamCursor(Numbers([*range(21)]), 7)], of, virtual_ranks_of(3, rank, size))
                 for rank in range(size)
             ]
         )
@@ -107,7 +107,7 @@ def test_in_parts_each_virtual_rank_has_a_stream_of_its_own_and_none_is_cut_shor
     for size in (1, 2, 3):
         shares = [virtual_ranks_of(4, rank, size) for rank in range(size)]
         found = dealt(
-            [chunks([StreamReader(shard_stream(stream, v, 4), 7, v, 4) for v in share], of, share) for share in shares]
+            [chunks([StreamCursor(shard_stream(stream, v, 4), 7, v, 4) for v in share], of, share) for share in shares]
         )
         alone = alone or found
         assert found == alone
@@ -119,9 +119,9 @@ def test_in_parts_each_virtual_rank_has_a_stream_of_its_own_and_none_is_cut_shor
 @pytest.mark.parametrize("start", [1, 2, 3])
 def test_from_a_state_as_from_counting_as_from_the_begin(start: int) -> None:
     of, share = plan(3), range(1, 3)
-    whole = chunks([StreamReader(Numbers([*range(21)]), 7)], of, share, epoch=2)
+    whole = chunks([StreamCursor(Numbers([*range(21)]), 7)], of, share, epoch=2)
     whole += [] if len(whole) > start else [whole[-1]._replace(micro_batches=[])]
-    part = StreamReader(Numbers([*range(21)]), 7)
+    part = StreamCursor(Numbers([*range(21)]), 7)
     for state in (None, {"at": 8 * start}, None):  # the last: it begins again, though it stands at its end
         found = chunks([part], of, share, epoch=2, positions={0: (start, state)})
         assert [chunk.probe_hash for chunk in found if chunk.local_samples] == [
@@ -134,7 +134,7 @@ def test_from_a_state_as_from_counting_as_from_the_begin(start: int) -> None:
 def test_a_stream_of_webdataset_is_shuffled_by_the_epoch_however_often_it_was_read() -> None:
     wds: Any = importlib.import_module("webdataset")
 
-    def order(part: StreamReader, epoch: int) -> list[Any]:
+    def order(part: StreamCursor, epoch: int) -> list[Any]:
         part.begin(epoch, 0, None)
         return [one["url"] for _, one in part.take(99)]
 
@@ -143,11 +143,11 @@ def test_a_stream_of_webdataset_is_shuffled_by_the_epoch_however_often_it_was_re
             wds.SimpleShardList([f"{n:02}.tar" for n in range(50)]), wds.detshuffle(20, 10, seed=3), *more
         )
 
-    again, fresh = (StreamReader(made(wds.shuffle(9, rng=random)), 7) for _ in range(2))
+    again, fresh = (StreamCursor(made(wds.shuffle(9, rng=random)), 7) for _ in range(2))
     orders = [order(again, epoch) for epoch in (0, 0, 1, 2)]
     assert orders[0] == orders[1] and order(fresh, 2) == orders[3]
     assert len(set(orders[0])) == 50 and len({tuple(one) for one in orders}) == 3
-    script, part = made(), StreamReader(made(), 7)
+    script, part = made(), StreamCursor(made(), 7)
     assert [order(part, epoch) for epoch in range(3)] == [[one["url"] for one in script] for _ in range(3)]
 
 
@@ -157,7 +157,7 @@ def test_a_stream_of_webdataset_that_refuses_several_ranks_says_what_to_give(mon
 
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    part = StreamReader(wds.WebDataset(["no.tar"], shardshuffle=False), 7)
+    part = StreamCursor(wds.WebDataset(["no.tar"], shardshuffle=False), 7)
     part.begin(0, 0, None)
     with pytest.raises(ValueError, match="nodesplitter") as error:
         part.take(1)
@@ -165,20 +165,20 @@ def test_a_stream_of_webdataset_that_refuses_several_ranks_says_what_to_give(mon
 
 
 def test_a_process_that_reads_ahead_gives_what_this_one_does() -> None:
-    part, of, ahead = StreamReader(Numbers([*range(21)]), 7), plan(2), LoadingOptions(CPU.device, 1)
+    part, of, ahead = StreamCursor(Numbers([*range(21)]), 7), plan(2), LoadingOptions(CPU.device, 1)
     here, there = (chunks([part], of, range(2), loading=loading) for loading in (CPU, ahead))
     assert dealt([here]) == dealt([there]) and [c.positions for c in here] == [c.positions for c in there]
 
 
 def test_a_rank_without_a_share_has_a_stand_in_and_a_few_last_ones_join_the_batch_before() -> None:
-    part, of = StreamReader(Numbers([*range(9)]), 7), plan(3)
+    part, of = StreamCursor(Numbers([*range(9)]), 7), plan(3)
     last = chunks([part], of, range(2, 3))[-1]
     assert [(share.sample_numbers, share.counted) for share in last.micro_batches] == [
         ([8], False)
     ] and last.local_samples == 0
     joined = chunks([part], of, range(2, 3), min_last_batch=3)
     assert [share.sample_numbers for chunk in joined for share in chunk.micro_batches] == [[2, 5, 8]]
-    exact = chunks([StreamReader(Numbers([*range(11)]), 7)], of, range(2, 3), min_last_batch=3)
+    exact = chunks([StreamCursor(Numbers([*range(11)]), 7)], of, range(2, 3), min_last_batch=3)
     assert [share.sample_numbers for chunk in exact for share in chunk.micro_batches] == [[2, 5], [10]]
 
 
@@ -197,7 +197,7 @@ class Constant(IterableDataset[Any]):
 @pytest.mark.parametrize(("equal", "is_split"), [(43, True), (16, True), (0, True), (0, False), (10, False)])
 def test_equal_first_samples_do_not_show_that_processes_read_the_same(equal: int, is_split: bool) -> None:
     stream, of = Constant(equal, is_split=is_split), replace(plan(1), parts_of_stream=2)
-    parts = [StreamReader(stream, 7, number, 2) for number in range(2)]
+    parts = [StreamCursor(stream, 7, number, 2) for number in range(2)]
     reader = ChunkReader(parts, of, range(1), torch.tensor(0))
     read = list[int]()
     with (
@@ -254,6 +254,6 @@ def test_only_a_split_stream_is_said_to_have_parts_of_different_lengths(is_split
 
 
 def test_reading_draws_nothing_from_the_streams_outside() -> None:
-    before, parts = torch.get_rng_state(), [StreamReader(Numbers([*range(21)]), 7)]
+    before, parts = torch.get_rng_state(), [StreamCursor(Numbers([*range(21)]), 7)]
     assert len([*islice(read_chunks(ChunkReader(parts, plan(1), range(1), torch.tensor(0)), CPU), 2)]) == 2
     assert torch.equal(before, torch.get_rng_state())

@@ -310,7 +310,7 @@ def find_parameter_of_tensor(name: str, known: Mapping[str, object]) -> str | No
     return owner if prefix == "optimizer" and owner in known else None
 
 
-def find_sharded_parameter(name: str, sharded: Mapping[str, ShardedParameter]) -> ShardedParameter | None:
+def find_sharded_parameter_of_tensor(name: str, sharded: Mapping[str, ShardedParameter]) -> ShardedParameter | None:
     return sharded.get(find_parameter_of_tensor(name, sharded) or "")
 
 
@@ -324,11 +324,11 @@ class LocalShardSource:
         return self._source.names(prefix)
 
     def shape(self, name: str) -> torch.Size:
-        sharded, shape = find_sharded_parameter(name, self._sharded), self._source.shape(name)
+        sharded, shape = find_sharded_parameter_of_tensor(name, self._sharded), self._source.shape(name)
         return shape if sharded is None or sharded.full_shape != shape else sharded.shape  # a counter is not sharded
 
     def tensor(self, name: str, start: int = 0, stop: int | None = None) -> Tensor | None:
-        sharded = find_sharded_parameter(name, self._sharded)
+        sharded = find_sharded_parameter_of_tensor(name, self._sharded)
         if sharded is None or name not in self._source.names(name) or sharded.full_shape != self._source.shape(name):
             return self._source.tensor(name, start, stop)
         full_tensor = self._source.tensor(name)

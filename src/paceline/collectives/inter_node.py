@@ -174,7 +174,7 @@ def unflatten_tensors(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-class InterNodeSum:
+class CompressedInterNodeAllReduce:
     """Sums tensors with the shapes of these parameters over hosts. Its state contains the residual."""
 
     def __init__(
@@ -247,7 +247,9 @@ class InterNodeSum:
 class TwoLevelBucketReduction(SharedMemoryBucketReduction):
     """A transport of one bucket: sums in memory on each host, divides, and sums over hosts with `across`."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], hosts: NodeTopology, across: InterNodeSum | None) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], hosts: NodeTopology, across: CompressedInterNodeAllReduce | None
+    ) -> None:
         memory = hosts.memory
         partition = LeafPartition.one_leaf_per_rank(memory.size, memory.rank)
         super().__init__(parameters, memory if memory.size > 1 else None, partition, ranks=hosts.size)

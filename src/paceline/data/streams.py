@@ -67,7 +67,7 @@ def shard_stream(stream: Any, number: int, parts: int) -> Any:
     return stream.shard(num_shards=parts, index=number)
 
 
-class StreamReader:
+class StreamCursor:
     """Reads a stream, or one part of it, in each epoch, and numbers its samples."""
 
     def __init__(self, stream: Any, seed: int, number: int = 0, parts: int = 1) -> None:
@@ -171,7 +171,7 @@ class StreamChunk(NamedTuple):
 class ChunkReader(IterableDataset[StreamChunk]):
     """Yields a rank's chunks, one for each global batch from `start` on. After the end, chunks have no samples."""
 
-    parts: Sequence[StreamReader]
+    parts: Sequence[StreamCursor]
     plan: StreamPlan
     virtual_ranks: range
     epoch: Tensor
@@ -232,7 +232,7 @@ class ChunkReader(IterableDataset[StreamChunk]):
             is_uniform = is_compared and len({hash_samples([sample]) for sample in probes}) == 1
             yield StreamChunk(micro_batches, num_samples, after, hash_samples(probes or [parts[0].last]), is_uniform)
 
-    def _quota(self, part: StreamReader) -> int:
+    def _quota(self, part: StreamCursor) -> int:
         plan = self.plan
         if not plan.is_split:
             return plan.global_batch

@@ -188,14 +188,14 @@ def print_comparison(
 ) -> None:
     console = table_console(140)
     title = "speed: median over rounds (quartiles); batch: samples per step, all ranks together"
-    speed = make_table(SPEED_COLUMNS, title)
+    speed = make_empty_table(SPEED_COLUMNS, title)
     for row in rows:
         speed.add_row(*_speed_cells(row))
     for failure in failures:
         speed.add_row(format_strategy(failure.strategy, failure.mesh), str(failure.world_size), "", NOT_MEASURED)
     console.print(speed)
     title = "memory of a rank, MB; peak: all tensors together; process: including libraries"
-    memory = make_table(MEMORY_COLUMNS, title)
+    memory = make_empty_table(MEMORY_COLUMNS, title)
     for row in rows:
         sizes = msgspec.structs.astuple(row.memory) if row.memory else [None] * len(MemoryUse.__struct_fields__)
         memory.add_row(*_identity_cells(row), *map(_megabytes, sizes))
@@ -209,7 +209,7 @@ def print_comparison(
     console.print(advice, markup=False, style="bold")
 
 
-def make_table(columns: Sequence[str], title: str) -> Table:
+def make_empty_table(columns: Sequence[str], title: str) -> Table:
     table = Table(title=title)
     for column in columns:
         table.add_column(column, justify="left" if column in TEXT_COLUMNS else "right")

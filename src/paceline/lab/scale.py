@@ -16,7 +16,7 @@ import msgspec
 from rich.table import Table
 
 from paceline.errors import UsageError, plural
-from paceline.lab.compare import Quartiles, make_table, quartiles
+from paceline.lab.compare import Quartiles, make_empty_table, quartiles
 from paceline.report import step_parts
 from paceline.report.run import RunData, read_rank_logs
 from paceline.runs.console import table_console
@@ -346,7 +346,7 @@ def _origin(lost: ScalingLoss) -> str:
 
 def _lost_table(mode: str, rows: Sequence[ScalingLoss]) -> Table:
     constant = "the same batch per rank" if mode == "weak" else "the same global batch"
-    table = make_table(LOSS_COLUMNS, f"{mode} scaling ({constant})")
+    table = make_empty_table(LOSS_COLUMNS, f"{mode} scaling ({constant})")
     for lost in rows:
         ratio = lost.efficiency
         efficiency = f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})"
@@ -356,7 +356,7 @@ def _lost_table(mode: str, rows: Sequence[ScalingLoss]) -> Table:
 
 
 def _estimate_table(rows: Sequence[ScalingEstimate]) -> Table:
-    table = make_table(ESTIMATE_COLUMNS, "ESTIMATED, not measured (docs/scaling.md)")
+    table = make_empty_table(ESTIMATE_COLUMNS, "ESTIMATED, not measured (docs/scaling.md)")
     for row in rows:
         rate = row.at.ranks * row.at.batch / row.step_seconds
         numbers = (f"{row.step_seconds * 1000:.1f}", f"{rate:,.0f}", f"{row.efficiency:.2f}", row.where)

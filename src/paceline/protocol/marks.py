@@ -140,13 +140,13 @@ class NamesWriter:
 
     def _put(self) -> None:
         for tensors in (self._tensors, {}):  # too many names: none
-            data = msgspec.json.encode(StoredNames(tensors, self._calls))
+            data = msgspec.json.encode(TensorAndCallNames(tensors, self._calls))
             if len(data) < NAMES_MAX:
                 self._own.store(NAMES_AT, data + b"\0")
                 return
 
 
-class StoredNames(msgspec.Struct, frozen=True):
+class TensorAndCallNames(msgspec.Struct, frozen=True):
     tensors: dict[str, list[str]] = {}
     calls: dict[str, str] = {}
 
@@ -170,11 +170,11 @@ def parse_fingerprints(data: bytes) -> list[ReplicaFingerprint]:
     return [ReplicaFingerprint(m[0], m[1], m[2], m[3:7], m[7:11], m[11:15], m[15:19]) for m in marks if m[0] == m[19]]
 
 
-def read_tensor_and_call_names(descriptor: int) -> StoredNames:
+def read_tensor_and_call_names(descriptor: int) -> TensorAndCallNames:
     try:
-        return msgspec.json.decode(read_text(descriptor, NAMES_AT, NAMES_MAX), type=StoredNames)
+        return msgspec.json.decode(read_text(descriptor, NAMES_AT, NAMES_MAX), type=TensorAndCallNames)
     except (msgspec.MsgspecError, RecursionError):
-        return StoredNames()
+        return TensorAndCallNames()
 
 
 def read_calls(descriptor: int) -> dict[str, Op]:

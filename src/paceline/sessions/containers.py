@@ -14,7 +14,7 @@ from paceline.sessions.order import generator_state, set_generator_state
 from paceline.sessions.sharded_tensors import distribute_like, is_dtensor, local_shard
 
 
-class TensorContainer:
+class RegisteredContainer:
     """A dict or list of tensors, numbers and strings, also in nested dicts, lists and tuples."""
 
     def __init__(self, thing: dict[Any, Any] | list[Any], name: str, device: torch.device, models: set[int]) -> None:

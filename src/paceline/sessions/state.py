@@ -17,7 +17,7 @@ from paceline.errors import UsageError
 from paceline.rank.world import World
 from paceline.sessions.containers import (
     GeneratorStateAdapter,
-    TensorContainer,
+    RegisteredContainer,
     find_instances,
     storage_addresses,
     tensors_of_models,
@@ -104,7 +104,7 @@ class SessionState:
             thing = GeneratorStateAdapter(thing)
         elif missing and isinstance(thing, (dict, list)):
             model_storages = storage_addresses(tensors_of_models(part.replica.model for part in self.models))
-            thing = TensorContainer(thing, name, self._world.device, model_storages)  # pyright: ignore[reportUnknownArgumentType]
+            thing = RegisteredContainer(thing, name, self._world.device, model_storages)  # pyright: ignore[reportUnknownArgumentType]
         elif missing:
             raise UsageError(code="register-no-state", name=name, kind=type(thing).__name__, method=missing[0])
         _split(thing.state_dict(), name)  # raises an error if the state cannot be saved
@@ -161,14 +161,14 @@ class SessionState:
         try:
             is_done = self._unsaved.search(models, optimizers, self._known(), only_known_containers)
             for name, obj in self._registered.items() if is_done else ():
-                if isinstance(obj, TensorContainer) and obj.is_unreferenced:
+                if isinstance(obj, RegisteredContainer) and obj.is_unreferenced:
                     raise UsageError(code="registered-replaced", name=name, kind=type(obj.thing).__name__)
         except UsageError:
             self.is_damaged = True
             raise
 
     def _known(self) -> list[Any]:
-        adapters = (TensorContainer, GeneratorStateAdapter)
+        adapters = (RegisteredContainer, GeneratorStateAdapter)
         return self._not_saved + [obj.thing if isinstance(obj, adapters) else obj for obj in self._registered.values()]
 
     def compare_replicas(self, step: int) -> None:

@@ -13,7 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from paceline.checkpoint.export import saved_names_by_state_dict_name
-from paceline.checkpoint.shards import LocalShardSource, ShardedParameter, find_sharded_parameter, gather_full_state
+from paceline.checkpoint.shards import (
+    LocalShardSource,
+    ShardedParameter,
+    find_sharded_parameter_of_tensor,
+    gather_full_state,
+)
 from paceline.checkpoint.state import Source, TensorShard
 from paceline.collectives.control import Deferred, sum_over_ranks
 from paceline.rank.world import World
@@ -38,7 +43,7 @@ class WholeModelView:
     def as_shards_of_whole(self, held: Sequence[TensorShard]) -> list[TensorShard]:
         shards: list[TensorShard] = []
         for tensor in held:
-            sharded = find_sharded_parameter(tensor.name, self._shards)
+            sharded = find_sharded_parameter_of_tensor(tensor.name, self._shards)
             # the ranks along data also hold it
             is_spare = (
                 tensor.is_saved_elsewhere

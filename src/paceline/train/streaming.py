@@ -17,8 +17,8 @@ from paceline.data.streams import (
     Position,
     StreamBatch,
     StreamChunk,
+    StreamCursor,
     StreamPlan,
-    StreamReader,
     read_chunks,
     shard_stream,
 )
@@ -46,9 +46,9 @@ class Stream:
     ) -> None:
         self.dataset, self.plan, self.loading = dataset, plan, loading
         self._world, self.say = world, say
-        self._is_split, self._parts = plan.is_split, dict[int, StreamReader]()
+        self._is_split, self._parts = plan.is_split, dict[int, StreamCursor]()
         count = 1 if plan.is_split else plan.parts_of_stream
-        self._whole = [StreamReader(dataset, plan.seed, number, count) for number in range(count)]
+        self._whole = [StreamCursor(dataset, plan.seed, number, count) for number in range(count)]
         self.saved: dict[str, Any] = {}
         """The `checkpoint_position` from which the next epoch resumes."""
         self._chunks: dict[tuple[int, int], StreamChunk | Exception] = {}  # by (epoch, batch): the current and next one
@@ -199,13 +199,13 @@ class Stream:
             raise self._error("stream-part-is-empty")
         return first
 
-    def _parts_of(self, share: range) -> list[StreamReader]:
+    def _parts_of(self, share: range) -> list[StreamCursor]:
         if not self._is_split:
             return self._whole
         for v in share:
             if v not in self._parts:
                 count = self.plan.virtual_ranks
-                self._parts[v] = StreamReader(shard_stream(self.dataset, v, count), self.plan.seed, v, count)
+                self._parts[v] = StreamCursor(shard_stream(self.dataset, v, count), self.plan.seed, v, count)
         return [self._parts[v] for v in share]
 
     def _read(self, reader: ChunkReader, *, evaluates: bool = False) -> Generator[StreamChunk]:

@@ -48,7 +48,7 @@ COMBINING_OP_NAMES = ("reduce", "gather", "all_to_all", "send", "recv")
 IGNORED_PATHS = ("/dev/", "/proc/", "/sys/", "/__pycache__/", "/.cache/", "-packages/")
 
 
-class ScriptFactsRecorder(ScriptListener):
+class MiscellaneousFactsRecorder(ScriptListener):
     def __init__(self, facts: ScriptFacts, own_folder: str) -> None:
         self._facts, self._own, self._pid = facts, own_folder, os.getpid()
         self._losses: dict[str, MeanLoss] = {}
@@ -236,7 +236,7 @@ class FactsWriter(ScriptListener):
             writing.replace_file(self._path, msgspec.json.encode(self._facts))
         self._last = time.monotonic()
 
-    def finish(self, *watches: ScriptFactsRecorder | LoaderRecorder) -> None:
+    def finish(self, *watches: MiscellaneousFactsRecorder | LoaderRecorder) -> None:
         if os.getpid() != self._pid:
             return
         self._facts.ended = True
@@ -260,7 +260,7 @@ def create_facts_listeners(folder: Path) -> tuple[ScriptListener, ...]:
     guard.max_steps, joint = MAX_STEPS, JointOptimizerDetector(lambda: guard.page.get("ops"))
     loaders, recorder, writer = (
         LoaderRecorder(facts),
-        ScriptFactsRecorder(facts, str(folder)),
+        MiscellaneousFactsRecorder(facts, str(folder)),
         FactsWriter(facts, folder),
     )
     atexit.register(writer.finish, recorder, loaders)
