@@ -26,7 +26,6 @@ ALLOWED = {
     ("host/sweep.py", "open"): "/dev/null",
     ("host/sweep.py", "rmtree"): "the agent's temporary folder",
     ("launch/agent/__main__.py", "open"): "/dev/null",
-    ("launch/agent/attach.py", "read_text"): "/proc",
     ("launch/agent/workers.py", "open"): "the log of a worker of ours",
     ("launch/agent/monitor.py", "rmtree"): "a diagnosis that could not be written whole",
     ("train/consistency.py", "read_bytes"): "the user's own code, compared between ranks",
