@@ -15,7 +15,7 @@ from paceline.guard.deaths import (
     diagnosis_due_seconds,
     first_to_fail,
 )
-from paceline.guard.judge import diagnose, diagnose_samples
+from paceline.guard.judge import diagnose, diagnose_first_failure
 from paceline.protocol.evidence import Evidence, Failure, WorkerSample
 
 GLOO = "[rank0]: RuntimeError: [../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5120\n"
@@ -134,7 +134,7 @@ def test_a_failure_is_always_told_some_time(world: list[WorkerSample]) -> None:
 @given(worlds())
 def test_the_judge_of_hangs_names_the_same_rank_where_samples_are_all_it_has(world: list[WorkerSample]) -> None:
     diagnosis, first = diagnose([Evidence.from_sample(one) for one in world]), first_to_fail(world)
-    assert diagnosis.failed == diagnose_samples(world).failed == (None if first is None else first.rank)
+    assert diagnosis.failed == diagnose_first_failure(world).failed == (None if first is None else first.rank)
     if first is not None and classify_rank_end(first).is_primary:
         assert diagnosis.causes[:1] == (first.rank,)
 

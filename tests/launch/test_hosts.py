@@ -7,7 +7,7 @@ from tests.errors import raises
 
 from paceline.errors import UsageError
 from paceline.launch.plan import parse_hosts
-from paceline.protocol.job import Host, host_labels, host_name
+from paceline.protocol.job import Host, address_without_user, host_labels
 
 
 def test_a_list_names_hosts_with_ports() -> None:
@@ -73,7 +73,9 @@ def test_no_text_becomes_an_option_of_ssh_or_a_shell_word(text: str) -> None:
         return
     for host in hosts:
         assert not host.name.startswith("-")
-        assert set(host_name(host)) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-:")
+        assert set(address_without_user(host)) <= set(
+            "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-:"
+        )
 
 
 def test_two_ports_of_one_name_are_told_apart() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from paceline.compute.forward import wrap_forward
 from paceline.compute.precision import autocast_bf16, bf16_unsupported_reason
-from paceline.data.loader import LoadingOptions, fetch_pairs
+from paceline.data.loader import LoadingOptions, fetch_inputs_and_targets
 from paceline.tasks.task import call_model
 
 BATCH = {"x": torch.ones(2), "mask": torch.zeros(2), "label": torch.ones(2)}
@@ -81,10 +81,14 @@ def test_a_tensor_and_a_pair_are_given_as_they_are() -> None:
 
 def test_a_dict_is_inputs_and_targets_and_a_triple_is_refused() -> None:
     samples: Any = [{"x": torch.full((3,), float(i)), "label": i} for i in range(4)]
-    ((inputs, targets),) = fetch_pairs(samples, [(0, torch.tensor([1, 3]))], 0, LoadingOptions(torch.device("cpu")))
+    ((inputs, targets),) = fetch_inputs_and_targets(
+        samples, [(0, torch.tensor([1, 3]))], 0, LoadingOptions(torch.device("cpu"))
+    )
     assert inputs is targets and inputs["label"].tolist() == [1, 3] and inputs["x"].shape == (2, 3)
     with raises("not-pairs", kind="list of length 3"):
-        next(fetch_pairs([(1, 2, 3)] * 2, [(0, torch.tensor([0]))], 0, LoadingOptions(torch.device("cpu"))))  # pyright: ignore
+        next(
+            fetch_inputs_and_targets([(1, 2, 3)] * 2, [(0, torch.tensor([0]))], 0, LoadingOptions(torch.device("cpu")))
+        )  # pyright: ignore
 
 
 TASK = """

@@ -22,7 +22,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer  # pyright: ignore[rep
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline import ArrayDataset, BatchPlan, LoadingOptions, World, load_steps, train_step
-from paceline.data.loader import fetch_pairs
+from paceline.data.loader import fetch_inputs_and_targets
 from paceline.data.plan import virtual_ranks_of
 from paceline.strategies.bucketed import bucketed
 from race.works import WORKS, Work, losses, mean_loss
@@ -109,7 +109,7 @@ def loss_of(model: nn.Module, held_out: tuple[Tensor, Tensor]) -> Tensor:
 def held_out_of(data: ArrayDataset) -> tuple[Tensor, Tensor]:
     """The last samples, which nobody trains on."""
     indices = torch.arange(len(data) - HELD_OUT, len(data))
-    ((inputs, targets),) = fetch_pairs(data, [(0, indices)], 0, LoadingOptions(torch.device("cpu")))
+    ((inputs, targets),) = fetch_inputs_and_targets(data, [(0, indices)], 0, LoadingOptions(torch.device("cpu")))
     return inputs, targets
 
 

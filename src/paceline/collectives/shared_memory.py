@@ -126,7 +126,7 @@ class MemoryPeer:
     memory: memoryview
 
 
-class Channel:
+class SharedMemoryChannel:
     """A sequence of ticks of all ranks that share memory. Every rank creates the same channels in the same order."""
 
     def __init__(
@@ -277,7 +277,7 @@ class SharedMemory:
         self.ranks = tuple(peer.rank for peer in peers)
         self.guard = HangGuard.of_process()
         self.totals, self.bulk = (
-            Channel(number, peers, rank, layout, self._check_wait) for number in range(NUM_CHANNELS)
+            SharedMemoryChannel(number, peers, rank, layout, self._check_wait) for number in range(NUM_CHANNELS)
         )
         self.operation = lru_cache(256)(partial(SharedMemoryCollective, self))
         self.current = self.operation("", "")
@@ -319,7 +319,7 @@ class SharedMemoryCollective:
 
     def __init__(
         self, memory: SharedMemory, kind: str, name: str, shape: str = "", dtype: torch.dtype | str = "",
-        *, channel: Channel | None = None,
+        *, channel: SharedMemoryChannel | None = None,
     ) -> None:  # fmt: skip
         """`channel`: by default that for bulk data."""
         self._memory, self._channel = memory, channel or memory.bulk

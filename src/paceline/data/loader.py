@@ -252,7 +252,7 @@ def _gatherer_in_place(dataset: Dataset[Any], loading: LoadingOptions) -> Gather
     return batch_gatherer(dataset)
 
 
-def fetch_pairs(
+def fetch_inputs_and_targets(
     dataset: Dataset[Any], requests: Iterable[BatchRequest], seed: int, loading: LoadingOptions
 ) -> Generator[tuple[Any, Any]]:
     """Yield (inputs, targets) on the device for each request, in order.

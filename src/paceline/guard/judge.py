@@ -70,7 +70,7 @@ def diagnose(evidence: Sequence[Evidence]) -> Diagnosis:
     return replace(diagnosis, failed=diagnosis.causes[0] if outvoted else first.rank)  # all raise at the same time
 
 
-def diagnose_samples(samples: Sequence[WorkerSample]) -> Diagnosis:
+def diagnose_first_failure(samples: Sequence[WorkerSample]) -> Diagnosis:
     first = first_to_fail(samples)
     if first is None:
         return Diagnosis(StopKind.UNKNOWN)

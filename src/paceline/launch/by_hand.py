@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from paceline.errors import UsageError
 from paceline.launch.plan import Command, Plan, format_command, format_plan_file, node_plan
 from paceline.protocol.control import BOOTSTRAP, RUN_ID, SECRET_NAME
-from paceline.protocol.job import JobSpec, host_labels, host_name, node0_ports
+from paceline.protocol.job import JobSpec, address_without_user, host_labels, node0_ports
 
 PLAN_FILE = "plan.json"
 NODE0_PLACEHOLDER = "NODE0"  # placeholder for the unknown name of node 0
@@ -73,7 +73,7 @@ def _nodes(job: JobSpec) -> list[tuple[str, int]]:
 
 
 def _node0(job: JobSpec) -> str:
-    return host_name(job.hosts[0]) if job.hosts else NODE0_PLACEHOLDER
+    return address_without_user(job.hosts[0]) if job.hosts else NODE0_PLACEHOLDER
 
 
 def _notes(job: JobSpec) -> Iterator[str]:

@@ -22,7 +22,7 @@ from msgspec.structs import asdict, replace
 from paceline.config.choices import LauncherName
 from paceline.errors import TrainingError, UsageError
 from paceline.protocol.control import SECRET_NAME
-from paceline.protocol.job import Host, JobSpec, NodePlan, NodeRanks, host_name, node0_ports
+from paceline.protocol.job import Host, JobSpec, NodePlan, NodeRanks, address_without_user, node0_ports
 from paceline.runs import writing
 from paceline.runs.folder import MAX_ATTEMPTS, attempt_number
 from paceline.runs.reading import list_names, read_file, read_json
@@ -125,7 +125,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     for place, entry in _file_entries(path) if is_file else entries:
         try:
             hosts.append(host := _host(entry))
-            first = seen.setdefault((host_name(host).lower(), host.port), place)
+            first = seen.setdefault((address_without_user(host).lower(), host.port), place)
             if first != place:
                 raise ValueError(f"{entry[0]} is listed twice (see {first}). For more workers: slots=N or --nproc")
         except ValueError as error:

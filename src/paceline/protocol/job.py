@@ -88,12 +88,12 @@ class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     slots: int | None = None  # None: the number of --nproc
 
 
-def host_name(host: Host) -> str:
+def address_without_user(host: Host) -> str:
     return host.name.rpartition("@")[2].strip("[]")
 
 
 def host_labels(hosts: tuple[Host, ...]) -> tuple[str, ...]:
-    names = [host_name(host) for host in hosts]
+    names = [address_without_user(host) for host in hosts]
     return tuple(
         f"{name}:{host.port}" if host.port and names.count(name) > 1 else name
         for name, host in zip(names, hosts, strict=True)

@@ -370,10 +370,15 @@ def read_native_stacks(descriptor: int) -> str:
 
 def read_recent_ops(descriptor: int) -> list[Op]:
     """The worker's last collectives, the oldest first, without partial records."""
-    return [op for _, op in drop_stale_calls(decode_recent_ops(os.pread(descriptor, RECORDS * RECORD.size, RING_AT)))]
+    return [
+        op
+        for _, op in drop_calls_of_earlier_groups(
+            decode_recent_ops(os.pread(descriptor, RECORDS * RECORD.size, RING_AT))
+        )
+    ]
 
 
-def drop_stale_calls(operations: Iterable[tuple[int, Op]]) -> list[tuple[int, Op]]:
+def drop_calls_of_earlier_groups(operations: Iterable[tuple[int, Op]]) -> list[tuple[int, Op]]:
     """Remove the calls of an earlier group of the same name. Numbers restart with a new group."""
     kept: list[tuple[int, Op]] = []
     last_seqs: dict[str, int] = {}

@@ -117,9 +117,9 @@ def main(arguments: Sequence[str]) -> NoReturn:
     if arguments[:1] == [control.CHECK_OPTION]:
         arguments, spec = arguments[1:], control.WorkerSpec.from_environment()
         if spec is not None and spec.attempt_dir:
-            from paceline.rank.check import create_facts_listeners  # costs all other scripts nothing
+            from paceline.rank.check import create_fact_recorders  # costs all other scripts nothing
 
-            listeners = create_facts_listeners(Path(spec.attempt_dir))
+            listeners = create_fact_recorders(Path(spec.attempt_dir))
     attach()
     run_script(arguments, *listeners)
 

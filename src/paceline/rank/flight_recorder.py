@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from paceline.protocol.code_locations import Activity, activity_of_source_file, format_stack_location
 from paceline.protocol.evidence import Op, Stack
-from paceline.protocol.status_page import drop_stale_calls
+from paceline.protocol.status_page import drop_calls_of_earlier_groups
 from paceline.rank.collective_recorder import ARGUMENT_RULES, C10D_MODULE, CANONICAL_OPS, GroupRecord
 from paceline.rank.sites import frame_record
 
@@ -49,9 +49,9 @@ def merge_recent_ops(
     frames = stack.frames if stack is not None else ()
     inner = next((frame for frame in frames if activity_of_source_file(frame.file) is not Activity.GUARD), None)
     line = format_stack_location(frames) if inner is not None and inner.file.startswith("torch/") else ""
-    from_ring = drop_stale_calls(ring)
+    from_ring = drop_calls_of_earlier_groups(ring)
     dated_by_seq = {(op.group, op.seq): (at, op) for at, op in from_ring if not op.is_message}
-    for at, op in drop_stale_calls(_flight_recorder_ops(groups)):
+    for at, op in drop_calls_of_earlier_groups(_flight_recorder_ops(groups)):
         ours = dated_by_seq.get((op.group, op.seq))
         # torch's state `done` is also right for operations without a wait
         merged_op = replace(op, site="" if op.done else line) if ours is None else replace(ours[1], done=op.done)

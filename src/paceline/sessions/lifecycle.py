@@ -26,7 +26,7 @@ from paceline.rank.guard import HangGuard
 from paceline.rank.world import World, process_group
 from paceline.sessions.arguments import SessionConfig, format_argument, use_argument_names
 from paceline.sessions.observer import current_observer
-from paceline.train.checkpointing import CheckpointPolicy
+from paceline.train.checkpointing import CheckpointIntervals
 from paceline.train.compute_settings import resolve_session_precision, set_threads
 from paceline.train.determinism import DEFAULT_THREADS, use_deterministic_kernels
 from paceline.train.preemption import record_stop_signals
@@ -98,7 +98,7 @@ class SessionRun:
         others = {"resume": config.resume, "threads": config.threads, "precision": config.precision}
         check_equal("session settings", self.definition | others, world)
         every = parse_checkpoint_interval(config.checkpoint_every)
-        policy = CheckpointPolicy(config.check_replicas_every, 10**9, *every, keep=config.keep_checkpoints)
+        policy = CheckpointIntervals(config.check_replicas_every, 10**9, *every, keep=config.keep_checkpoints)
         self.progress = TrainingProgress(place, origin, world, policy, config.not_finite, lambda line: self.print(line))
         self.progress.use = Utilization(world, config.peak_tflops)
         self.max_steps = self.progress.step + (self.observer or self.guard).max_steps

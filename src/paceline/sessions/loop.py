@@ -29,7 +29,7 @@ from paceline.sessions.lifecycle import SessionRun
 from paceline.sessions.loader import Loader
 from paceline.sessions.order import global_random_states, restore_global_random_states
 from paceline.sessions.session_step import POSITION_KEYS, LoopPosition, SessionStep
-from paceline.sessions.state import SessionState, json_copy
+from paceline.sessions.state import SessionState, copy_through_json
 from paceline.stepping.micro_step import MicroStep
 from paceline.stepping.totals import ControlFlags
 from paceline.stepping.trained_model import make_loss_scale
@@ -469,7 +469,7 @@ class TrainingLoop:
                 self._restore_random_streams()
                 state.search_unsaved_state(only_known_containers=True)
             if state.values:
-                json_copy(state.values, strict=True)
+                copy_through_json(state.values, strict=True)
         if progress.is_open:
             progress.save_if_due(
                 done.votes, partial(self._checkpoint_values, self._run.world), save=self._stopped or is_end, wait=is_end

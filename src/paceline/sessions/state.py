@@ -184,7 +184,10 @@ class SessionState:
 
         With a `world` it is a collective. Without, values that cannot be saved are omitted.
         """
-        parts, saved = [part.json_state() for part in self.models], json_copy(self.values, strict=world is not None)
+        parts, saved = (
+            [part.json_state() for part in self.models],
+            copy_through_json(self.values, strict=world is not None),
+        )
         states = {name: _split(obj.state_dict(), name)[0] for name, obj in self._registered.items()}
         if world is not None and states:
             by_rank = all_gather_object(states, world)
@@ -238,7 +241,7 @@ def _joined(value: Any, source: Source) -> Any:
     return value
 
 
-def json_copy(saved: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
+def copy_through_json(saved: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
     wrong = [name for name, value in saved.items() if not _is_json({name: value})]
     if wrong and strict:
         raise UsageError(code="saved-not-plain", name=wrong[0], kind=type(saved[wrong[0]]).__name__)

@@ -23,7 +23,7 @@ from paceline.errors import UsageError
 from paceline.rank.world import World
 from paceline.seeding import seeded_random_stream
 from paceline.strategies.buffers import VirtualRankBuffers, ignore_dummy_batch
-from paceline.strategies.optimizer_state import load_node_mean, load_optimizer, node_mean_message, optimizer_shards
+from paceline.strategies.optimizer_state import describe_node_mean, load_node_mean, load_optimizer, optimizer_shards
 from paceline.strategies.optimizers import can_skip_step_on_device, each_optimizer, parameters_by_optimizer
 from paceline.strategies.validation import check_no_max_norm, check_optimizer_parameters
 
@@ -397,7 +397,7 @@ class Strategy:
         for shard in self._parameter_shards():
             load_into(source, shard)
         if self.local_step_node is None and (nodes := load_node_mean(source, self._parameter_shards())):
-            print_on_rank_0(node_mean_message(nodes, "and this run synchronises all nodes in each step"))
+            print_on_rank_0(describe_node_mean(nodes, "and this run synchronises all nodes in each step"))
         self.buffers.load(source)
         self._load_optimizer(source)
 

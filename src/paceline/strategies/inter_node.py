@@ -34,7 +34,7 @@ from paceline.config.strategies import SLOW_NETWORK_SETTINGS, find_network_setti
 from paceline.errors import UsageError, format_option
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
-from paceline.strategies.optimizer_state import load_node_mean, load_optimizer, node_mean_message, optimizer_shards
+from paceline.strategies.optimizer_state import describe_node_mean, load_node_mean, load_optimizer, optimizer_shards
 
 
 class InterNodeOptions(TypedDict, total=False):
@@ -243,7 +243,7 @@ class LocalSteps(InterNodeStrategy):
         if saved is None or int(saved) != self._hosts.node_count:
             load_node_mean(source, self._parameter_shards())
             if saved is not None:
-                mean = node_mean_message(int(saved), f"now there are {self._hosts.node_count}")
+                mean = describe_node_mean(int(saved), f"now there are {self._hosts.node_count}")
                 print_on_rank_0(f"{mean}. A new node starts with the optimizer state of node 0")
             self._set_parameters(self._common)
             return

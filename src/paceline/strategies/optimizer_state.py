@@ -153,6 +153,6 @@ def load_node_mean(source: Source, parameters: Sequence[TensorShard]) -> int:
     return len(hosts)
 
 
-def node_mean_message(saved: int, now: str) -> str:
+def describe_node_mean(saved: int, now: str) -> str:
     mean = "training resumes from the mean of their parameters"
     return f"the checkpoint was saved by {saved} nodes that took local steps, {now}: {mean}"

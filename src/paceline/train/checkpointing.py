@@ -306,7 +306,7 @@ def _num_states(optimizer: Optimizer) -> int:
 
 
 @dataclass(frozen=True)
-class CheckpointPolicy:
+class CheckpointIntervals:
     """Steps between comparisons of replicas, between snapshots and between checkpoints (None: only on request)."""
 
     compare_every: int
@@ -321,8 +321,8 @@ class CheckpointManager:
     """Compares replicas, takes snapshots and saves checkpoints. All ranks make all calls at the same steps."""
 
     def __init__(
-        self, holder: CheckpointedModels, place: RunLocation, origin: ResumePoint | None, policy: CheckpointPolicy, *,
-        writer: EventWriter, say: MessageCallback, enter: Callable[[Phase], object],
+        self, holder: CheckpointedModels, place: RunLocation, origin: ResumePoint | None, policy: CheckpointIntervals,
+        *, writer: EventWriter, say: MessageCallback, enter: Callable[[Phase], object],
     ) -> None:  # fmt: skip
         """Claim the folder of checkpoints for this start of the run (collective)."""
         self._holder, self._world, self._policy, self._writer, self._say = holder, holder.world, policy, writer, say

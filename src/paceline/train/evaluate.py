@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from paceline.collectives.control import all_gather_tensors
 from paceline.data.fingerprint import probe_indices
-from paceline.data.loader import LoadingOptions, fetch_pairs
+from paceline.data.loader import LoadingOptions, fetch_inputs_and_targets
 from paceline.strategies.base import Strategy
 from paceline.tasks.metric import AnyMetric
 from paceline.tasks.task import Loss, call_model
@@ -58,7 +58,11 @@ def evaluate(
         work += [(None, torch.zeros(1, dtype=torch.int64))] * missing
     accumulators = make_accumulators(loss, metrics, world.device)
     requests = ((0, indices) for _, indices in work)
-    with replica.evaluated(), eval_mode(replica.model), closing(fetch_pairs(dataset, requests, 0, loading)) as batches:
+    with (
+        replica.evaluated(),
+        eval_mode(replica.model),
+        closing(fetch_inputs_and_targets(dataset, requests, 0, loading)) as batches,
+    ):
         for (virtual_rank, _), (inputs, targets) in zip(work, batches, strict=True):
             forward = partial(call_model, replica.model, inputs)
             outputs = forward() if pipeline is None else pipeline.stage.forward(forward).result
@@ -79,7 +83,9 @@ def try_evaluation(
     indices = torch.tensor(probe_indices(len(dataset)))  # pyright: ignore[reportArgumentType]
     halves = [indices[v::2] for v in range(min(2, len(indices)))]
     with eval_mode(model):
-        for v, (inputs, targets) in enumerate(fetch_pairs(dataset, ((0, half) for half in halves), 0, loading)):
+        for v, (inputs, targets) in enumerate(
+            fetch_inputs_and_targets(dataset, ((0, half) for half in halves), 0, loading)
+        ):
             outputs = call_model(model, inputs)
             for accumulator in accumulators.values():
                 accumulator.add(v, outputs, targets)

@@ -15,7 +15,7 @@ from paceline.checkpoint.shards import ShardedParameter
 from paceline.collectives.control import all_gather_object, raise_on_all_ranks, report_on_one_rank
 from paceline.collectives.replicate import broadcast_module
 from paceline.config.mesh import MODEL_DIMENSIONS
-from paceline.data.loader import LoadingOptions, fetch_pairs
+from paceline.data.loader import LoadingOptions, fetch_inputs_and_targets
 from paceline.data.plan import BatchPlan
 from paceline.errors import UsageError, plural
 from paceline.parallel.partition import profile_chain
@@ -147,7 +147,7 @@ def _first_samples(
     task: Task, model: nn.Module, dataset: Dataset[Any], loading: LoadingOptions
 ) -> tuple[Callable[[], Any], Any, Callable[[Any], Tensor]]:
     indices = torch.arange(min(TRIAL_SAMPLES, len(dataset)))  # pyright: ignore[reportArgumentType]
-    ((inputs, targets),) = fetch_pairs(dataset, [(0, indices)], 0, loading)
+    ((inputs, targets),) = fetch_inputs_and_targets(dataset, [(0, indices)], 0, loading)
     return partial(call_model, model, inputs), inputs, partial(weighted_loss_sum, task.loss, targets=targets)
 
 

@@ -46,7 +46,7 @@ from paceline.data.arrays import batch_gatherer, on_device
 from paceline.data.fingerprint import data_fingerprint, hash_samples
 from paceline.data.loader import (
     LoadingOptions,
-    fetch_pairs,
+    fetch_inputs_and_targets,
     index_of_largest_sample,
     load_dummy_batch,
     split_inputs_and_targets,
@@ -317,7 +317,7 @@ def try_loss_on_first_samples(
     # eval mode: no update of batch statistics and no dropout
     buffers_before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with preserve_generator_states(), eval_mode(model), explain_missing_kernel(UsageError), torch.enable_grad():
-        for inputs, targets in fetch_pairs(dataset, [(0, indices)], 0, loading):
+        for inputs, targets in fetch_inputs_and_targets(dataset, [(0, indices)], 0, loading):
             if load is not None and batch_gatherer(dataset) is None:  # gathering needs no worker processes
                 check_shared_memory_size((inputs, targets), len(indices), **load)
             with nullcontext() if count is None else count.count_samples(len(indices)):
@@ -390,7 +390,7 @@ def _measure_precisions(
     indices = torch.arange(min(samples, len(dataset)))  # pyright: ignore[reportArgumentType]
     forward_in_bf16 = autocast_forward(model, loading.device, torch.bfloat16)
     with preserve_generator_states(), eval_mode(model), torch.enable_grad():
-        (batch,) = fetch_pairs(dataset, [(0, indices)], 0, replace(loading, num_workers=0))
+        (batch,) = fetch_inputs_and_targets(dataset, [(0, indices)], 0, replace(loading, num_workers=0))
 
         def in_bf16_once(*args: Any, **kwargs: Any) -> Any:
             return forward_in_bf16(model, args, kwargs)

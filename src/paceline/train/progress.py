@@ -36,7 +36,7 @@ from paceline.stepping.nonfinite import NonFinitePolicy, SkippedSteps
 from paceline.stepping.order import CollectiveOrderCheck
 from paceline.stepping.totals import ControlFlags
 from paceline.stepping.trained_model import ModelInTraining
-from paceline.train.checkpointing import CheckpointedModels, CheckpointManager, CheckpointPolicy
+from paceline.train.checkpointing import CheckpointedModels, CheckpointIntervals, CheckpointManager
 from paceline.train.preemption import StopRequest
 from paceline.train.records import RunRecorder, StepTraces
 from paceline.train.step_record import StepRecord
@@ -54,7 +54,7 @@ class TrainingProgress(RunRecorder):
     """The state that the loop over steps shares with the work between steps."""
 
     def __init__(
-        self, place: RunLocation | None, origin: ResumePoint | None, world: World, policy: CheckpointPolicy,
+        self, place: RunLocation | None, origin: ResumePoint | None, world: World, policy: CheckpointIntervals,
         not_finite: NonFinitePolicy, show: Callable[[str], None],
     ) -> None:  # fmt: skip
         super().__init__(place, world, show)

@@ -20,7 +20,7 @@ from paceline.runs.progress import ProgressDisplay
 from paceline.runs.summary import Summary
 from paceline.stepping.audit import StepAuditor
 from paceline.stepping.trained_model import ModelInTraining, make_loss_scale
-from paceline.train.checkpointing import CheckpointPolicy
+from paceline.train.checkpointing import CheckpointIntervals
 from paceline.train.data_progress import DataProgress, StreamProgress
 from paceline.train.evaluations import Evaluator
 from paceline.train.optimizer import Schedule
@@ -43,7 +43,7 @@ class TaskTrainer:
         self._display = ProgressDisplay(total_steps=parts.total_steps, interval=interval, shown=is_shown)
         c, not_finite = self._config.checkpoint, self._config.guard.not_finite
         every = parse_checkpoint_interval(c.checkpoint_every)
-        policy = CheckpointPolicy(c.check_replicas_every, c.snapshot_every, *every, keep=c.keep_checkpoints)
+        policy = CheckpointIntervals(c.check_replicas_every, c.snapshot_every, *every, keep=c.keep_checkpoints)
         self._progress = TrainingProgress(place, origin, self._world, policy, not_finite, self._display.say)
         compute = self._config.compute
         self._progress.use = Utilization(self._world, compute.peak_tflops, parts.flop_count, compute.precision)

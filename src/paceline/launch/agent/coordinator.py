@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from paceline.errors import ExitCode, FaultyRankError, UsageError, first_few, plural
 from paceline.guard.deaths import RankEnd, classify_rank_end, diagnosis_due_seconds, first_to_fail
-from paceline.guard.judge import diagnose_samples
+from paceline.guard.judge import diagnose_first_failure
 from paceline.guard.report import RunEvent, same_diagnosis
 from paceline.host.sweep import agent_mark
 from paceline.launch.agent.cluster import Generation, RemoteNode, RemoteNodes
@@ -396,7 +396,7 @@ class Coordinator:
         first = first_to_fail(ranks)
         if first is not None and classify_rank_end(first) is RankEnd.EXCEPTION:  # it could not save, for example
             evidence = [Evidence.from_sample(sample) for sample in ranks]
-            self._report(StopReport(diagnose_samples(ranks), evidence, self.plan.attempt_dir))
+            self._report(StopReport(diagnose_first_failure(ranks), evidence, self.plan.attempt_dir))
         if self._regrouped and not any(sample.step for sample in ranks):
             print_to_stderr(f"stopped by {number.name} while the ranks started again: their state is saved")
             return ExitCode.SAVED

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from paceline.errors import ExitCode
 from paceline.guard import detectors
 from paceline.guard.collect import ANSWER_SECONDS
-from paceline.guard.judge import diagnose, diagnose_samples, is_deadlocked
+from paceline.guard.judge import diagnose, diagnose_first_failure, is_deadlocked
 from paceline.guard.report import (
     EXIT_CODES,
     format_failure,
@@ -136,7 +136,7 @@ class Monitor:
             except Exception as error:
                 self._give_up(error)
         evidence = [*map(Evidence.from_sample, samples)]
-        return StopReport(diagnose_samples(samples), evidence, self._plan.attempt_dir)
+        return StopReport(diagnose_first_failure(samples), evidence, self._plan.attempt_dir)
 
     def _give_up(self, error: Exception) -> None:
         self._off = True

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from paceline.errors import UsageError
 from paceline.launch.plan import Command, Plan, node_plan
-from paceline.protocol.job import Host, JobSpec, host_labels, host_name
+from paceline.protocol.job import Host, JobSpec, address_without_user, host_labels
 
 SILENCE_SECONDS = 30.0  # an agent without heartbeats for this time ends its workers: the network is down
 CONNECT_SECONDS = 10
@@ -41,7 +41,7 @@ def plan_ssh(job: JobSpec) -> Plan:
     its environment and the secret are sent through stdin of the sessions.
     """
     job = replace(job, silence_seconds=SILENCE_SECONDS)
-    node0 = (host_name(job.hosts[0]),)  # its addresses are added once its agent has announced them
+    node0 = (address_without_user(job.hosts[0]),)  # its addresses are added once its agent has announced them
     return Plan(
         # -P: see launch.plan.local
         agents=session_commands(job.ssh, job.hosts, job.python, "-P", "-m", "paceline.launch.agent", "--announce"),
@@ -65,7 +65,7 @@ def ssh_client_command(command: Sequence[str], host: Host) -> tuple[str, ...]:
 
 def destination(host: Host) -> str:
     user, at, _ = host.name.rpartition("@")
-    return f"{user}{at}{host_name(host)}"
+    return f"{user}{at}{address_without_user(host)}"
 
 
 def rsync_commands(job: JobSpec) -> list[Command]:

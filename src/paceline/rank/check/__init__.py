@@ -248,7 +248,7 @@ class FactsWriter(ScriptListener):
         self.write()
 
 
-def create_facts_listeners(folder: Path) -> tuple[ScriptListener, ...]:
+def create_fact_recorders(folder: Path) -> tuple[ScriptListener, ...]:
     facts = ScriptFacts(
         rank=int(os.environ["RANK"]),
         world=int(os.environ["WORLD_SIZE"]),
