@@ -102,8 +102,9 @@ class RunRecorder:
         if self._writer is None or step == self._listed_step or not self._world.is_leader:
             return
         self._listed_step = step
-        for work in (batch.work for batch in micro_batches if batch.work.is_counted):
-            indices: list[int] = work.indices.tolist()
+        counted = [batch.work for batch in micro_batches if batch.work.is_counted]
+        for work in counted or [micro_batches[0].work]:  # a rank without samples records that it has none
+            indices: list[int] = work.indices.tolist() if counted else []
             self.write(events.Samples(step, work.epoch, work.virtual_rank, work.micro_batch, indices))
 
     def log_step(self, record: StepRecord, samples: int, share: range, *, listed: bool, tracked: bool = False) -> None:
