@@ -21,11 +21,11 @@ from paceline.lab.scale import (
     SMALLER,
     WAITING,
     EfficiencyLossCause,
+    MeasuredSetup,
     NetworkSpeed,
     NodeTraffic,
     Runs,
     ScalePoint,
-    ScalingInputs,
     ScalingLoss,
     comparable_batches,
     compute_loss_causes,
@@ -209,10 +209,10 @@ def test_what_is_waited_for_is_the_exchange_or_the_slowest_and_never_less_than_n
     assert parts.step >= parts.data + parts.compute - 1e-9
 
 
-ROOMY, NARROW = ScalingInputs(64, 1, 1_000_000), ScalingInputs(2, 2, 1_000_000)
+ROOMY, NARROW = MeasuredSetup(64, 1, 1_000_000), MeasuredSetup(2, 2, 1_000_000)
 
 
-def loss(run: RecordedSteps, machine: ScalingInputs = ROOMY) -> ScalingLoss:
+def loss(run: RecordedSteps, machine: MeasuredSetup = ROOMY) -> ScalingLoss:
     """What a run of made-up ranks loses against one of them alone."""
     at = ScalePoint(run.world_size, 64)
     runs: Runs = {ScalePoint(1, 64): [BASE] * 3, at: [run] * 3}
@@ -339,7 +339,7 @@ def test_only_runs_on_as_many_samples_can_be_compared() -> None:
         comparable_batches({ScalePoint(1, 64): [ONE], ScalePoint(2, 48): [TWO]})
 
 
-MACHINE = ScalingInputs(cores=2, threads=1, weight_bytes=40_000_000)
+MACHINE = MeasuredSetup(cores=2, threads=1, weight_bytes=40_000_000)
 LINK = NetworkSpeed(12.5e6, 0.05)
 MESSAGE = 0.1  # with gloo a message takes the latency twice
 

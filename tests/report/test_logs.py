@@ -9,7 +9,7 @@ from tests.errors import raises
 
 from paceline.cli import logs
 from paceline.report.logs import MAX_MERGED_LINES, SAME_LINE_SECONDS, LineFilter, RankLine, RankLogs, merge_line_stream
-from paceline.runs.attempt import TIME_RECORD, LogTimes, LogTimesWriter, times_path
+from paceline.runs.attempt import TIME_RECORD, LogTimeIndex, LogTimesWriter, times_path
 from paceline.runs.folder import create_attempt_dir
 
 NOW = 1_780_000_000.0
@@ -131,8 +131,8 @@ def test_the_agents_notes_say_when_a_byte_was_written(tmp_path: Path, monkeypatc
     writer.record_growth()
     writer.close()
     assert times_path(log).stat().st_size == 100 * TIME_RECORD.size
-    times = LogTimes(log)
+    times = LogTimeIndex(log)
     assert [times.time_at(10 * number + 9) for number in (3, 99, 50, 0)] == [NOW + number for number in (3, 99, 50, 0)]
     assert [times.offset(NOW + number - 0.5) for number in (0, 50)] == [0, 500]
     times_path(log).write_bytes(TIME_RECORD.pack(5, float("nan")) * 3)  # written by others
-    assert LogTimes(log).time_at(0) == 0.0
+    assert LogTimeIndex(log).time_at(0) == 0.0

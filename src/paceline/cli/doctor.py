@@ -14,7 +14,7 @@ from paceline.cli import command_line
 from paceline.cli.options import check_positive, split_command
 from paceline.errors import ExitCode, UsageError
 from paceline.lab.doctor.report import as_json, print_checks, run_checks
-from paceline.lab.doctor.survey import PROGRAM, PlannedRun, run_host_programs, survey_hosts
+from paceline.lab.doctor.survey import PROGRAM, PlannedRun, start_program_on_each_host, survey_hosts
 from paceline.launch.plan import Command, parse_hosts
 from paceline.launch.ssh.plan import session_commands
 from paceline.rank.environment import expand_nodes
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
         threads=config.threads_per_rank or 0,
         quick=config.quick,
     )
-    with run_host_programs(commands) as opened:
+    with start_program_on_each_host(commands) as opened:
         report = survey_hosts(wanted, opened)
     checks = run_checks(report)
     if config.json:

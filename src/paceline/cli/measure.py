@@ -32,7 +32,7 @@ from paceline.lab import scale as scaling
 from paceline.lab.compare import REFERENCE_PREFIX, StrategyRow, make_strategy_rows, print_comparison, recommend_strategy
 from paceline.lab.measurement import INSPECTED_STEPS, NO_EXCHANGE, Candidate, FailedMeasurement
 from paceline.lab.rounds import CandidateGroups, MeasuredRounds, candidate_dir, measure_rounds
-from paceline.lab.scale import NetworkSpeed, Runs, ScalePoint, ScalingInputs
+from paceline.lab.scale import MeasuredSetup, NetworkSpeed, Runs, ScalePoint
 from paceline.report.step_parts import RecordedSteps
 from paceline.runs.reading import real_path
 from paceline.runs.utilization import format_speed
@@ -349,7 +349,7 @@ def _scale_runs(config: ScaleConfig, folders: str, network: NetworkSpeed | None)
     size = scaling.estimate_exchanged_bytes(paths)
     # The number of cores is unknown: assume one for each rank
     cores, on_cpus = sum(at.ranks for at in runs), any(run.on_cpus for points in runs.values() for run in points)
-    machine = ScalingInputs(cores, 1, size, exchanges_over_network=scaling.used_several_hosts(runs), uses_gloo=on_cpus)
+    machine = MeasuredSetup(cores, 1, size, exchanges_over_network=scaling.used_several_hosts(runs), uses_gloo=on_cpus)
     batches = (weak if config.mode != "strong" else None, strong if config.mode != "weak" else None)
     title = f"{len(paths)} runs, {size / 1e6:.1f} MB of weights; backward without communication is that of one rank"
     return _publish_scaling(config, network, title, runs, {}, machine, batches, [])
@@ -390,7 +390,7 @@ def _scale_task(config: ScaleConfig, network: NetworkSpeed | None, copy: Mesh, c
     )
     if copy.size > 1:
         title += f"; a rank below is a copy of the model on {copy.size} processes"
-    machine = ScalingInputs(
+    machine = MeasuredSetup(
         cores, threads * copy.size, size, has_split_model=copy.size > 1, low_rank_bytes=low_rank,
         uses_gloo=gpus == 0 or settings.launch.backend == "gloo",
     )  # fmt: skip
@@ -399,7 +399,7 @@ def _scale_task(config: ScaleConfig, network: NetworkSpeed | None, copy: Mesh, c
 
 
 def _publish_scaling(
-    config: ScaleConfig, network: NetworkSpeed | None, title: str, runs: Runs, alone: Runs, machine: ScalingInputs,
+    config: ScaleConfig, network: NetworkSpeed | None, title: str, runs: Runs, alone: Runs, machine: MeasuredSetup,
     batches: tuple[int | None, int | None], notes: list[str],
 ) -> int:  # fmt: skip
     """Publish efficiency, losses and estimates.

@@ -84,7 +84,7 @@ class NodeTraffic:
 
 
 @dataclass(frozen=True)
-class ScalingInputs:
+class MeasuredSetup:
     cores: int
     threads: int  # per rank
     weight_bytes: int  # that ranks exchange per step
@@ -177,7 +177,7 @@ def split_steps_by_point(runs: Runs, alone: Runs) -> dict[ScalePoint, step_parts
 
 
 def compute_scaling_losses(
-    runs: Runs, parts: StepPartsByPoint, machine: ScalingInputs, mode: str, batch: int
+    runs: Runs, parts: StepPartsByPoint, machine: MeasuredSetup, mode: str, batch: int
 ) -> list[ScalingLoss]:
     """The loss on each number of ranks above 1. `batch` is per rank (weak scaling), or global (strong scaling)."""
     losses: list[ScalingLoss] = []
@@ -236,7 +236,7 @@ def _median_run(runs: Sequence[step_parts.RecordedSteps]) -> step_parts.Recorded
     return min(runs, key=lambda run: abs(run.mean_step_seconds - middle))
 
 
-def estimate_scaling(points: StepPartsByPoint, machine: ScalingInputs, weak: int | None, strong: int | None,
+def estimate_scaling(points: StepPartsByPoint, machine: MeasuredSetup, weak: int | None, strong: int | None,
                  link: NetworkSpeed) -> list[ScalingEstimate]:  # fmt: skip
     """Estimate steps on more machines like this one over `link`, for `weak` also with settings that reduce traffic."""
     estimates = list[ScalingEstimate]()
@@ -261,7 +261,7 @@ def estimate_scaling(points: StepPartsByPoint, machine: ScalingInputs, weak: int
 
 
 def estimate_step_seconds(
-    points: StepPartsByPoint, machine: ScalingInputs, count: int, batch: int, link: NetworkSpeed,
+    points: StepPartsByPoint, machine: MeasuredSetup, count: int, batch: int, link: NetworkSpeed,
     sent: NodeTraffic | None = None,
 ) -> float:  # fmt: skip
     """Seconds of a step on `count` machines, with `batch` samples per rank."""
@@ -277,7 +277,7 @@ def estimate_step_seconds(
     return work + inside + between / sent.steps_per_exchange
 
 
-def _ranks_each(points: StepPartsByPoint, machine: ScalingInputs) -> int:
+def _ranks_each(points: StepPartsByPoint, machine: MeasuredSetup) -> int:
     if machine.exchanges_over_network:
         return 1
     return max((at.ranks for at in points if machine.threads_per_core(at.ranks) <= 1), default=1)
@@ -295,7 +295,7 @@ def _single_rank_seconds(points: StepPartsByPoint, batch: int) -> float:
     return max(slope * batch + start, min(seconds * batch / size for size, seconds in seconds_by_batch.items()))
 
 
-def traffic_reducing_settings(machine: ScalingInputs, count: int) -> list[tuple[str, NodeTraffic]]:
+def traffic_reducing_settings(machine: MeasuredSetup, count: int) -> list[tuple[str, NodeTraffic]]:
     """The settings that reduce the traffic of `count` machines, by name, except those with an unknown size."""
     if machine.has_split_model:  # does not support compression
         return []

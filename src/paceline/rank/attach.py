@@ -130,7 +130,7 @@ def record_failure(error: BaseException, exit_code: int, *, traceback: bool, vic
     return True
 
 
-def report_lost_peer_error(error: BaseException, what: str) -> None:
+def print_lost_peer_error(error: BaseException, what: str) -> None:
     """Print one line, `what`, for a rank that lost a peer. The traceback goes only to its log."""
     spec = WorkerSpec.from_environment()
     assert spec is not None

@@ -39,7 +39,7 @@ from paceline.protocol.evidence import reports_lost_peers
 from paceline.protocol.marks import NamesWriter
 from paceline.protocol.status_page import make_status_page
 from paceline.rank import flight_recorder
-from paceline.rank.attach import attach, exit_worker, record_failure, report_error, report_lost_peer_error
+from paceline.rank.attach import attach, exit_worker, print_lost_peer_error, record_failure, report_error
 from paceline.rank.collective_recorder import CollectiveOrderRecorder
 from paceline.rank.environment import job_token
 from paceline.rank.guard import HangGuard
@@ -216,7 +216,7 @@ def _report_failure(error: BaseException, *, is_worker: bool) -> int:
             if (sessions := sys.modules.get("paceline.sessions.lifecycle")) is not None:  # by name: it imports torch
                 with suppress(Exception):
                     sessions.close_all_sessions(error)
-            report_lost_peer_error(
+            print_lost_peer_error(
                 error, "unblocked by the hang guard, ended" if unblocked else "lost another rank, ended"
             )
             return ExitCode.FAILED

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from paceline.launch.output import find_last_lines, read_lines
-from paceline.runs.attempt import LogTimes
+from paceline.runs.attempt import LogTimeIndex
 from paceline.runs.reading import numbered_files
 
 SAME_LINE_SECONDS = 0.9  # an agent reads the logs of all its ranks every second
@@ -130,8 +130,8 @@ class RankLogs:
             yield RankLine(newest, rank, line.text)
 
 
-def read_log_times(log: Path) -> LogTimes | None:
+def read_log_times(log: Path) -> LogTimeIndex | None:
     try:
-        return LogTimes(log)
+        return LogTimeIndex(log)
     except OSError:
         return None

@@ -137,7 +137,7 @@ class LogTimesWriter:
         self._descriptor = -1
 
 
-class LogTimes:
+class LogTimeIndex:
     """The time of each part of a log, to the second. FileNotFoundError: a log of an older paceline has no times."""
 
     def __init__(self, log: Path) -> None:

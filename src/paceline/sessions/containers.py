@@ -96,7 +96,7 @@ def storage_address(tensor: Tensor) -> int:
     return local_shard(tensor.detach()).untyped_storage().data_ptr()
 
 
-def owns_storage(value: Any) -> bool:
+def has_storage_address(value: Any) -> bool:
     cls = type(value)
     if not issubclass(cls, Tensor) or not (cls in (Tensor, torch.nn.Parameter) or is_dtensor(value)):
         return False
@@ -104,7 +104,7 @@ def owns_storage(value: Any) -> bool:
 
 
 def storage_addresses(tensors: Iterable[Tensor | None]) -> set[int]:
-    return {storage_address(tensor) for tensor in tensors if owns_storage(tensor) and tensor is not None}
+    return {storage_address(tensor) for tensor in tensors if has_storage_address(tensor) and tensor is not None}
 
 
 def tensors_of_models(models: Iterable[torch.nn.Module]) -> Iterator[Tensor]:

@@ -29,7 +29,7 @@ from paceline.rank.sites import LIBRARY, USER, code_owner
 from paceline.sessions.containers import (
     container_elements,
     find_instances,
-    owns_storage,
+    has_storage_address,
     storage_address,
     storage_addresses,
     tensors_of_models,
@@ -161,7 +161,9 @@ def find_user_numbers(frame: FrameType | None) -> dict[str, float]:
             numbers[f"{name}.last_epoch"] = value.last_epoch
         elif isinstance(value, AveragedModel):
             numbers[f"{name}.n_averaged"] = int(value.n_averaged)
-        elif type(value) in (int, float) or (isinstance(value, Tensor) and owns_storage(value) and value.numel() == 1):
+        elif type(value) in (int, float) or (
+            isinstance(value, Tensor) and has_storage_address(value) and value.numel() == 1
+        ):
             numbers[name] = value if not isinstance(value, Tensor) else value.item()
     return numbers
 
@@ -278,7 +280,7 @@ def _tensors(container: Any, limit: int) -> list[Tensor]:
     parts = container_elements(container)
     tensors: list[Tensor] = []
     for part in parts if len([*parts]) <= MOST_PARTS + limit else ():
-        tensors += filter(owns_storage, container_elements(part) or [part])
+        tensors += filter(has_storage_address, container_elements(part) or [part])
         if len(tensors) > 4 * limit:
             return []
     return tensors

@@ -120,7 +120,7 @@ class HostPrograms:
 
 
 @contextmanager
-def run_host_programs(commands: Sequence[Command]) -> Generator[HostPrograms]:
+def start_program_on_each_host(commands: Sequence[Command]) -> Generator[HostPrograms]:
     """Start all in parallel, and end them after the block. Main thread only."""
     found, reason = [command for command in commands if shutil.which(command.argv[0])], os.strerror(errno.ENOENT)
     lost = {c.name: f"{c.argv[0]} cannot be started: {reason}" for c in commands if c not in found}
