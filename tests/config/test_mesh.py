@@ -12,8 +12,8 @@ from paceline.config.settings import (
     NetworkConfig,
     TrainConfig,
     check_values,
-    default_strategy,
     resolve_defaults,
+    resolve_strategy,
 )
 
 
@@ -54,9 +54,9 @@ def test_a_mesh_that_does_not_fit_is_refused_in_words(text: str, code: str, fiel
 def test_a_run_is_defined_for_as_many_virtual_ranks_as_see_different_samples() -> None:
     config = TrainConfig("mnist-cnn", launch=LaunchConfig(mesh="data=2,tensor=2"))
     assert resolve_defaults(config, 4).data.virtual_ranks == 2
-    assert default_strategy(config, 4) == "bucketed"
+    assert resolve_strategy(config, 4) == "bucketed"
     alone = TrainConfig("mnist-cnn", launch=LaunchConfig(mesh="tensor=2"))
-    assert default_strategy(alone, 2) == "single"
+    assert resolve_strategy(alone, 2) == "single"
     with raises("strategy-not-on-mesh", strategy="exact"):
         check_values(TrainConfig("mnist-cnn", "exact", launch=LaunchConfig(mesh="tensor=2")))
 

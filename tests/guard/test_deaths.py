@@ -10,7 +10,7 @@ from paceline.guard.deaths import (
     DIAGNOSIS_DELAY_SECONDS,
     MAX_CLEANUP_SECONDS,
     VICTIM_DIAGNOSIS_DELAY_SECONDS,
-    RankEnd,
+    RankEndKind,
     classify_rank_end,
     diagnosis_due_seconds,
     first_to_fail,
@@ -59,7 +59,7 @@ def test_guilty_rank_is_named(name: str) -> None:
 
 def test_early_end_leaves_the_first_victim() -> None:
     primary = first_to_fail([victim(2, 1.2), ended(1, 0, 1.0), victim(0, 1.1)])
-    assert primary is not None and primary.rank == 0 and classify_rank_end(primary) is RankEnd.VICTIM
+    assert primary is not None and primary.rank == 0 and classify_rank_end(primary) is RankEndKind.VICTIM
 
 
 def test_nobody_failed() -> None:
@@ -119,7 +119,7 @@ def test_the_choice_is_the_best_kind_then_the_oldest_in_any_order(world: list[Wo
 def test_more_victims_never_take_the_blame(world: list[WorkerSample]) -> None:
     primary = first_to_fail(world)
     crowd = [*world, *(victim(rank, -1.0) for rank in (90, 91))]
-    if primary is not None and classify_rank_end(primary) is not RankEnd.VICTIM:
+    if primary is not None and classify_rank_end(primary) is not RankEndKind.VICTIM:
         assert first_to_fail(crowd) == primary
 
 

@@ -11,12 +11,12 @@ import pytest
 from tests.host.test_gpus import HOT, Driver
 
 from paceline.host import machine_log as sampling
-from paceline.host.machine_log import THROTTLE_REASONS, GpuReader, NodeLog, NodeSampler, read_gpus
+from paceline.host.machine_log import THROTTLE_REASONS, GpuReader, NodeLog, NodeUtilizationReader, read_gpus
 from paceline.runs.machine import NodeUtilization, decode_record
 
 
 def test_a_sample_says_what_the_machine_and_its_ranks_use() -> None:
-    sampler = NodeSampler()
+    sampler = NodeUtilizationReader()
     sampler.sample({0: os.getpid(), 1: 2**22 + 1})
     found = sampler.sample({0: os.getpid(), 1: 2**22 + 1})
     assert 0 <= found.cores_busy <= found.cores
@@ -42,7 +42,7 @@ def test_rates_are_differences_and_the_loopback_does_not_count(tmp_path: Path, m
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(sampling.time, "monotonic", lambda: next(now))
     counted(0, 1000)
-    sampler = NodeSampler()
+    sampler = NodeUtilizationReader()
     counted(os.sysconf("SC_CLK_TCK"), 5000)
     found = sampler.sample({})
     assert found.cores_busy == 1.0  # two cores for one second each, of two seconds; the third core is not ours
@@ -97,7 +97,7 @@ def test_the_log_of_a_node_has_its_ranks_and_its_end_ends_it(tmp_path: Path, mon
 
 
 def test_a_kernel_that_says_nothing_is_no_reason_to_fail(tmp_path: Path, monkeypatch, capfd) -> None:
-    monkeypatch.setattr("paceline.host.machine_log.NodeSampler", lambda: 1 / 0)
+    monkeypatch.setattr("paceline.host.machine_log.NodeUtilizationReader", lambda: 1 / 0)
     log = NodeLog(tmp_path, 0, {})
     log._thread.join()
     log.close()
@@ -107,5 +107,5 @@ def test_a_kernel_that_says_nothing_is_no_reason_to_fail(tmp_path: Path, monkeyp
 @pytest.mark.parametrize("name", ["stat", "net/dev"])
 def test_a_missing_file_of_proc_counts_as_nothing(tmp_path: Path, monkeypatch, name: str) -> None:
     monkeypatch.setattr(sampling, "PROC", tmp_path)
-    assert NodeSampler().sample({0: os.getpid()}).sent_bytes == 0
+    assert NodeUtilizationReader().sample({0: os.getpid()}).sent_bytes == 0
     assert not (tmp_path / name).exists()

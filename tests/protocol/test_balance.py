@@ -17,8 +17,8 @@ from paceline.protocol.balance import (
     WINDOW_STEPS,
     SpeedMeter,
     assign_virtual_ranks,
+    expand_to_rank_speeds,
     parse_balance,
-    speeds_of_ranks,
 )
 from paceline.protocol.evidence import Phase, WorkerSample
 from paceline.protocol.status_page import StatusPage, make_status_page, read_counters
@@ -49,10 +49,10 @@ def test_no_other_assignment_makes_the_slowest_rank_faster() -> None:
 
 def test_speeds_are_of_ranks_or_of_nodes() -> None:
     assert parse_balance("auto") == parse_balance(None) == ()
-    assert speeds_of_ranks(parse_balance("3:1.5"), [1, 1]) == (3, 1.5)
-    assert speeds_of_ranks((3, 1), [2, 2]) == (3, 3, 1, 1)
+    assert expand_to_rank_speeds(parse_balance("3:1.5"), [1, 1]) == (3, 1.5)
+    assert expand_to_rank_speeds((3, 1), [2, 2]) == (3, 3, 1, 1)
     with raises("balance-count", ranks=4, nodes=2):
-        speeds_of_ranks((3, 1, 1), [2, 2])
+        expand_to_rank_speeds((3, 1, 1), [2, 2])
 
 
 @pytest.mark.parametrize("text", ["", "3", "3:", "3:0", "-1:2", "a:b", "1e9:1", "nan:1"])

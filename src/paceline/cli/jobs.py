@@ -31,7 +31,7 @@ from paceline.launch.slurm import queue
 from paceline.launch.slurm.plan import SCRIPT_FILE, plan_slurm
 from paceline.launch.ssh.plan import plan_ssh, rsync_commands, run_rsync
 from paceline.launch.supervise import run
-from paceline.protocol.balance import AUTO, parse_balance, speeds_of_ranks
+from paceline.protocol.balance import AUTO, expand_to_rank_speeds, parse_balance
 from paceline.protocol.control import SECRET_NAME
 from paceline.protocol.job import CORES_PER_GPU_RANK, Allocation, Host, JobSpec
 from paceline.runs.console import print_to_stderr
@@ -112,7 +112,7 @@ def check_balance(job: JobSpec) -> None:
     if job.balance == AUTO and job.hang_timeout.off:
         raise UsageError(code="balance-without-guard", value=job.balance)
     if speeds := parse_balance(job.balance or None):
-        speeds_of_ranks(speeds, ranks_of_nodes(job))
+        expand_to_rank_speeds(speeds, ranks_of_nodes(job))
 
 
 def _nodes(nodes: str | None, hosts: tuple[Host, ...]) -> tuple[int, int]:

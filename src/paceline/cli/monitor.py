@@ -20,7 +20,7 @@ from rich.text import Text
 from paceline.cli import command_line
 from paceline.cli.options import print_json, split_command, ssh_command
 from paceline.errors import ExitCode, UsageError
-from paceline.host.machine_log import NodeSampler
+from paceline.host.machine_log import NodeUtilizationReader
 from paceline.protocol.control import RUN_ID
 from paceline.report.watch_lines import format_gpu_use
 from paceline.runs.console import format_size, shorten, table_console
@@ -53,7 +53,7 @@ class Monitor:
     """Samples this machine. Rates are averages since the previous sample."""
 
     def __init__(self) -> None:
-        self._sampler = NodeSampler()
+        self._sampler = NodeUtilizationReader()
         self._sampler.gpus.latest(GPU_QUERY_TIMEOUT_SECONDS)
         self._look()
 

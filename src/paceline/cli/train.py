@@ -22,7 +22,7 @@ from paceline.config import strategies
 from paceline.config.choices import torch_unsupported_reason, untested_torch_notice
 from paceline.config.definition import check_same_definition, make_run_definition, parse_allowed_changes
 from paceline.config.mesh import resolve_mesh
-from paceline.config.settings import ClusterConfig, TrainConfig, check_values, default_strategy, resolve_batch_sizes
+from paceline.config.settings import ClusterConfig, TrainConfig, check_values, resolve_batch_sizes, resolve_strategy
 from paceline.errors import ExitCode, UsageError, format_option
 from paceline.host.gpus import count_gpus
 from paceline.launch.plan import plan_local
@@ -152,7 +152,7 @@ def check_training(config: TrainConfig, nproc: int, min_nproc: int, fixed_nodes:
     if config.cluster.balance is not None:
         _check_balance(config, nproc, min_nproc)
     strategies.check_can_audit(
-        config.guard.audit_every, config.guard.on_audit, default_strategy(config, nproc), nproc,
+        config.guard.audit_every, config.guard.on_audit, resolve_strategy(config, nproc), nproc,
         has_agent=True, fixed_nodes=fixed_nodes,
     )  # fmt: skip
     if mesh.replicas > shape.virtual_ranks:
@@ -167,7 +167,7 @@ def _check_balance(config: TrainConfig, nproc: int, min_nproc: int) -> None:
     if launch.min_nproc is not None and parse_balance(balance):
         raise UsageError(code="balance-of-changing-ranks", value=balance, setting="--min-nproc")
     virtual_ranks = config.data.virtual_ranks or nproc
-    strategies.check_can_balance(balance, default_strategy(config, nproc), virtual_ranks, min_nproc)
+    strategies.check_can_balance(balance, resolve_strategy(config, nproc), virtual_ranks, min_nproc)
     alone = {
         "--local-steps": config.network.local_steps is not None,
         "--compress": config.network.compress is not None,
@@ -366,7 +366,7 @@ def make_failed_run_summary(run_dir: Path, config: TrainConfig, nproc: int, code
     return Summary(
         task=str(config.task),
         exit=code,
-        strategy=default_strategy(config, nproc),
+        strategy=resolve_strategy(config, nproc),
         world_size=nproc,
         virtual_ranks=shape.virtual_ranks,
         global_batch=shape.global_batch,

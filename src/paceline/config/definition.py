@@ -52,9 +52,9 @@ UNCHANGED_SETTINGS = (  # those that a definition contains as they are
 
 
 def make_run_definition(config: TrainConfig) -> dict[str, Any]:
-    from paceline.config.settings import settings_by_name  # a session does not import it
+    from paceline.config.settings import flat_setting_values  # a session does not import it
 
-    values = settings_by_name(config)
+    values = flat_setting_values(config)
     definition: dict[str, Any] = {name: values[name] for name in UNCHANGED_SETTINGS} | {
         "task": _in_its_folder(str(config.task)),
         "init_from": None if values["init_from"] is None else str(values["init_from"]),

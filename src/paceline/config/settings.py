@@ -324,12 +324,12 @@ class TrainConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
 
-def default_strategy(config: TrainConfig, world_size: int) -> StrategyName:
+def resolve_strategy(config: TrainConfig, world_size: int) -> StrategyName:
     several = resolve_mesh(config.launch.mesh, world_size).replicas > 1 or config.network != NetworkConfig()
     return config.strategy or (DEFAULT_STRATEGY if several else SINGLE_PROCESS_STRATEGY)
 
 
-def settings_by_name(config: TrainConfig) -> dict[str, Any]:
+def flat_setting_values(config: TrainConfig) -> dict[str, Any]:
     """The values of all settings, without their sections."""
     values = dataclasses.asdict(config)  # not vars(): msgspec sets no attribute for a missing key
     sections = [name for name, value in values.items() if isinstance(value, dict)]
@@ -338,7 +338,7 @@ def settings_by_name(config: TrainConfig) -> dict[str, Any]:
 
 def strategy_options(config: TrainConfig) -> dict[str, Any]:
     """The values, by name, of settings that are set and that only some strategies support."""
-    values = settings_by_name(config)
+    values = flat_setting_values(config)
     names = {name for info in STRATEGY_INFO.values() for name in info.factory_kwargs}
     return {name: values[name] for name in sorted(names) if values[name] is not None}
 
@@ -390,7 +390,7 @@ def resolve_defaults(config: TrainConfig, world_size: int) -> TrainConfig:
         shape["accumulation"] = None
     data = dataclasses.replace(config.data, **shape, batch_size=None, data_dir=data_dir)
     model = dataclasses.replace(config.model, init_from=init_from)
-    strategy, launch = default_strategy(config, world_size), config.launch
+    strategy, launch = resolve_strategy(config, world_size), config.launch
     # the only number that is possible at every world size
     if strategy in EXACT_STRATEGIES and launch.threads_per_rank is None:
         launch = dataclasses.replace(launch, threads_per_rank=1)
@@ -499,7 +499,7 @@ def dump_settings_that_are_set(settings: Mapping[str, Any]) -> str:
 
 def dump(config: TrainConfig) -> str:
     """The TOML text from which `load` restores an equal config. None values are omitted."""
-    settings = msgspec.to_builtins(settings_by_name(config), enc_hook=str)
+    settings = msgspec.to_builtins(flat_setting_values(config), enc_hook=str)
     task_args = {name: _value(text) for name, text in parse_task_args(settings.pop("task_arg")).items()}
     return dump_settings_that_are_set(settings | {"task_arg": task_args or None})
 

@@ -2,8 +2,8 @@
 
 If a rank fails, all others fail within milliseconds, with longer messages ("Connection closed by peer", aborts out of
 C++ destructors). The order of exits therefore proves little: a rank that cleans up for three seconds exits last.
-Failures are ranked by kind, in the order of `RankEnd`. Within one kind the earliest counts, by the monotonic clock of
-the coordinator (other hosts report ages, not times).
+Failures are ranked by kind, in the order of `RankEndKind`. Within one kind the earliest counts, by the monotonic clock
+of the coordinator (other hosts report ages, not times).
 """
 
 import re
@@ -25,7 +25,7 @@ MISMATCH_ERROR_PATTERN = re.compile(
 )
 
 
-class RankEnd(IntEnum):
+class RankEndKind(IntEnum):
     """How a rank ended, or that it runs. If several ranks failed, the lowest value explains the other failures best."""
 
     LOST = 1  # lost with its node, which is powered off or unreachable
@@ -40,38 +40,38 @@ class RankEnd(IntEnum):
     @property
     def is_primary(self) -> bool:
         """Whether the rank failed, and no evidence shows that another rank is the cause."""
-        return self <= RankEnd.EXIT
+        return self <= RankEndKind.EXIT
 
 
-def classify_rank_end(sample: WorkerSample) -> RankEnd:
+def classify_rank_end(sample: WorkerSample) -> RankEndKind:
     """How a rank ended. A rank that cleans up after an exception counts as ended."""
     if sample.lost_reason:
-        return RankEnd.LOST
+        return RankEndKind.LOST
     if sample.code in SUCCESS_EXIT_CODES:
-        return RankEnd.LEFT
+        return RankEndKind.LEFT
     if sample.failure:  # the process failed here; a later signal only interrupted its teardown
-        return RankEnd.VICTIM if sample.failure.victim else RankEnd.EXCEPTION
+        return RankEndKind.VICTIM if sample.failure.victim else RankEndKind.EXCEPTION
     if sample.code is None:
-        return RankEnd.RUNS
+        return RankEndKind.RUNS
     # SIGKILL comes from outside, for any log. With gloo, victims end by SIGABRT or SIGSEGV.
     if sample.code != -signal.SIGKILL and mentions_lost_peer(sample.error_text):
-        return RankEnd.VICTIM
-    return RankEnd.SIGNAL if sample.code < 0 else RankEnd.EXIT
+        return RankEndKind.VICTIM
+    return RankEndKind.SIGNAL if sample.code < 0 else RankEndKind.EXIT
 
 
-def classify_rank_end_with_ops(rank: Evidence) -> RankEnd:
+def classify_rank_end_with_ops(rank: Evidence) -> RankEndKind:
     """As `classify_rank_end`, but uses the rank's operations: the result is BROKEN if its transport ended the rank."""
     end = classify_rank_end(rank)
-    if end in (RankEnd.LOST, RankEnd.LEFT, RankEnd.RUNS) or rank.code == -signal.SIGKILL:
+    if end in (RankEndKind.LOST, RankEndKind.LEFT, RankEndKind.RUNS) or rank.code == -signal.SIGKILL:
         return end
-    aborted = rank.code == -signal.SIGABRT and end is RankEnd.SIGNAL and bool(rank.ops) and not rank.ops[-1].done
-    return RankEnd.BROKEN if aborted or MISMATCH_ERROR_PATTERN.search(rank.error_text) else end
+    aborted = rank.code == -signal.SIGABRT and end is RankEndKind.SIGNAL and bool(rank.ops) and not rank.ops[-1].done
+    return RankEndKind.BROKEN if aborted or MISMATCH_ERROR_PATTERN.search(rank.error_text) else end
 
 
 def first_to_fail(samples: Iterable[WorkerSample]) -> WorkerSample | None:
     # cheap filter first: few of thousands of ranks have ended
     ended = (s for s in samples if s.code is not None or s.failure is not None or s.lost_reason)
-    failed = [sample for sample in ended if classify_rank_end(sample) <= RankEnd.VICTIM]
+    failed = [sample for sample in ended if classify_rank_end(sample) <= RankEndKind.VICTIM]
     return min(
         failed, key=lambda sample: (classify_rank_end(sample), sample.failed_at_seconds, sample.rank), default=None
     )
@@ -91,7 +91,7 @@ def diagnosis_due_seconds(samples: Sequence[WorkerSample]) -> float | None:
         return max(ended_seconds, default=None)
     if not ended_seconds:
         return first.failed_at_seconds + MAX_CLEANUP_SECONDS
-    if classify_rank_end(first) is RankEnd.VICTIM:
+    if classify_rank_end(first) is RankEndKind.VICTIM:
         return min(ended_seconds) + VICTIM_DIAGNOSIS_DELAY_SECONDS
     return max(min(ended_seconds), first.failed_at_seconds) + DIAGNOSIS_DELAY_SECONDS
 

@@ -31,7 +31,7 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from msgspec.structs import replace
 
 from paceline.guard import sentences, waits
-from paceline.guard.deaths import RankEnd, classify_rank_end, first_to_fail, mismatched_parameter_counts
+from paceline.guard.deaths import RankEndKind, classify_rank_end, first_to_fail, mismatched_parameter_counts
 from paceline.guard.sentences import make_diagnosis
 from paceline.guard.waits import OpMismatch, RankState, group_ranks, majority_party, ranks_outside_majority
 from paceline.protocol.code_locations import format_rank_location, is_calling, is_waiting_for_ranks
@@ -78,9 +78,9 @@ def diagnose_first_failure(samples: Sequence[WorkerSample]) -> Diagnosis:
 
 
 def _explains(diagnosis: Diagnosis, first: WorkerSample, evidence: Sequence[Evidence]) -> bool:
-    aborted = classify_rank_end(first) is RankEnd.SIGNAL and first.code == -signal.SIGABRT
+    aborted = classify_rank_end(first) is RankEndKind.SIGNAL and first.code == -signal.SIGABRT
     has_evidence = any(sample.state or sample.ops for sample in evidence)  # else only samples
-    if not has_evidence or not (aborted or classify_rank_end(first) is RankEnd.VICTIM):
+    if not has_evidence or not (aborted or classify_rank_end(first) is RankEndKind.VICTIM):
         return False
     better = diagnosis.kind in KINDS_PREFERRED_TO_VICTIMS or (aborted and diagnosis.kind is StopKind.LEFT)
     return better and bool(diagnosis.causes or diagnosis.tie)
@@ -89,7 +89,7 @@ def _explains(diagnosis: Diagnosis, first: WorkerSample, evidence: Sequence[Evid
 def _diagnose_failures(ranks: RankStates, mismatches: Sequence[OpMismatch]) -> Diagnosis | None:
     died = [n for n, rank in ranks.items() if rank.end.is_primary]
     died.sort(key=lambda n: (ranks[n].end, ranks[n].evidence.failed_at_seconds, n))
-    broken = [n for n, rank in ranks.items() if rank.end is RankEnd.BROKEN]
+    broken = [n for n, rank in ranks.items() if rank.end is RankEndKind.BROKEN]
     counts = mismatched_parameter_counts([ranks[n].evidence for n in died])
     if 1 < len(counts) == len(died):  # each rank reports a different model on another rank
         parties = group_ranks(counts, lambda count: count)
@@ -125,7 +125,7 @@ def _is_free(rank: RankState) -> bool:
     """Whether it waits for no rank. A rank that has answered and has an operation in flight may be in `work.wait()`."""
     if rank.frozen:
         return True
-    if rank.waits_for or rank.end is not RankEnd.RUNS:
+    if rank.waits_for or rank.end is not RankEndKind.RUNS:
         return False
     return not rank.pending or (not rank.evidence.answered and waits.is_outside_ops(rank))
 
@@ -140,12 +140,12 @@ def _kind(rank: RankState) -> StopKind:
 
 def _diagnose_stuck_collective(ranks: RankStates) -> Diagnosis | None:
     inside = {n: r.pending[0] for n, r in ranks.items() if r.pending and not r.waits_for and not r.frozen}
-    if not any(ranks[n].end is RankEnd.RUNS for n in inside):  # ended ranks do not show which rank was missing
+    if not any(ranks[n].end is RankEndKind.RUNS for n in inside):  # ended ranks do not show which rank was missing
         return None
     op = next(iter(group_ranks(inside, lambda op: (op.group, op.seq))[0].values()))
     in_kernel = [n for n in inside if ranks[n].evidence.state == "D"]
-    silent = [n for n in inside if not ranks[n].evidence.answered and ranks[n].end is RankEnd.RUNS]
-    others = [rank for n, rank in ranks.items() if n not in silent and rank.end is RankEnd.RUNS]
+    silent = [n for n in inside if not ranks[n].evidence.answered and ranks[n].end is RankEndKind.RUNS]
+    others = [rank for n, rank in ranks.items() if n not in silent and rank.end is RankEndKind.RUNS]
     if in_kernel:
         kind, causes = StopKind.UNINTERRUPTIBLE, in_kernel
     elif silent and len(silent) < len(inside) and all(rank.evidence.answered for rank in others):
@@ -156,7 +156,7 @@ def _diagnose_stuck_collective(ranks: RankStates) -> Diagnosis | None:
 
 
 def _diagnose_without_waits(ranks: RankStates) -> Diagnosis:
-    running = {n: rank for n, rank in ranks.items() if rank.end is RankEnd.RUNS}
+    running = {n: rank for n, rank in ranks.items() if rank.end is RankEndKind.RUNS}
     kinds = {n: _kind(rank) for n, rank in running.items()}
     stuck = [n for n, kind in kinds.items() if kind is not StopKind.BEHIND]
     lines = sentences.describe_locations(ranks)
@@ -185,7 +185,7 @@ def _diagnose_dispute(ranks: RankStates, mismatches: Sequence[OpMismatch]) -> Di
         return None
     # a training that reports its phases ends only in phase CLOSE
     in_steps = [n for n, rank in ranks.items() if rank.evidence.phase not in (Phase.USER, Phase.CLOSE)]
-    early = [n for n in in_steps if ranks[n].end is RankEnd.LEFT and graph[n]]
+    early = [n for n in in_steps if ranks[n].end is RankEndKind.LEFT and graph[n]]
     # the ranks that are in every cycle; empty if several ranks are wrong
     suspects = early or [n for n in sorted(_find_cycle(graph)) if not _find_cycle(graph, without=n)]
     parties = _parties(ranks, mismatches, suspects, graph)
@@ -207,7 +207,7 @@ def _graph(ranks: RankStates, mismatches: Sequence[OpMismatch]) -> WaitGraph:
             opponents = {n for other in mismatch.parties if other is not party for n in other}
             for n in party:
                 sources[n].append(opponents)
-    ended = {n for n, rank in ranks.items() if rank.end is RankEnd.LEFT}
+    ended = {n for n, rank in ranks.items() if rank.end is RankEndKind.LEFT}
     for waits_for, waiters in waits.group_ranks_by_waits(ranks) if ended else ():
         for n in ended.intersection(waits_for):
             sources[n].append(waiters)  # no rank waits for a rank that ends as the program says
@@ -228,7 +228,7 @@ def _parties(
 
 
 def _position(rank: RankState, number: int, members: Sequence[int]) -> Hashable:
-    if rank.end is RankEnd.LEFT:
+    if rank.end is RankEndKind.LEFT:
         return "ended"
     op = sentences.blocking_op(rank, members) or (rank.pending[-1] if rank.pending else None)
     return None if op is None else (waits.op_sequence_key(op, number), op.seq, op.kind, op.name, op.shape, op.dtype)
@@ -250,12 +250,14 @@ def _dispute_diagnosis(
             site = next((party[n].site for n in causes for party in mismatch.parties if n in party), "")
             lines = sentences.describe_mismatch(mismatch, causes)
             return make_diagnosis(StopKind.MISMATCH, ranks, lines, causes=causes, tie=tie, op=op, at=site)
-    involved_ended = [n for n in involved if ranks[n].end is RankEnd.LEFT]
+    involved_ended = [n for n in involved if ranks[n].end is RankEndKind.LEFT]
     if involved_ended:
         op = sentences.most_awaited_op(ranks, involved_ended)
         lines = sentences.describe_ranks_waited_for(ranks, involved_ended)
         return make_diagnosis(StopKind.LEFT, ranks, lines, causes=causes, tie=tie, op=op)
-    ended = [n for n in graph if ranks[n].end is RankEnd.LEFT and any(n in ranks[other].waits_for for other in causes)]
+    ended = [
+        n for n in graph if ranks[n].end is RankEndKind.LEFT and any(n in ranks[other].waits_for for other in causes)
+    ]
     if ended:
         op, lines = sentences.most_awaited_op(ranks, ended), sentences.describe_early_ends(ranks, causes, ended)
         return make_diagnosis(StopKind.MISMATCH, ranks, lines, causes=causes, op=op)
@@ -339,7 +341,12 @@ def is_deadlocked(evidence: Sequence[Evidence]) -> bool:
 
 def _blocking_collective(rank: RankState) -> Op | None:
     sample = rank.evidence
-    if rank.end is not RankEnd.RUNS or rank.frozen or not sample.answered or sample.still_seconds < DEADLOCK_SECONDS:
+    if (
+        rank.end is not RankEndKind.RUNS
+        or rank.frozen
+        or not sample.answered
+        or sample.still_seconds < DEADLOCK_SECONDS
+    ):
         return None
     if sample.cpu_seconds > IDLE_CPU_SECONDS or is_waiting_for_ranks(sample) is not True:
         return None

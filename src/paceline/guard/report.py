@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from paceline.errors import ExitCode, UsageError, first_few
 from paceline.guard.collect import limit_evidence_size
-from paceline.guard.deaths import RankEnd, classify_rank_end
+from paceline.guard.deaths import RankEndKind, classify_rank_end
 from paceline.guard.sentences import format_caller, format_loader, format_op, format_position, format_ranks, signal_name
 from paceline.protocol.evidence import Diagnosis, Evidence, Op, Phase, Stack, StopKind, WorkerSample
 from paceline.runs import writing
@@ -122,7 +122,7 @@ def summarize_diagnosis(diagnosis: Diagnosis, evidence: Sequence[Evidence], wait
     first = next((sample for sample in evidence if sample.rank == diagnosis.failed), None)
     if first is None:
         return _line(_headline(diagnosis, evidence, waited_seconds))
-    if classify_rank_end(first) is RankEnd.LOST:
+    if classify_rank_end(first) is RankEndKind.LOST:
         return _line(first.lost_reason)
     if first.failure is None:
         return _line(f"rank {first.rank} ({first.host}): {_how(first, 0)}")
@@ -137,7 +137,7 @@ def format_failure(diagnosis: Diagnosis, evidence: Sequence[Evidence], *, oom_ki
     """
     first = next(sample for sample in evidence if sample.rank == diagnosis.failed)
     end = classify_rank_end(first)
-    if end is RankEnd.LOST:
+    if end is RankEndKind.LOST:
         ranks = [str(sample.rank) for sample in evidence if sample.lost_reason == first.lost_reason]
         logs = f"output of the ranks: {attempt_dir}/rank-<rank>.log" if attempt_dir else "or only its agent"
         which = f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
@@ -145,14 +145,14 @@ def format_failure(diagnosis: Diagnosis, evidence: Sequence[Evidence], *, oom_ki
     alike = [sample for sample in evidence if _same_failure(sample, first)]
     lines = [f"{_name_ranks(alike, len(evidence))} failed: {_how(first, oom_kills)}", *_why(first)]
     ended_early = sorted((sample for sample in evidence if sample.code == 0), key=lambda sample: sample.ended_seconds)
-    if end is RankEnd.VICTIM and ended_early:  # the rank that ended early is the cause, not the ranks that lost it
+    if end is RankEndKind.VICTIM and ended_early:  # the rank that ended early is the cause, not the ranks that lost it
         causes = [
             f"{_name_ranks([s], len(evidence))} had already ended, with code 0, while others ran" for s in ended_early
         ]
         lines = [*causes, "other ranks then lost the connection to it:", *lines]
-    elif end is RankEnd.VICTIM:
+    elif end is RankEndKind.VICTIM:
         lines.append("it lost its peers, but no rank reported a failure of another kind")
-    if first.ops and end is not RankEnd.EXCEPTION:  # the traceback of an exception is more precise
+    if first.ops and end is not RankEndKind.EXCEPTION:  # the traceback of an exception is more precise
         op = first.ops[-1]
         lines.append(remove_control_characters(f"its last collective: {format_op(op)}{format_caller(op)}"))
     if len(evidence) > 1 and attempt_dir:

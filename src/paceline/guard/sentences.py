@@ -7,7 +7,7 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
-from paceline.guard.deaths import MISMATCH_ERROR_PATTERN, RankEnd
+from paceline.guard.deaths import MISMATCH_ERROR_PATTERN, RankEndKind
 from paceline.guard.waits import FROZEN_PROCESS_STATES, OpMismatch, RankState, group_ranks_by_waits, op_sequence_key
 from paceline.protocol.code_locations import (
     call_site_frames,
@@ -129,7 +129,7 @@ def describe_ranks_waited_for(ranks: RankStates, causes: Sequence[int]) -> list[
     op, holders = most_awaited_op(ranks, causes), group_ranks_by_waits(ranks)
     alike = _group_ranks(causes, lambda n: (_where(ranks[n]), _most_awaited(holders, [n])))
     lines = [_not_entered(ranks, group, op) for group in alike]
-    running = [ranks[n].evidence for n in causes if ranks[n].end is RankEnd.RUNS and not ranks[n].frozen]
+    running = [ranks[n].evidence for n in causes if ranks[n].end is RankEndKind.RUNS and not ranks[n].frozen]
     loaders = [f"its {format_loader(loader)}" for evidence in running for loader in stuck_loader_workers(evidence)[:2]]
     findings = (finding for n in causes for finding in ranks[n].evidence.findings)
     threads = [finding.text for finding in findings if finding.kind == "thread"]
@@ -156,10 +156,10 @@ def _not_entered(ranks: RankStates, group: Sequence[int], op: Op | None) -> str:
 
 
 def _where(rank: RankState, *, many: bool = False) -> str:
-    if rank.end is RankEnd.LEFT:
+    if rank.end is RankEndKind.LEFT:
         steps = f" at step {rank.evidence.step}" if rank.evidence.step else ""
         return f"ended{steps} with code {rank.evidence.code}"
-    if rank.end is not RankEnd.RUNS:
+    if rank.end is not RankEndKind.RUNS:
         return _ended(rank.evidence)
     return f"{'are' if many else 'is'} {format_position(rank.evidence)}"
 

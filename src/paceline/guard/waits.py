@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TypeVar
 
-from paceline.guard.deaths import RankEnd, classify_rank_end_with_ops
+from paceline.guard.deaths import RankEndKind, classify_rank_end_with_ops
 from paceline.protocol.code_locations import is_calling, is_waiting_for_ranks
 from paceline.protocol.evidence import Evidence, Op, Phase
 
@@ -34,14 +34,14 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class RankState:
     evidence: Evidence
-    end: RankEnd
+    end: RankEndKind
     pending: tuple[Op, ...] = ()  # operations that it has called and may wait for
     waits_for: Mapping[int, Op | None] = field(default_factory=dict[int, "Op | None"])
     """Maps each awaited rank to the operation that it has not called; to None if only the stack shows the wait."""
 
     @property
     def frozen(self) -> bool:
-        return self.end is RankEnd.RUNS and self.evidence.state in FROZEN_PROCESS_STATES
+        return self.end is RankEndKind.RUNS and self.evidence.state in FROZEN_PROCESS_STATES
 
 
 def op_sequence_key(op: Op, rank: int) -> OpSequenceKey:
@@ -111,7 +111,9 @@ def build_wait_for_graph(evidence: Sequence[Evidence]) -> dict[int, RankState]:
 
 def _without_edges(evidence: Evidence, arrived: Container[MessageKey]) -> RankState:
     end = classify_rank_end_with_ops(evidence)
-    return RankState(evidence, end, () if end.is_primary or end is RankEnd.LEFT else _pending(evidence, end, arrived))
+    return RankState(
+        evidence, end, () if end.is_primary or end is RankEndKind.LEFT else _pending(evidence, end, arrived)
+    )
 
 
 def group_ranks_by_waits(ranks: Mapping[int, RankState]) -> list[tuple[Mapping[int, Op | None], list[int]]]:
@@ -130,7 +132,7 @@ def _message(op: Op, rank: int) -> MessageKey:
     return op_sequence_key(op, rank), op.seq, op.shape, op.dtype
 
 
-def _pending(evidence: Evidence, end: RankEnd, arrived: Container[MessageKey]) -> tuple[Op, ...]:
+def _pending(evidence: Evidence, end: RankEndKind, arrived: Container[MessageKey]) -> tuple[Op, ...]:
     """The operations in flight. If a rank did not answer, operations before a completed one of their stream are done.
 
     A message that has arrived is not in flight, even if the sender has not noticed that yet.
@@ -142,7 +144,7 @@ def _pending(evidence: Evidence, end: RankEnd, arrived: Container[MessageKey]) -
             completed.add(op_sequence_key(op, evidence.rank))
         elif evidence.answered or op_sequence_key(op, evidence.rank) not in completed:
             pending.append(op)
-    if end is not RankEnd.RUNS and not pending:  # an aborted collective may look as if it were done
+    if end is not RankEndKind.RUNS and not pending:  # an aborted collective may look as if it were done
         pending = list(evidence.ops[-1:])
     return tuple(reversed(pending))
 
@@ -153,13 +155,15 @@ def _with_unknown(ranks: Mapping[int, RankState]) -> dict[int, RankState]:
     Before init_process_group, for example, there are no operations, and these are the only edges.
     """
     unknown = {n for n, rank in ranks.items() if not rank.pending and not rank.frozen and _waits_in_stack(rank)}
-    free = {n for n, rank in ranks.items() if not rank.pending and n not in unknown and rank.end is not RankEnd.VICTIM}
+    free = {
+        n for n, rank in ranks.items() if not rank.pending and n not in unknown and rank.end is not RankEndKind.VICTIM
+    }
     edges: dict[int, Op | None] = dict.fromkeys(free)
     return {n: replace(rank, waits_for=edges) if n in unknown else rank for n, rank in ranks.items()}
 
 
 def _waits_in_stack(rank: RankState) -> bool:
-    if rank.end is not RankEnd.RUNS:
+    if rank.end is not RankEndKind.RUNS:
         return False
     waits = is_waiting_for_ranks(rank.evidence)
     return bool(waits) or (waits is None and rank.evidence.phase is Phase.SYNC)

@@ -48,7 +48,7 @@ class _MachineCounters(NamedTuple):
     sent_bytes: int
 
 
-class NodeSampler:
+class NodeUtilizationReader:
     def __init__(self) -> None:
         self.gpus = GpuReader()
         self._host, self._cores = os.uname().nodename, usable_cores()
@@ -137,7 +137,7 @@ class NodeLog:
         # signals are for the main thread: it blocks them when its exit code is decided
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
-            sampler = NodeSampler()
+            sampler = NodeUtilizationReader()
             while not self._over.wait(SAMPLE_INTERVAL_SECONDS) and not self._writer.failed:
                 self._writer.write(sampler.sample(self._pids))
         except Exception as error:  # for example an unknown format in /proc

@@ -33,7 +33,7 @@ def parse_balance(text: str | None) -> tuple[float, ...]:
     return speeds
 
 
-def speeds_of_ranks(speeds: Sequence[float], ranks_of_nodes: Sequence[int]) -> tuple[float, ...]:
+def expand_to_rank_speeds(speeds: Sequence[float], ranks_of_nodes: Sequence[int]) -> tuple[float, ...]:
     ranks, nodes = sum(ranks_of_nodes), len(ranks_of_nodes)
     if len(speeds) not in (ranks, nodes):
         raise UsageError(

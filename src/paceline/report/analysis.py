@@ -11,7 +11,7 @@ import msgspec
 
 from paceline.errors import PacelineError
 from paceline.report.figures import Figure, make_line_trace
-from paceline.report.logs import rank_logs, read_log_times
+from paceline.report.logs import open_log_time_index, rank_logs
 from paceline.report.run import RunData
 from paceline.runs.console import remove_control_characters
 from paceline.runs.events import Evaluated, Step, event_files, read_events
@@ -122,7 +122,7 @@ class LogAnalyzer:
                 self.result.values.setdefault("samples/s (counted)", []).append((done - start) / (now - before))
 
     def add_log(self, path: Path, *, rank: str = "") -> None:
-        times, end = read_log_times(path), 0
+        times, end = open_log_time_index(path), 0
         with open_file(path) as file, os.fdopen(file.descriptor, "rb", closefd=False) as log:
             while block := log.readline(BLOCK_BYTES):
                 end += len(block)

@@ -96,7 +96,7 @@ class RankLogs:
     def __init__(self, logs: dict[int, Path]) -> None:
         self.logs = logs
         self.ends = {rank: path.stat().st_size for rank, path in logs.items()}
-        self.without_times = [rank for rank, path in logs.items() if read_log_times(path) is None]
+        self.without_times = [rank for rank, path in logs.items() if open_log_time_index(path) is None]
 
     def lines(self, wanted: LineFilter) -> Iterator[MergedLine]:
         """The lines to show, merged by time. If times are missing, one rank after the other."""
@@ -111,7 +111,7 @@ class RankLogs:
 
     def _lines_of(self, rank: int, wanted: LineFilter) -> Iterator[RankLine]:
         path, end = self.logs[rank], self.ends[rank]
-        times = read_log_times(path) if not self.without_times or wanted.since is not None else None
+        times = open_log_time_index(path) if not self.without_times or wanted.since is not None else None
         start = 0
         if times is not None and wanted.since is not None:
             start = times.offset(wanted.since)
@@ -130,7 +130,7 @@ class RankLogs:
             yield RankLine(newest, rank, line.text)
 
 
-def read_log_times(log: Path) -> LogTimeIndex | None:
+def open_log_time_index(log: Path) -> LogTimeIndex | None:
     try:
         return LogTimeIndex(log)
     except OSError:

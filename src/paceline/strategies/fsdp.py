@@ -41,7 +41,7 @@ from paceline.strategies.model_parallel import full_weights, global_norm
 from paceline.strategies.optimizer_scope import find_update_scope
 from paceline.strategies.optimizer_state import load_piece_optimizer, piece_optimizer_shards
 from paceline.strategies.optimizers import each_optimizer
-from paceline.strategies.validation import check_model, check_no_gradient_hooks, check_optimizer_parameters
+from paceline.strategies.validation import check_model, check_no_parameter_hooks, check_optimizer_parameters
 
 if TYPE_CHECKING:  # imported where it is used: it would cost every other strategy a second of start-up
     from torch.distributed.fsdp import FSDPModule
@@ -84,7 +84,7 @@ class FSDP(Strategy):
                 for the whole forward and backward.
         """
         check_model(model, "fsdp", world)
-        check_no_gradient_hooks(model, "fsdp")
+        check_no_parameter_hooks(model, "fsdp")
         broadcast_module(model, group=world.group)
         optimizer = make_optimizer(model.parameters())
         scopes = [find_update_scope(opt, "strategy 'fsdp'") for opt in each_optimizer(optimizer)]

@@ -40,7 +40,7 @@ def check_no_max_norm(model: nn.Module) -> None:
             raise UsageError(code="embedding-max-norm", module=described, max_norm=module.max_norm)
 
 
-def check_no_gradient_hooks(model: nn.Module, strategy: str) -> None:
+def check_no_parameter_hooks(model: nn.Module, strategy: str) -> None:
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # pyright: ignore
             raise UsageError(code="hooked-parameter", name=name, strategy=strategy)

@@ -36,8 +36,8 @@ from paceline.config.settings import (
     BatchSizes,
     ComputeConfig,
     TrainConfig,
-    default_strategy,
     resolve_batch_sizes,
+    resolve_strategy,
     strategy_options,
     task_options,
 )
@@ -285,7 +285,7 @@ def make_replica(
             # A separate group, because the order of its collectives relative to those of gradient buckets depends on
             # the backward of each rank. In one group they could be matched wrongly.
             model = convert_sync_batchnorm(model, new_group())
-        name, options = default_strategy(config, world.size), strategy_options(config)
+        name, options = resolve_strategy(config, world.size), strategy_options(config)
         for setting, owner in unsupported_settings(name).items():
             if setting in options:
                 flag = setting.replace("_", "-")

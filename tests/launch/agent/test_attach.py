@@ -10,7 +10,7 @@ from subprocess import PIPE, Popen
 
 import pytest
 
-from paceline.guard.deaths import RankEnd, classify_rank_end, first_to_fail
+from paceline.guard.deaths import RankEndKind, classify_rank_end, first_to_fail
 from paceline.launch.agent.attach import AttachedWorkers
 from paceline.protocol.job import NodePlan
 
@@ -54,7 +54,7 @@ def test_a_rank_says_how_it_ends_and_one_that_its_launcher_ends_is_a_victim() ->
         ranks[0].send_signal(signal.SIGTERM)
         while (samples := workers.samples())[0].code is None:
             workers.wait(30.0, [])
-        assert classify_rank_end(samples[0]) is RankEnd.VICTIM and first_to_fail(samples) == samples[1]
+        assert classify_rank_end(samples[0]) is RankEndKind.VICTIM and first_to_fail(samples) == samples[1]
 
 
 @pytest.mark.parametrize("may_end", [False, True])

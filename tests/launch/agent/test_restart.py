@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.guard.deaths import RankEnd
+from paceline.guard.deaths import RankEndKind
 from paceline.launch.agent.coordinator import FailedGeneration, decide_restart
 from paceline.protocol.evidence import Diagnosis, Evidence, Op, StopKind, WorkerSample
 
-KILLED = FailedGeneration(RankEnd.SIGNAL, rank=1, exit_code=137, exception="", step=40, nproc=4)
-RAISED = FailedGeneration(RankEnd.EXCEPTION, rank=1, exit_code=1, exception="ValueError", step=40, nproc=4)
-ENDED = FailedGeneration(RankEnd.EXIT, rank=1, exit_code=3, exception="", step=40, nproc=4)
+KILLED = FailedGeneration(RankEndKind.SIGNAL, rank=1, exit_code=137, exception="", step=40, nproc=4)
+RAISED = FailedGeneration(RankEndKind.EXCEPTION, rank=1, exit_code=1, exception="ValueError", step=40, nproc=4)
+ENDED = FailedGeneration(RankEndKind.EXIT, rank=1, exit_code=3, exception="", step=40, nproc=4)
 APART = FailedGeneration.from_diagnosis(Diagnosis(StopKind.MISMATCH, (1,)), [], 4, step=40, nproc=4)
-LOST = FailedGeneration(RankEnd.VICTIM, rank=0, exit_code=1, exception="DistNetworkError", step=40, nproc=4)
+LOST = FailedGeneration(RankEndKind.VICTIM, rank=0, exit_code=1, exception="DistNetworkError", step=40, nproc=4)
 
 
 def stalled(seq: int, causes: tuple[int, ...] = (1,)) -> FailedGeneration:
@@ -54,7 +54,7 @@ ROWS = {
     "not even so far": ([KILLED, later(KILLED, -9)], 0, 3, "after step 31"),
     "another rank": ([KILLED, replace(KILLED, rank=2)], 0, 3, 4),
     "another signal": ([KILLED, replace(KILLED, exit_code=139)], 0, 3, 4),
-    "another kind": ([KILLED, replace(KILLED, rank_end=RankEnd.VICTIM)], 0, 3, 4),
+    "another kind": ([KILLED, replace(KILLED, rank_end=RankEndKind.VICTIM)], 0, 3, 4),
     "twice, but not in a row": ([KILLED, LOST, KILLED], 0, 3, 4),
     "one rank fewer": ([KILLED, KILLED], 3, 3, 3),
     "fewer counts as a restart": ([KILLED, KILLED], 3, 1, "used up"),
@@ -87,7 +87,7 @@ def test_a_rank_killed_during_a_restart_with_other_shares_or_nodes_is_replaced()
 
 failures = st.builds(
     FailedGeneration,
-    rank_end=st.sampled_from([RankEnd.SIGNAL, RankEnd.SIGNAL, RankEnd.SIGNAL, RankEnd.VICTIM]),
+    rank_end=st.sampled_from([RankEndKind.SIGNAL, RankEndKind.SIGNAL, RankEndKind.SIGNAL, RankEndKind.VICTIM]),
     rank=st.integers(0, 1),
     exit_code=st.sampled_from([137, 139]),
     exception=st.just(""),

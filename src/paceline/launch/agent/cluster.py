@@ -23,7 +23,7 @@ from paceline.host.procfs import raise_open_file_limit
 from paceline.launch.agent import channel
 from paceline.launch.agent.files import FileServer
 from paceline.launch.agent.workers import InheritedResources, Workers
-from paceline.protocol.balance import speeds_of_ranks
+from paceline.protocol.balance import expand_to_rank_speeds
 from paceline.protocol.control import LIFELINE_GRACE_SECONDS, STOP_SIGNALS, StopOrders
 from paceline.protocol.evidence import Evidence, WorkerSample
 from paceline.protocol.job import NodePlan
@@ -334,7 +334,7 @@ class Generation:
         members = cluster.present_nodes
         total = plan.nproc + sum(member.hello.nproc for member in members)
         nprocs = [plan.nproc, *(member.hello.nproc for member in members)]
-        speeds = speeds_of_ranks(plan.ranks.speeds, nprocs) if plan.ranks.speeds else ()
+        speeds = expand_to_rank_speeds(plan.ranks.speeds, nprocs) if plan.ranks.speeds else ()
         ranks = replace(plan.ranks, world_size=total, groups=1 + len(members), speeds=speeds)
         plan = replace(plan, ranks=ranks)
         own_workers = Workers.start(plan, number, inherited)

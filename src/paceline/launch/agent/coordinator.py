@@ -20,7 +20,7 @@ import msgspec
 from msgspec.structs import replace
 
 from paceline.errors import ExitCode, FaultyRankError, UsageError, first_few, plural
-from paceline.guard.deaths import RankEnd, classify_rank_end, diagnosis_due_seconds, first_to_fail
+from paceline.guard.deaths import RankEndKind, classify_rank_end, diagnosis_due_seconds, first_to_fail
 from paceline.guard.judge import diagnose_first_failure
 from paceline.guard.report import RunEvent, same_diagnosis
 from paceline.host.sweep import agent_mark
@@ -46,7 +46,7 @@ POLL_FAILING_SECONDS = 0.05  # between checks for failure records after a failur
 
 @dataclass(frozen=True)
 class FailedGeneration:
-    rank_end: RankEnd | None  # of the rank that failed first; None: ranks made no progress or disagreed
+    rank_end: RankEndKind | None  # of the rank that failed first; None: ranks made no progress or disagreed
     rank: int
     exit_code: int
     exception: str  # name of the exception's type; empty without a failure record
@@ -144,11 +144,11 @@ def _not_worth_it(last: FailedGeneration) -> str:
     if last.exit_code in (ExitCode.NOT_FINITE, ExitCode.DIVERGED):
         return "wrong results are an error of the program or of a node, and a restart would repeat it"
     has_left = last.diagnosis is not None and last.diagnosis.kind is StopKind.LEFT
-    if has_left or (last.rank_end is RankEnd.VICTIM and last.good_exit_codes):
+    if has_left or (last.rank_end is RankEndKind.VICTIM and last.good_exit_codes):
         return "a rank ended while others ran, which is an error of the program"
-    if last.rank_end is RankEnd.EXCEPTION and not last.loader_killed:
+    if last.rank_end is RankEndKind.EXCEPTION and not last.loader_killed:
         return f"{last.exception} is an error of the program, and a restart would repeat it"
-    if last.rank_end is RankEnd.EXIT:
+    if last.rank_end is RankEndKind.EXIT:
         return f"the program ended with exit code {last.exit_code}, and a restart would repeat it"
     return ""
 
@@ -394,7 +394,7 @@ class Coordinator:
             return ExitCode.FAILED
         number = signal.Signals(self.cluster.signals[0])
         first = first_to_fail(ranks)
-        if first is not None and classify_rank_end(first) is RankEnd.EXCEPTION:  # it could not save, for example
+        if first is not None and classify_rank_end(first) is RankEndKind.EXCEPTION:  # it could not save, for example
             evidence = [Evidence.from_sample(sample) for sample in ranks]
             self._report(StopReport(diagnose_first_failure(ranks), evidence, self.plan.attempt_dir))
         if self._regrouped and not any(sample.step for sample in ranks):
@@ -444,7 +444,7 @@ class Coordinator:
             decision = self._without_rank(generation, failed.rank)
             return self._continue(generation, decision, failed.exit_code, counts=False)
         # a node may also be lost while the others are being stopped
-        is_lost = failed.rank_end is RankEnd.LOST or len(self.cluster.present_nodes) < len(generation.members)
+        is_lost = failed.rank_end is RankEndKind.LOST or len(self.cluster.present_nodes) < len(generation.members)
         is_trial = failed.step == 0 and time.monotonic() < self._began_seconds + JOIN_TRIAL_SECONDS
         new_nodes = [node for node in self._entered if is_trial and not is_lost]
         for member in new_nodes:  # the run made progress without them, and no step with them
