@@ -329,7 +329,7 @@ TYPED = (
     Typed(
         "benchmarks.md",
         "two-hosts.json",
-        "1 Gbit/s: # (CNN) and # (GPT) ... # MB sent by a host in a step instead of #, # MB instead of # (",
+        "1 Gbit/s: # (CNN) and # (GPT) ... # MB sent by a node in a step instead of #, # MB instead of # (",
         two_hosts,
     ),
     Typed("benchmarks.md", "peers.json", "it took # ms, and the ratio was # (median; lower quartile #,", peers),

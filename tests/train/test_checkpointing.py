@@ -201,7 +201,7 @@ task = Task(lambda: nn.Sequential(nn.Linear(1, 8000), nn.Linear(8000, 1)), data,
 
 
 def test_a_shard_from_before_a_rollback_is_replaced(tmp_path, monkeypatch):
-    def has_separate_folder() -> bool:
+    def has_separate_folder(_) -> bool:
         tmp_path.joinpath(".tmp-1-1-0", "shard-0-of-1.safetensors").write_bytes(b"earlier")
         return True
 
