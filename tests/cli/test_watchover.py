@@ -69,10 +69,13 @@ def test_ranks_of_a_job_on_a_node_share_an_address_with_nobody_else() -> None:
 @pytest.mark.parametrize("reaped", [False, True])
 @pytest.mark.parametrize(("act", "code"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), 11)", -11)])
 def test_the_kernel_says_how_a_process_ended_that_is_no_child(act: str, code: int, *, reaped: bool) -> None:
-    child = subprocess.Popen([sys.executable, "-S", "-c", f"import os, sys; {act}"])
+    code_to_run = f"import os, sys; sys.stdin.read(); {act}"
+    child = subprocess.Popen([sys.executable, "-S", "-c", code_to_run], stdin=subprocess.PIPE)
     one = ForeignProcess(child.pid)
     try:
         assert one.poll() is None
+        assert child.stdin is not None
+        child.stdin.close()
         select.select([one], [], [], 20)
         if reaped:
             child.wait()
