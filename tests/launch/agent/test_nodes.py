@@ -116,7 +116,7 @@ def test_a_killed_agent_takes_its_node_with_it_and_is_named(nodes, *, ordered: b
     assert run.codes() == [1, -signal.SIGKILL]
     assert "node 1 (" in run.said(0) and "is lost" in run.said(0)
     if not ordered:
-        assert "rank 2, 3" in run.said(0) and "--nodes 2" in run.said(0).splitlines()[-1]
+        assert "ranks 2, 3" in run.said(0) and "--nodes 2" in run.said(0).splitlines()[-1]
     assert not survivors(run)
 
 
