@@ -28,7 +28,9 @@ from paceline.errors import PacelineError, StallError
 from paceline.protocol.evidence import Phase
 from paceline.rank.guard import HangGuard
 from paceline.runs.events import Evaluated, Notice, RolledBack, Skipped, Step, read_events
+from paceline.stepping.step import Step as TrainingStep
 from paceline.stepping.totals import StepTotals, UnreadStep
+from paceline.stepping.trained_model import ModelInTraining
 from paceline.strategies.average import WeightAverage
 from paceline.strategies.optimizers import can_skip_step_on_device
 from paceline.train.step import TaskSteps
@@ -69,6 +71,20 @@ def named(rank: int, size: int, folder: str) -> dict[str, Any]:
 def test_who_made_a_step_bad_is_found_as_early(tmp_path: Path) -> None:
     meeting = str(tmp_path / "meeting")
     assert run_ranks(named, 2, tmp_path, meeting) == run_ranks(of_ranks, 2, tmp_path, f"{meeting}-2")
+
+
+def test_a_loss_counts_with_its_value_at_its_backward(world: World) -> None:
+    """The loop may write into it later, and a replay of a CUDA graph writes into its output."""
+    (micro_batches,), losses = batches(world, 2), list[float]()
+    with on_the_cpu():
+        step = TrainingStep(world, 2, lambda phase: None)
+        step.parts.append(ModelInTraining(replica := made("exact", world, 2)))
+        for batch in step.run_micro_batches("here", micro_batches):
+            loss = good(replica.model(batch.inputs), batch.targets).mean()
+            losses.append(loss.item())
+            step.backward(loss)
+            loss.data.zero_()
+        assert step.end().loss == pytest.approx(sum(losses) / 2)
 
 
 def weightless(outputs: Tensor, targets: Tensor) -> Any:

@@ -103,12 +103,12 @@ def test_a_batch_for_more_virtual_ranks_is_refused(world: World) -> None:
         train_step(made(world), step, loss)
 
 
-@pytest.mark.parametrize(("folder", "is_of_user"), [("dist-packages", False), ("project", True)])
+@pytest.mark.parametrize(("folder", "is_of_user"), [("dist-packages", False), ("project", True), ("my-packages", True)])
 def test_an_autograd_function_is_the_users_unless_a_package_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, is_of_user: bool
 ) -> None:
     """Also a package outside the environment of the interpreter: of the system, or of the user."""
-    name = f"doubling_{folder[:4]}"
+    name = f"doubling_in_{folder.replace('-', '_')}"
     (tmp_path / folder).mkdir()
     (tmp_path / folder / f"{name}.py").write_text(
         "from torch.autograd import Function\n\n\nclass Double(Function):\n"

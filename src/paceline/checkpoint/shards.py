@@ -282,20 +282,21 @@ class ShardedParameter:
 
     def _parts(self, shard: TensorShard, rows: Tensor, first: int) -> Iterator[TensorShard]:
         """`rows` of the shard, the first of which is row `first`, by range."""
-        inner, outer = self.full_shape[self.dim + 1 :].numel(), self.full_shape[1 : self.dim].numel()
-        apart = self.full_shape[self.dim] * inner
-        at = 0
+        full, at = self.full_shape, 0
+        inner, outer = full[self.dim + 1 :].numel(), full[1 : self.dim].numel()
+        apart = full[self.dim] * inner
         for start, stop in self.ranges:
             length, last = stop - start, at + stop - start
             if self.dim == 0:  # the rows of this range that are in `rows`
                 low, high = max(at, first), min(last, first + len(rows))
                 part = rows[low - first : max(low, high) - first].flatten()
-                yield replace(shard, tensor=part, unsharded_shape=self.full_shape, start=(start + low - at) * inner)
+                yield replace(shard, tensor=part, unsharded_shape=full, start=(start + low - at) * inner)
             else:
                 part = rows.narrow(self.dim, at, length).flatten(self.dim).flatten(0, self.dim - 1)  # a view
                 begin = first * outer * apart + start * inner
-                ranges: Any = {"start": begin, "count": len(part), "range_stride": apart}
-                yield replace(shard, tensor=part, unsharded_shape=self.full_shape, **ranges)
+                yield replace(
+                    shard, tensor=part, unsharded_shape=full, start=begin, count=len(part), range_stride=apart
+                )
             at = last
 
 

@@ -210,8 +210,9 @@ def _received(piece: Piece, data: Tensor, at: int) -> TensorShard:
     values = data[at : at + piece.elements * dtype.itemsize].view(dtype)
     if piece.key == piece.name:
         return TensorShard(piece.name, values.view(shape), replicated=False)
-    ranges: Any = {"start": piece.start, "count": piece.count, "range_stride": piece.apart}
-    return TensorShard(piece.name, values, shape, replicated=False, **ranges)
+    return TensorShard(
+        piece.name, values, shape, piece.start, replicated=False, count=piece.count, range_stride=piece.apart
+    )
 
 
 # ---- read

@@ -44,6 +44,9 @@ class MemoryMeter:
         else:
             machine_bytes = free_memory()
             free_bytes = UNLIMITED if machine_bytes is None else machine_bytes // local_ranks
+            soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
+            if soft != resource.RLIM_INFINITY:  # `ulimit -d`
+                free_bytes = min(free_bytes, max(0, soft - _used_data_bytes()))
         self.free_bytes = free_bytes  # that this rank may still allocate
 
     def start(self) -> None:
@@ -65,9 +68,8 @@ class MemoryMeter:
         if not self._gpu:
             soft, hard = self._limits = resource.getrlimit(resource.RLIMIT_DATA)
             lowest = min(limit for limit in (soft, hard, UNLIMITED) if limit != resource.RLIM_INFINITY)
-            used_bytes = read_process_memory_field("VmData") - _free_heap_bytes()
             # the rest is for pages that a forked process copies, and for the kernel
-            limit_bytes = used_bytes + int(LIMITED_FRACTION * self.free_bytes)
+            limit_bytes = _used_data_bytes() + int(LIMITED_FRACTION * self.free_bytes)
             resource.setrlimit(resource.RLIMIT_DATA, (min(lowest, limit_bytes), hard))
 
     def remove_limit(self) -> None:
@@ -77,13 +79,14 @@ class MemoryMeter:
             self._limits = None
 
 
-def _free_heap_bytes() -> int:
-    """The bytes in free chunks of glibc's heaps; 0 if the C library does not report them."""
+def _used_data_bytes() -> int:
+    """What counts for RLIMIT_DATA, without free chunks of glibc's heaps if the C library reports them."""
+    data_bytes = read_process_memory_field("VmData")
     with suppress(AttributeError):
         mallinfo2 = ctypes.CDLL(None).mallinfo2
         mallinfo2.restype = _MallInfo2
-        return mallinfo2().fordblks
-    return 0
+        data_bytes -= mallinfo2().fordblks
+    return data_bytes
 
 
 class _MallInfo2(ctypes.Structure):

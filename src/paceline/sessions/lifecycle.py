@@ -98,8 +98,10 @@ class SessionRun:
         others = {"resume": config.resume, "threads": config.threads, "precision": config.precision}
         check_equal("session settings", self.definition | others, world)
         every = parse_checkpoint_interval(config.checkpoint_every)
-        policy = CheckpointIntervals(config.check_replicas_every, 10**9, *every, keep=config.keep_checkpoints)
-        self.progress = TrainingProgress(place, origin, world, policy, config.not_finite, lambda line: self.print(line))
+        intervals = CheckpointIntervals(config.check_replicas_every, 10**9, *every, keep=config.keep_checkpoints)
+        self.progress = TrainingProgress(
+            place, origin, world, intervals, config.not_finite, lambda line: self.print(line)
+        )
         self.progress.use = Utilization(world, config.peak_tflops)
         self.max_steps = self.progress.step + (self.observer or self.guard).max_steps
         """The step after which the training ends. An observer or `launch --check` limits it."""

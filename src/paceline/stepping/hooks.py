@@ -185,10 +185,12 @@ def graph_nodes(loss: Tensor) -> Iterator[Any]:
 
 
 @cache
+@cache  # a step asks for each autograd function of the process
 def _is_user_module(module: str) -> bool:
     """Whether a module belongs to the user: not to an installed package, and not to paceline."""
     path = getattr(sys.modules.get(module), "__file__", None)
     if path is None or module.partition(".")[0] in ("paceline", "torch"):
         return module == "__main__"
-    resolved = str(Path(path).resolve())  # packages of the user or of the system are outside this environment
-    return "-packages/" not in resolved and not resolved.startswith(str(Path(sysconfig.get_path("stdlib")).resolve()))
+    file = Path(path).resolve()  # packages of the user or of the system are outside this environment
+    is_installed = not {"site-packages", "dist-packages"}.isdisjoint(file.parts)
+    return not is_installed and not file.is_relative_to(Path(sysconfig.get_path("stdlib")).resolve())

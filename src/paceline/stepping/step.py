@@ -259,8 +259,10 @@ class Step:
         # a mean; or the (B,) of a task, which was checked to have one value per sample
         plain = weight is None and reduction == "mean" and loss.ndim <= int(self._forward is not None)
         # a host that steps separately does not wait for weights of other hosts
-        waits = last and self._host is None
-        scale, has_gradient = self._sums.add_loss(loss, weighed, reduction, micro_step, plain=plain, waits=waits)
+        may_wait = self._host is None
+        scale, has_gradient = self._sums.add_loss(
+            loss, weighed, reduction, micro_step, plain=plain, is_last=last, may_wait=may_wait
+        )
         finish = self._sums.start() if last else None  # travels during backward
         totals = None
         if scale is None:

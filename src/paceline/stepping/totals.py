@@ -167,17 +167,17 @@ class StepTotals:
 
     def add_loss(
         self, loss: Tensor, weighed: WeightedLoss, reduction: Reduction, micro_step: MicroStep, *, plain: bool,
-        waits: bool = False,
+        is_last: bool = False, may_wait: bool = False,
     ) -> tuple[float | Tensor | None, bool]:  # fmt: skip
         """Add a loss and its weight to the totals. Backwards with a common divisor must have the same weight.
 
-        `plain`: each sample weighs 1, according to the form of the loss, which is the same on all ranks. `waits`: the
-        backward may wait for the totals.
+        `plain`: each sample weighs 1, according to the form of the loss, which is the same on all ranks. `is_last`:
+        `start` is called next. `may_wait`: the last backward may wait for the totals.
 
         Returns the divisor of the loss before backward, which makes gradients inside backward those of the mean; and
         whether the loss may have a gradient: it has none if its factor is 0. A GPU is not asked, because the host would
         wait. The divisor is the weight of the global batch if this is known: from the plan, or because this rank has
-        all of it. None: it is the weight in the totals over ranks, if the backward `waits` for them. Otherwise it is a
+        all of it. None: it is the weight in the totals over ranks, if the backward waits for them. Otherwise it is a
         power of two near the weight of the last step, which changes no bit of the sum, and the gradients are divided by
         the rest later.
         """
@@ -201,10 +201,10 @@ class StepTotals:
                 raise UsageError(code="wrong-virtual-ranks", virtual_rank=virtual_rank, rows=self._virtual_ranks)
             if not is_weightless:  # a mean over nothing is NaN
                 total = self._losses[virtual_rank]
-                if self._on_device:  # `start` adds the first loss to the numbers that it sends
-                    without_graph = replace(weighed, value=weighed.value.detach())
-                    is_first = isinstance(total, float)
-                    self._losses[virtual_rank] = without_graph if is_first else weighed.add_to(_number(total))
+                if self._on_device and is_last and isinstance(total, float):  # `start` adds it to what it sends
+                    self._losses[virtual_rank] = replace(weighed, value=weighed.value.detach())
+                elif self._on_device:  # now: the loop may write into the loss, and a CUDA graph into its output
+                    self._losses[virtual_rank] = weighed.add_to(_number(total))
                 else:  # a product with a number of the host has the same bits
                     assert isinstance(total, float)
                     value = weighed.value.detach() if isinstance(factor, Tensor) else weighed.value.item()
@@ -224,7 +224,7 @@ class StepTotals:
                 self.scale = weight if isinstance(weight, Tensor) else weight or 1.0  # 0: `read_totals` raises
             elif weighed.is_weight_num_samples and self._samples:
                 self.scale = float(self._samples)
-            elif not (self._one_each and waits) or self._same_bits:
+            elif not (self._one_each and is_last and may_wait) or self._same_bits:
                 self.guess_loss_divisor(self._samples)
                 self.is_guess = True
         return self.scale, not is_weightless

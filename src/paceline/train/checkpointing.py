@@ -321,17 +321,17 @@ class CheckpointManager:
     """Compares replicas, takes snapshots and saves checkpoints. All ranks make all calls at the same steps."""
 
     def __init__(
-        self, holder: CheckpointedModels, place: RunLocation, origin: ResumePoint | None, policy: CheckpointIntervals,
-        *, writer: EventWriter, say: MessageCallback, enter: Callable[[Phase], object],
+        self, holder: CheckpointedModels, place: RunLocation, origin: ResumePoint | None,
+        intervals: CheckpointIntervals, *, writer: EventWriter, say: MessageCallback, enter: Callable[[Phase], object],
     ) -> None:  # fmt: skip
         """Claim the folder of checkpoints for this start of the run (collective)."""
-        self._holder, self._world, self._policy, self._writer, self._say = holder, holder.world, policy, writer, say
-        self._enter = enter
+        self._holder, self._world, self._intervals = holder, holder.world, intervals
+        self._writer, self._say, self._enter = writer, say, enter
         self._folder, self._checkpoints = place.folder, Checkpoints(place.folder / CHECKPOINTS)
         self._claim = PublishClaim(place.attempt, place.generation)
         with raise_on_all_ranks(self._world):
             if self._world.rank == 0:
-                # Needed even if the policy saves nothing: a signal can request a checkpoint before the run stops, and a
+                # Needed even without regular saves: a signal can request a checkpoint before the run stops, and a
                 # process of an older generation must not publish one.
                 self._checkpoints.claim_publishing(*self._claim, place.notices.append)
                 if (
@@ -340,10 +340,10 @@ class CheckpointManager:
                     and (unwritten := self._ranks_missing_step(origin.step))
                 ):
                     writer.write(events.UnloggedStep(origin.step, unwritten))  # on behalf of the previous start
-        check_space(holder, self._checkpoints, policy.keep)
+        check_space(holder, self._checkpoints, intervals.keep)
         self._checkpoint_writer = CheckpointWriter(
             self._checkpoints, self._world, holder.virtual_ranks, self._claim,
-            keep=policy.keep, flush_events=writer.flush, say=say,
+            keep=intervals.keep, flush_events=writer.flush, say=say,
         )  # fmt: skip
         self._snapshot_writer: SnapshotWriter | None = None
         files, local_rank = inherited_memory_files(), self._world.local_rank
@@ -362,23 +362,23 @@ class CheckpointManager:
 
     def votes(self) -> tuple[float, float, float]:
         """The fields `shard_written`, `shard_failed` and `checkpoint_due` of the ControlFlags of the next step."""
-        seconds = self._policy.checkpoint_seconds
+        seconds = self._intervals.checkpoint_seconds
         # only rank 0 reads its clock; otherwise the ranks would save different steps
         is_due = seconds is not None and not self._world.rank and time.monotonic() - self._saved_at >= seconds
         return *self._checkpoint_writer.write_status(), float(is_due)
 
     def is_due(self, step: int) -> bool:
-        """Whether the policy compares, snapshots or saves the state after `step`, without any vote."""
+        """Whether this compares, snapshots or saves the state after `step`, without any vote."""
         return any(self._due(step))
 
     def _due(self, step: int) -> tuple[bool, bool, bool]:
-        policy = self._policy
-        save = bool(policy.checkpoint_every and step % policy.checkpoint_every == 0)
-        snapshot = self._takes_snapshots and step % policy.snapshot_every == 0
-        return save, snapshot, step % policy.compare_every == 0
+        intervals = self._intervals
+        save = bool(intervals.checkpoint_every and step % intervals.checkpoint_every == 0)
+        snapshot = self._takes_snapshots and step % intervals.snapshot_every == 0
+        return save, snapshot, step % intervals.compare_every == 0
 
     def after_step(self, step: int, votes: ControlFlags, content: Callable[[], TrainerState], *, save: bool) -> float:
-        """Compare, snapshot or save as the policy requires after `step` (collective). `save`: save in any case.
+        """Compare, snapshot or save as due after `step` (collective). `save`: save in any case.
 
         Returns the seconds for which training was paused.
         """
@@ -422,8 +422,8 @@ class CheckpointManager:
 
     @property
     def can_roll_back(self) -> bool:
-        policy = self._policy
-        return bool(policy.checkpoint_every or policy.checkpoint_seconds or self._takes_snapshots)
+        intervals = self._intervals
+        return bool(intervals.checkpoint_every or intervals.checkpoint_seconds or self._takes_snapshots)
 
     def newest_resume_point(self) -> ResumePoint | None:
         self.wait()
@@ -447,8 +447,9 @@ class CheckpointManager:
                 self._writer.write(events.UnloggedStep(step, unwritten))
             self._writer.flush()
             path = save_on_one_rank(
-                self._holder, step, trainer_state, self._checkpoints, self._claim, keep=self._policy.keep, say=self._say
-            )
+                self._holder, step, trainer_state, self._checkpoints, self._claim,
+                keep=self._intervals.keep, say=self._say,
+            )  # fmt: skip
             result = f"the state after step {step} is saved: {path}"
         except Exception as error:  # the run ends with the original error in any case
             result = f"the state after step {step} cannot be saved: {error}"

@@ -44,7 +44,8 @@ class MicroBatchSearch:
         """`portion`: samples to split into micro-batches of at most `size`. `gather`: the values of all ranks."""
         self._replicas, self._world, self._portion, self._gather = replicas, world, portion, gather
         modules = [module for replica in replicas for module in replica.model.modules()]
-        self._smallest = min(2 if any(isinstance(module, _BatchNorm) for module in modules) else 1, portion)
+        self.smallest = min(2 if any(isinstance(module, _BatchNorm) for module in modules) else 1, portion)
+        """the least samples of a micro-batch; batch norm needs two"""
         self._saved = SavedForBackward(replica.model for replica in replicas)
         memory = memory_breakdown(replicas)
         held_bytes = memory.weight_bytes + memory.buffer_bytes + memory.optimizer_bytes
@@ -69,22 +70,22 @@ class MicroBatchSearch:
     @property
     def bytes_per_sample(self) -> float:
         if len(self._trials) == 1:  # the first trial has failed
-            return max(0, self._free_bytes) / self._smallest
+            return max(0, self._free_bytes) / self.smallest
         (few, low), (many, high) = self._trials[-2:]
         return max(0.0, (high - low) / (many - few))
 
     def next_size(self) -> int:
         """The size of the next trial, the same on all ranks; 0 if the last one fits on all of them (a collective)."""
-        sizes = self._gather(self._fitting_size() if self.size else self._smallest)
+        sizes = self._gather(self._fitting_size() if self.size else self.smallest)
         size = min(sizes)
-        if size < self._smallest:
+        if size < self.smallest:
             error = self.error_of_smallest()
             raise report_on_one_rank(error, self._world, by=sizes.index(size)) if len(sizes) > 1 else error
         self.is_found, self.size = size == self.size, size
         return 0 if self.is_found else size
 
     def error_of_smallest(self) -> UsageError:
-        return UsageError(code="micro-batch-of-one", samples=self._smallest, **self.facts(self._smallest))
+        return UsageError(code="micro-batch-of-one", samples=self.smallest, **self.facts(self.smallest))
 
     def _fitting_size(self) -> int:
         """The largest size that fits on this rank by the last two trials."""
@@ -95,7 +96,7 @@ class MicroBatchSearch:
             size = min(size, self.size // 2)
         elif per_sample:
             fitting = int((self._usable_bytes - fixed_bytes) // per_sample)
-            if samples == self._smallest and peak_bytes <= self._free_bytes:
+            if samples == self.smallest and peak_bytes <= self._free_bytes:
                 fitting = max(fitting, samples)  # it has just been computed
             size = min(size, fitting)
         if size < self.size:
@@ -113,7 +114,7 @@ class MicroBatchSearch:
         self.meter.start()
         self.meter.set_limit()
         try:
-            with self._saved.count() if self.size == self._smallest else nullcontext():
+            with self._saved.count() if self.size == self.smallest else nullcontext():
                 yield
         except Exception as error:
             if not is_out_of_memory(error) or not may_fail:
@@ -209,8 +210,8 @@ def explain_out_of_memory(
                 with search.trial(may_fail=True):
                     compute(size)
             fits = min(search.size, samples // 2)  # if all samples fit, what follows the forward did not
-            code = "out-of-memory" if fits else "out-of-memory-of-one"
-        except Exception as error:  # also for example of DDP, after a step that has failed
+            code = "out-of-memory" if fits >= search.smallest else "out-of-memory-of-one"
+        except Exception as error:  # for example an error of DDP after a step that has failed
             is_of_one = isinstance(error, UsageError) and error.code == "micro-batch-of-one"
             code = "out-of-memory-of-one" if is_of_one else code
     elif search is not None:

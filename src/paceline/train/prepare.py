@@ -1,7 +1,7 @@
 """Builds the components of a training from its configuration, and checks them on all ranks before the first step."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -158,16 +158,10 @@ def prepare(config: TrainConfig, world: World) -> TrainingComponents:
     precision, allocator, notices = resolve_compute(config.compute, model, task, train_set, loading, largest, world)
     config = replace(config, compute=replace(config.compute, precision=precision))
     with raise_on_all_ranks(world):
-        load = {"largest_batch": largest, "num_workers": config.data.num_workers, "local_ranks": world.local_size}
-        check = partial(
-            try_loss_on_first_samples,
-            task,
-            model,
-            train_set,
-            in_process,
-            load,
-            None if config.compute.compile else count,
-        )
+        workers, ranks = config.data.num_workers, world.local_size
+        check_size = partial(check_shared_memory_size, largest_batch=largest, num_workers=workers, local_ranks=ranks)
+        count_once = None if config.compute.compile else count
+        check = partial(try_loss_on_first_samples, task, model, train_set, in_process, check_size, count_once)
         sample_bytes = compute_first_samples(check, model, world)
         with preserve_generator_states():  # an error in the evaluation must not appear only after the first epoch
             for split in list(sets)[1:]:
@@ -300,11 +294,11 @@ def make_replica(
 
 def try_loss_on_first_samples(
     task: Task, model: nn.Module, dataset: Dataset[Any], loading: LoadingOptions,
-    load: Mapping[str, int] | None = None, count: FlopCount | None = None, samples: int = 2,
+    check_size: Callable[[Any, int], None] | None = None, count: FlopCount | None = None, samples: int = 2,
 ) -> int:  # fmt: skip
     """Run forward, loss and backward on the first `samples` samples, so that errors appear before the first step.
 
-    The model does not change. With `load`, check that shared memory is sufficient. `count` counts the FLOPs.
+    The model does not change. `check_size` gets the batch and its number of samples. `count` counts FLOPs.
 
     Returns:
         The GPU memory, in bytes, of the inputs and activations of one sample; 0 on the CPU.
@@ -318,8 +312,8 @@ def try_loss_on_first_samples(
     buffers_before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with preserve_generator_states(), eval_mode(model), explain_missing_kernel(UsageError), torch.enable_grad():
         for inputs, targets in fetch_inputs_and_targets(dataset, [(0, indices)], 0, loading):
-            if load is not None and batch_gatherer(dataset) is None:  # gathering needs no worker processes
-                check_shared_memory_size((inputs, targets), len(indices), **load)
+            if check_size is not None and batch_gatherer(dataset) is None:  # gathering needs no worker processes
+                check_size((inputs, targets), len(indices))
             with nullcontext() if count is None else count.count_samples(len(indices)):
                 losses, _ = weighted_losses(task.loss, call_model(model, inputs), targets)
                 if losses.requires_grad:  # some models disable gradients in eval mode

@@ -54,11 +54,11 @@ class TrainingProgress(RunRecorder):
     """The state that the loop over steps shares with the work between steps."""
 
     def __init__(
-        self, place: RunLocation | None, origin: ResumePoint | None, world: World, policy: CheckpointIntervals,
+        self, place: RunLocation | None, origin: ResumePoint | None, world: World, intervals: CheckpointIntervals,
         not_finite: NonFinitePolicy, show: Callable[[str], None],
     ) -> None:  # fmt: skip
         super().__init__(place, world, show)
-        self.origin, self._checkpoint_policy = origin, policy
+        self.origin, self._checkpoint_intervals = origin, intervals
         self._guard = HangGuard.of_process()
         self.order = CollectiveOrderCheck(
             world, self._guard.ledger.take_order_hash, self._guard.ledger.last_ordered_calls, self.say
@@ -107,7 +107,7 @@ class TrainingProgress(RunRecorder):
         self._guard.page.put("own_virtual_ranks", len(share))
         holder = CheckpointedModels(parts, self._world, plan.virtual_ranks, others)
         self._checkpoints = CheckpointManager(
-            holder, location, self.origin, self._checkpoint_policy,
+            holder, location, self.origin, self._checkpoint_intervals,
             writer=self.begin(location, report_to), say=self.say, enter=self._guard.page.enter,
         )  # fmt: skip
         self.log_start(plan, self.step)

@@ -43,8 +43,8 @@ class TaskTrainer:
         self._display = ProgressDisplay(total_steps=parts.total_steps, interval=interval, shown=is_shown)
         c, not_finite = self._config.checkpoint, self._config.guard.not_finite
         every = parse_checkpoint_interval(c.checkpoint_every)
-        policy = CheckpointIntervals(c.check_replicas_every, c.snapshot_every, *every, keep=c.keep_checkpoints)
-        self._progress = TrainingProgress(place, origin, self._world, policy, not_finite, self._display.say)
+        intervals = CheckpointIntervals(c.check_replicas_every, c.snapshot_every, *every, keep=c.keep_checkpoints)
+        self._progress = TrainingProgress(place, origin, self._world, intervals, not_finite, self._display.say)
         compute = self._config.compute
         self._progress.use = Utilization(self._world, compute.peak_tflops, parts.flop_count, compute.precision)
         self._progress.stream = stream = parts.stream
