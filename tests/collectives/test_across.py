@@ -16,8 +16,8 @@ from paceline.collectives.communicator import make_communicator
 from paceline.collectives.inter_node import (
     BLOCK,
     Bf16Quantizer,
-    CompressedInterNodeAllReduce,
     Int8Quantizer,
+    InterNodeAllReduce,
     PowerSgdCodec,
 )
 
@@ -63,7 +63,7 @@ def summed(rank: int, world_size: int, folder: Path) -> dict[object, tuple[list[
         for way in WAYS:
             again: list[list[Tensor]] = []
             for _ in range(2):
-                across, sums = CompressedInterNodeAllReduce(parameters(), place, way), list[Tensor]()
+                across, sums = InterNodeAllReduce(parameters(), place, way), list[Tensor]()
                 for step in range(STEPS):
                     across.save_state()
                     across.sum(made(place.node_index, 99))  # of a step that is left out

@@ -118,6 +118,8 @@ PACKAGE = Path(status_page.__file__).parents[1]
         ("/x/site-packages/torch/distributed/c10d_logger.py", CodeOwner.NOBODY, "torch/distributed/c10d_logger.py"),
         (threading.__file__, CodeOwner.NOBODY, f"python3.{sys.version_info.minor}/threading.py"),
         ("/home/u/my/train.py", CodeOwner.USER, "train.py"),
+        ("/home/u/my-packages/train.py", CodeOwner.USER, "train.py"),
+        ("/usr/lib/python3/dist-packages/tqdm/std.py", CodeOwner.LIBRARY, "tqdm/std.py"),
     ],
 )
 def test_files_have_owners_and_the_same_names_everywhere(file: str, expected_owner: CodeOwner, name: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from tests.sessions.looped import ClampedGradient
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_gather
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
@@ -1617,17 +1618,7 @@ def written(kind: str) -> Any:
 # ---- what is not linear on the gradient path
 
 
-class Clamp(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return gradient.clamp(-0.01, 0.01)
-
-
-class Clamped(nn.Module):
+class Layer(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind, self.seen = kind, list[float]()
@@ -1638,9 +1629,9 @@ class Clamped(nn.Module):
         elif self.kind == "watched":
             x.register_hook(lambda gradient: self.seen.append(float(gradient.abs().max())))
         elif self.kind == "reentrant":
-            return checkpoint(Clamp.apply, x, use_reentrant=True)
+            return checkpoint(ClampedGradient.apply, x, use_reentrant=True)
         elif self.kind == "function":
-            return Clamp.apply(x)
+            return ClampedGradient.apply(x)
         return x
 
 
@@ -1656,7 +1647,7 @@ def on_the_path(kind: str) -> Any:
 
     def made() -> nn.Module:
         torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), Clamped(kind), nn.Linear(8, 1))
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), Layer(kind), nn.Linear(8, 1))
         if kind in ("hook", "masked", "accumulated"):
             model[3].weight.register_hook(lambda g: g.clamp(-0.05, 0.05))
         if kind == "after":

@@ -249,7 +249,7 @@ def fields(batch: Any) -> tuple[Tensor, Tensor, Tensor]:
     return (batch["x"], batch["y"], batch["i"]) if isinstance(batch, dict) else tuple(batch)  # pyright: ignore
 
 
-class Clamped(torch.autograd.Function):
+class ClampedGradient(torch.autograd.Function):
     """Its input; the gradient is clamped."""
 
     @staticmethod
@@ -330,7 +330,7 @@ class Net(nn.Module):
         if self.case.buffers == "batch_norm":
             h = self.norm(h)
         if self.case.path == "function":
-            h = Clamped.apply(h)
+            h = ClampedGradient.apply(h)
         return self.head(h)
 
     def count(self, x: Tensor) -> None:

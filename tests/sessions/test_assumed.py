@@ -283,7 +283,10 @@ LIKE_THE_PLAIN_LOOP = {  # weights, samples, epochs and learning rates are those
     "closure": replace(EXACT, closure=True),
     "average": replace(EXACT, average="registered"),
     **{f"frozen, {name}": Case(frozen=True, optimizer="groups", ranks=2, strategy=name) for name in ("exact", "fsdp")},
-    **{f"every third batch, {name}": Case(every=3, ranks=2, strategy=name) for name in ("bucketed", "ddp", "fsdp")},
+    **{
+        f"every third batch, {name}": Case(every=3, clip="torch", ranks=2, strategy=name)
+        for name in ("bucketed", "ddp", "fsdp")
+    },
 }
 
 

@@ -288,6 +288,23 @@ def test_a_loop_without_memory_names_what_would_have_fitted(tmp_path, fails_in, 
     assert [least <= int(number) < 64 for number in fits] == [True] * (code == "out-of-memory"), done.stderr
 
 
+EVALUATION = """            break
+        model.eval()
+        with torch.no_grad():
+            for x, y in s.loader(mine.data("train"), global_batch=64):
+                model(x)
+                raise MemoryError
+        s.log(epoch=epoch)"""
+
+
+def test_an_evaluation_without_memory_is_no_step_that_a_break_has_left(tmp_path):
+    loop = LOOP.replace("        s.log(epoch=epoch)", EVALUATION)
+    (tmp_path / "mine.py").write_text(TASK)
+    (tmp_path / "loop.py").write_text(loop)
+    done = run_script(1, "loop.py", "1", "1", cwd=tmp_path)
+    assert done.returncode == 1 and "MemoryError" in done.stderr and codes(done.stderr) == [], done.stderr
+
+
 def test_settings_that_contradict_a_search():
     for settings in ({"accumulation": 2}, {"batch_size": 8}):
         with raises("micro-batch-set"):

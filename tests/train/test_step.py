@@ -3,7 +3,9 @@
 import gc
 import importlib
 import weakref
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from paceline import BatchPlan, LoadingOptions, Strategy, World, load_steps, tra
 from paceline.data.arrays import ArrayDataset
 from paceline.data.loader import MicroBatch
 from paceline.protocol.evidence import Phase
-from paceline.stepping.hooks import describe_user_autograd_function
+from paceline.stepping.hooks import TensorHookTracker, describe_user_autograd_function, describe_user_module_hook
 from paceline.strategies import STRATEGIES
 from paceline.train.step import TaskSteps
 
@@ -107,7 +109,10 @@ def test_a_batch_for_more_virtual_ranks_is_refused(world: World) -> None:
 def test_an_autograd_function_is_the_users_unless_a_package_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, is_of_user: bool
 ) -> None:
-    """Also a package outside the environment of the interpreter: of the system, or of the user."""
+    """Also a package outside the environment of the interpreter: of the system, or of the user.
+
+    A folder of the user may have such a name.
+    """
     name = f"doubling_in_{folder.replace('-', '_')}"
     (tmp_path / folder).mkdir()
     (tmp_path / folder / f"{name}.py").write_text(
@@ -117,3 +122,23 @@ def test_an_autograd_function_is_the_users_unless_a_package_has_it(
     monkeypatch.syspath_prepend(tmp_path / folder)
     loss = importlib.import_module(name).Double.apply(torch.ones(2, requires_grad=True)).sum()
     assert bool(describe_user_autograd_function(loss)) is is_of_user
+
+
+def clamp(factor: float, gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.clamp(-factor, factor)
+
+
+@pytest.mark.parametrize(
+    "hook", [partial(clamp, 0.1), partial(torch.clamp, min=-0.1, max=0.1), torch.sign], ids=["partial", "op", "builtin"]
+)
+def test_a_hook_is_the_users_also_without_a_function_of_its_own(hook: Any) -> None:
+    tracker = TensorHookTracker()
+    try:
+        hidden = torch.ones(2, requires_grad=True) * 2
+        hidden.register_hook(hook)
+        (hidden * 3).sum().backward()
+    finally:
+        tracker.remove()
+    model = torch.nn.Linear(2, 1)
+    model.register_full_backward_hook(hook)
+    assert tracker.changed and describe_user_module_hook([model])

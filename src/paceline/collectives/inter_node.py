@@ -174,8 +174,11 @@ def unflatten_tensors(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-class CompressedInterNodeAllReduce:
-    """Sums tensors with the shapes of these parameters over hosts. Its state contains the residual."""
+class InterNodeAllReduce:
+    """Sums tensors with the shapes of these parameters over hosts, compressed if `compress` is set.
+
+    Its state contains the residual of the compression.
+    """
 
     def __init__(
         self,
@@ -248,7 +251,7 @@ class TwoLevelBucketReduction(SharedMemoryBucketReduction):
     """A transport of one bucket: sums in memory on each host, divides, and sums over hosts with `across`."""
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], hosts: NodeTopology, across: CompressedInterNodeAllReduce | None
+        self, parameters: Sequence[nn.Parameter], hosts: NodeTopology, across: InterNodeAllReduce | None
     ) -> None:
         memory = hosts.memory
         partition = LeafPartition.one_leaf_per_rank(memory.size, memory.rank)

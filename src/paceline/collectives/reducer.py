@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from paceline.collectives.buckets import grad_of, sparse_gradient_error, trainable_parameters
 from paceline.collectives.communicator import BucketReduction, SharedMemoryBucketReduction, make_communicator
 from paceline.collectives.hosts import NodeTopology
-from paceline.collectives.inter_node import CompressedInterNodeAllReduce, TwoLevelBucketReduction
+from paceline.collectives.inter_node import InterNodeAllReduce, TwoLevelBucketReduction
 from paceline.collectives.shards import ParameterShards, ShardBucketReduction
 from paceline.collectives.torch_collectives import Group
 from paceline.collectives.tree import Grads, LeafPartition, add_gradient_lists
@@ -198,9 +198,7 @@ def make_reducer(module: nn.Module, partition: LeafPartition, group: Group = Non
     return Reducer(partition, transport, module=module, single_leaf=single_leaf)
 
 
-def make_node_reducer(
-    module: nn.Module, hosts: NodeTopology, across: CompressedInterNodeAllReduce | None = None
-) -> Reducer:
+def make_node_reducer(module: nn.Module, hosts: NodeTopology, across: InterNodeAllReduce | None = None) -> Reducer:
     """A reducer over the ranks of each host, and if there is `across`, over hosts (a collective)."""
     rank = hosts.memory.rank
     transport = TwoLevelBucketReduction(trainable_parameters(module), hosts, across)

@@ -18,6 +18,7 @@ _NATIVE_THREAD = re.compile(r"^(?:Current thread|Thread|Stack) .*most recent cal
 _STANDARD_LIBRARY_PATTERN = re.compile(r"(?:^|/)python3(?:\.\d+t?)?/(?!.*(?:site|dist)-packages/)|^<frozen ")
 MAX_NATIVE_LINES = 5000
 SITE_CHARS, BY = 72, ", by "
+PACKAGE_FOLDERS = ("/site-packages/", "/dist-packages/")  # a project of the user may be in "my-packages/"
 
 
 class Activity(Enum):
@@ -52,7 +53,7 @@ def activity_of_source_file(file: str) -> Activity:
 
 def _in_package(file: str) -> str:
     """`torch/distributed/...` for `/usr/lib/python3/dist-packages/torch/distributed/...`; other paths unchanged."""
-    for folder in ("-packages/", "/src/"):
+    for folder in (*PACKAGE_FOLDERS, "/src/"):
         if folder in file:
             return file.rpartition(folder)[2]
     before, torch, rest = file.partition("/torch/")
@@ -69,7 +70,9 @@ def _is_ours(frame: Frame) -> bool:
 
 def _is_library(frame: Frame) -> bool:
     """Whether it belongs to another library than torch or paceline. Frames of faulthandler have full paths."""
-    return (frame.library or "-packages/" in frame.file) and not (_is_torch(frame) or _is_ours(frame))
+    return (frame.library or any(folder in frame.file for folder in PACKAGE_FOLDERS)) and not (
+        _is_torch(frame) or _is_ours(frame)
+    )
 
 
 def main_thread_frames(evidence: Evidence) -> Sequence[Frame]:

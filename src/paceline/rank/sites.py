@@ -17,6 +17,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from paceline.protocol.code_locations import (
+    PACKAGE_FOLDERS,
     SITE_CHARS,
     Activity,
     activity_of_source_file,
@@ -60,7 +61,7 @@ def code_owner(filename: str) -> CodeOwner:
         return CodeOwner.NOBODY if is_helper else CodeOwner.OURS
     if "/site-packages/torch/" in filename or "/torch/distributed/" in filename:
         return CodeOwner.NOBODY
-    if "-packages/" in filename:
+    if any(folder in filename for folder in PACKAGE_FOLDERS):
         return CodeOwner.LIBRARY
     if filename.startswith((_STDLIB, "<frozen", _SCRIPTS_DIR)) or filename.endswith("/bin/paceline"):  # <frozen runpy>
         return CodeOwner.NOBODY
@@ -73,9 +74,9 @@ def short_filename(filename: str) -> str:
     filename = filename.removesuffix(HIDDEN_FRAME_SUFFIX)
     if filename.startswith(_PACKAGE_DIR + "/"):
         return "paceline" + filename[len(_PACKAGE_DIR) :]
-    for packages in ("/site-packages/", "/dist-packages/"):
-        if packages in filename:
-            return filename.rpartition(packages)[2]
+    for folder in PACKAGE_FOLDERS:
+        if folder in filename:
+            return filename.rpartition(folder)[2]
     if filename.startswith(_STDLIB + "/"):
         return Path(_STDLIB).name + filename[len(_STDLIB) :]
     path = Path(filename)

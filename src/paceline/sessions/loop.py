@@ -30,7 +30,6 @@ from paceline.sessions.loader import Loader
 from paceline.sessions.order import global_random_states, restore_global_random_states
 from paceline.sessions.session_step import POSITION_KEYS, LoopPosition, SessionStep
 from paceline.sessions.state import SessionState, copy_through_json
-from paceline.stepping.micro_step import MicroStep
 from paceline.stepping.totals import ControlFlags
 from paceline.stepping.trained_model import make_loss_scale
 from paceline.train.determinism import hardware_facts
@@ -87,7 +86,6 @@ class TrainingLoop:
         self._skipped = 0  # loops over data in the resumed epoch that had ended before the checkpoint
         self._at_end = False  # whether the last step was the last of its loop, so that its state is already saved
         self._was_left = False  # whether the last loop was left before its end
-        self._left: MicroStep | None = None  # in which it was left, perhaps by an error
         self._stopped = False
         self._exit: tuple[Any, int] | None = None  # (exit code, step) of a call of sys.exit
         self._iterators = 0  # that are open
@@ -282,7 +280,7 @@ class TrainingLoop:
         from paceline.compute.memory import is_out_of_memory
         from paceline.train.memory import explain_out_of_memory
 
-        micro_step, search = self.step.micro_step or self._left, self.search
+        micro_step, search = self.step.micro_step or self.step.left, self.search
         in_trial = search is not None and not search.is_found  # the generator of the loop may be closed already
         if not is_out_of_memory(error) or not (in_trial or micro_step):
             return self.step.explain_gradient_error(error)
@@ -313,14 +311,14 @@ class TrainingLoop:
                 raise report_on_one_rank(UsageError(code="audit-with-worker-init"), self._run.world)
             self.step.audits.use(loader.load_again, plan)
         self._resumed, self.position.batch, self._loader, self._at_end = None, start, loader, False
-        self._left = None
+        self.step.left = None
         stream: Any = loader if loader.is_stream else None
         self._run.progress.stream = stream
         return plan
 
     def _leave(self, loader: Loader, micro_batches: Sequence[MicroBatch], plan: BatchPlan) -> None:
         """The loop is left by break or return in a body. An error here is raised at the next call."""
-        self._left = self.step.micro_step
+        self.step.left = self.step.micro_step
         try:
             if self.step.is_untouched:
                 self.step.abort_step()
@@ -574,7 +572,7 @@ class EvaluationLoop:
         in_body = step.micro_step is not None
         outside = step.stream.outside if in_body else None
         restore = GeneratorStates().restore if in_body else lambda: None
-        self.is_running = True
+        self.is_running, step.left = True, None
         try:
             self._checks.fingerprint_data(loader)
             with nullcontext() if outside is None else outside.use_states():  # as a loop without a session draws

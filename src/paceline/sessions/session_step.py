@@ -62,6 +62,7 @@ class SessionStep(Step):
     optimizer_ids: tuple[int, ...] = ()  # of the prepared optimizers
     loss_scale: LossScale | None = None  # with precision fp16
     saves = False  # whether the session writes checkpoints
+    left: MicroStep | None = None  # in which the last loop was left, perhaps by an error
     observer: Observer | None = None
 
     @property

@@ -5,12 +5,11 @@ Applied to the gradient of each rank, it gives a different result.
 """
 
 import sys
-import sysconfig
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial, wraps
 from operator import attrgetter
-from pathlib import Path
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -18,6 +17,8 @@ import torch.nn.modules.module as GLOBAL
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.checkpoint import CheckpointFunction
+
+from paceline.rank.sites import USER, code_owner
 
 
 class LastGradParameter(deque[torch.Tensor]):
@@ -93,12 +94,12 @@ def describe_user_module_hook(models: Iterable[nn.Module]) -> str:
     Hooks of installed packages count as linear.
     """
     everywhere = [*GLOBAL._global_backward_hooks.values(), *GLOBAL._global_backward_pre_hooks.values()]  # pyright: ignore
-    if any(_is_user_module(getattr(hook, "__module__", "")) for hook in everywhere):
+    if any(map(_is_user_hook, everywhere)):
         return "a backward hook of all modules"
     for model in models:
         for name, module in model.named_modules():
             hooks = [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]  # pyright: ignore
-            if any(_is_user_module(getattr(hook, "__module__", "")) for hook in hooks):
+            if any(map(_is_user_hook, hooks)):
                 return f"a backward hook of module {name or type(module).__name__}"
     return ""
 
@@ -145,7 +146,7 @@ class TensorHookTracker:
 
         def register_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
             self.on_leaves += tensor.is_leaf
-            is_own = not tensor.is_leaf and _is_user_module(getattr(hook, "__module__", None) or "")
+            is_own = not tensor.is_leaf and _is_user_hook(hook)
             return register(tensor, partial(self._note, hook) if is_own else hook)
 
         def register_hook_after(tensor: Tensor, hook: Callable[[Tensor], None]) -> Any:
@@ -184,13 +185,17 @@ def graph_nodes(loss: Tensor) -> Iterator[Any]:
             waiting += [following for following, _ in node.next_functions]
 
 
-@cache
+def _is_user_hook(hook: Any) -> bool:
+    while isinstance(hook, partial):
+        hook = hook.func
+    # an operation of torch or Python: no package registers one
+    return isinstance(hook, BuiltinFunctionType) or _is_user_module(getattr(hook, "__module__", None) or "")
+
+
 @cache  # a step asks for each autograd function of the process
 def _is_user_module(module: str) -> bool:
     """Whether a module belongs to the user: not to an installed package, and not to paceline."""
+    if module.partition(".")[0] in ("paceline", "torch"):
+        return False
     path = getattr(sys.modules.get(module), "__file__", None)
-    if path is None or module.partition(".")[0] in ("paceline", "torch"):
-        return module == "__main__"
-    file = Path(path).resolve()  # packages of the user or of the system are outside this environment
-    is_installed = not {"site-packages", "dist-packages"}.isdisjoint(file.parts)
-    return not is_installed and not file.is_relative_to(Path(sysconfig.get_path("stdlib")).resolve())
+    return module == "__main__" or path is None or code_owner(path) is USER

@@ -27,7 +27,7 @@ from paceline.collectives.buckets import trainable_parameters
 from paceline.collectives.communicator import can_use_shared_memory, make_communicator, print_on_rank_0
 from paceline.collectives.control import report_on_one_rank, sum_over_ranks
 from paceline.collectives.hosts import NodeTopology
-from paceline.collectives.inter_node import CompressedInterNodeAllReduce
+from paceline.collectives.inter_node import InterNodeAllReduce
 from paceline.collectives.memory_sum import MAX_TENSORS
 from paceline.collectives.reducer import make_node_reducer
 from paceline.config.strategies import SLOW_NETWORK_SETTINGS, find_network_settings_error
@@ -97,7 +97,7 @@ class InterNodeStrategy(Strategy):
     ) -> None:
         optimizer = make_optimizer(model.parameters())
         self._hosts = hosts
-        self._across = CompressedInterNodeAllReduce(
+        self._across = InterNodeAllReduce(
             trainable_parameters(model), hosts, options.get("compress"), options.get("powersgd_rank")
         )
         self._division = torch.tensor([hosts.node_count, hosts.memory.size])
@@ -153,7 +153,7 @@ class LocalSteps(InterNodeStrategy):
         self.local_step_node = hosts
         self._every, self._lr = options.get("local_steps"), options.get("outer_lr") or 1.0
         self._momentum = options.get("outer_momentum") or 0.0
-        self._whole = CompressedInterNodeAllReduce(self.parameters, hosts)
+        self._whole = InterNodeAllReduce(self.parameters, hosts)
         self._names = {id(p): name for name, p in self._named}
         self._common = [p.detach().clone() for p in self.parameters]
         self._velocity = [torch.zeros_like(values) for values in self._common] if self._momentum else []

@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from paceline.protocol.code_locations import PACKAGE_FOLDERS
 from paceline.protocol.evidence import Frame
 from paceline.protocol.facts import (
     MAX_DIGESTS,
@@ -45,7 +46,7 @@ EVERY_SECONDS = 2.0  # interval of writes, because a script may be killed
 MAX_FILES, MAX_SCORES = 200, 16
 FAR, ROUNDING = 1 << 24, 1e-12
 COMBINING_OP_NAMES = ("reduce", "gather", "all_to_all", "send", "recv")
-IGNORED_PATHS = ("/dev/", "/proc/", "/sys/", "/__pycache__/", "/.cache/", "-packages/")
+IGNORED_PATHS = ("/dev/", "/proc/", "/sys/", "/__pycache__/", "/.cache/", *PACKAGE_FOLDERS)
 
 
 class MiscellaneousFactsRecorder(ScriptListener):
