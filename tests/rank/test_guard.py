@@ -51,8 +51,9 @@ def test_the_agents_word_becomes_the_error(mine: HangGuard) -> None:
     assert isinstance(error, StallError) and (str(error), error.exit_code) == ("CAUSE: rank 2", ExitCode.MISMATCH)
 
 
-def test_a_release_without_a_word_is_a_stall_all_the_same(mine: HangGuard) -> None:
-    status_page.release_from_collective(mine.page.descriptor, b"")
+@pytest.mark.parametrize("word", [b"", b'{"page": "%s"}' % (b"x" * (1 << 16)), b'{"exit_code": 137}'])
+def test_a_release_without_a_usable_word_is_a_stall_all_the_same(mine: HangGuard, word: bytes) -> None:
+    status_page.release_from_collective(mine.page.descriptor, word)
     error = mine.stall_error(ValueError())
     assert error is not None and error.exit_code == ExitCode.STALLED and "guard" in str(error)
 

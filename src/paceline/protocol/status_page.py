@@ -322,8 +322,8 @@ def set_counter(descriptor: int, name: str, value: int) -> None:
 
 
 def release_from_collective(descriptor: int, why: bytes) -> None:
-    """Make the worker leave its collective, with `why` (JSON) as the reason."""
-    os.pwrite(descriptor, why[: MESSAGE_MAX - 1] + b"\0", MESSAGE_AT)
+    """Make the worker leave its collective, with `why` (JSON) as the reason. A reason over the limit is dropped."""
+    os.pwrite(descriptor, (why if len(why) < MESSAGE_MAX else b"") + b"\0", MESSAGE_AT)
     set_counter(descriptor, "released", 1)
 
 

@@ -151,8 +151,9 @@ class HangGuard:
         if not (text := self.release_reason()):
             return None
         reason = msgspec.json.decode(text, type=dict[str, Any])
-        message = reason.get("page") or "another rank made no progress: the hang guard has ended this wait"
-        return StallError(message, ExitCode(reason.get("exit_code", ExitCode.STALLED)))
+        message, code = reason.get("page"), reason.get("exit_code")  # 137, for example, if a rank was killed meanwhile
+        message = message or "another rank made no progress: the hang guard has ended this wait"
+        return StallError(message, ExitCode(code) if code in [*ExitCode] else ExitCode.STALLED)
 
     def _wrap_torch(self, *, late: bool = False) -> None:
         module = sys.modules[C10D_MODULE]
