@@ -333,7 +333,7 @@ class ProcessGroupSockets:
             self.inodes |= new_sockets.keys()
             self.ends = remote_connection_ends(new_sockets.values())
             if os.environ.get("TORCH_GLOO_LAZY_INIT", "").upper() in ("", "0", "OFF", "FALSE", "N", "NO"):
-                if not block_new_connections(new_sockets.values()) and os.environ.get("RANK", "0") == "0":
+                if not block_new_connections(new_sockets.values()) and os.environ.get("LOCAL_RANK", "0") == "0":
                     print(
                         "paceline: this system cannot close the ports of process groups. Other users of this machine "
                         "can connect to them, which wastes memory and time, but they cannot act as a rank",
