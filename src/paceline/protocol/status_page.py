@@ -370,12 +370,8 @@ def read_native_stacks(descriptor: int) -> str:
 
 def read_recent_ops(descriptor: int) -> list[Op]:
     """The worker's last collectives, the oldest first, without partial records."""
-    return [
-        op
-        for _, op in drop_calls_of_earlier_groups(
-            decode_recent_ops(os.pread(descriptor, RECORDS * RECORD.size, RING_AT))
-        )
-    ]
+    ops = decode_recent_ops(os.pread(descriptor, RECORDS * RECORD.size, RING_AT))
+    return [op for _, op in drop_calls_of_earlier_groups(ops)]
 
 
 def drop_calls_of_earlier_groups(operations: Iterable[tuple[int, Op]]) -> list[tuple[int, Op]]:
