@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -51,8 +52,9 @@ def test_the_agents_word_becomes_the_error(mine: HangGuard) -> None:
     assert isinstance(error, StallError) and (str(error), error.exit_code) == ("CAUSE: rank 2", ExitCode.MISMATCH)
 
 
-def test_a_release_without_a_word_is_a_stall_all_the_same(mine: HangGuard) -> None:
-    status_page.release_from_collective(mine.page.descriptor, b"")
+@pytest.mark.parametrize("word", [b"", b'{"page": "%s"}' % (b"x" * (1 << 16)), b'{"exit_code": 137}'])
+def test_a_release_without_a_usable_word_is_a_stall_all_the_same(mine: HangGuard, word: bytes) -> None:
+    status_page.release_from_collective(mine.page.descriptor, word)
     error = mine.stall_error(ValueError())
     assert error is not None and error.exit_code == ExitCode.STALLED and "guard" in str(error)
 
@@ -169,6 +171,18 @@ def test_what_cannot_be_shut_is_said(listening: socket.socket, monkeypatch) -> N
     monkeypatch.setattr(guard, "sign_tcp_packets", lambda *_: False)
     assert not guard.block_new_connections([listening.fileno()])
     assert guard.block_new_connections([]) and connects(listening.getsockname()[1])
+
+
+def test_a_node_whose_kernel_cannot_shut_its_ports_says_so(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    monkeypatch.setattr(guard, "block_new_connections", lambda _: False)
+    world = SimpleNamespace(pg_backend_config={})
+    distributed: Any = SimpleNamespace(_new_process_group_helper=lambda: ("group", None), _world=world)
+    guard.ProcessGroupSockets().install(distributed)
+    monkeypatch.setenv("RANK", "2")  # the kernel of another node may be able to
+    for local_rank in ("0", "1"):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        distributed._new_process_group_helper()
+        assert ("ports of process groups" in capfd.readouterr().err) == (local_rank == "0")
 
 
 def test_ones_own_connections_are_no_strangers(listening: socket.socket) -> None:

@@ -78,6 +78,7 @@ MAKE: dict[str, Callable[..., Any]] = {
     "deaf": partial(Deaf, lr=0.1),
     "SAM": partial(Sharp, lr=0.1),
     "L-BFGS": partial(torch.optim.LBFGS, lr=0.1, max_iter=2),
+    "longer L-BFGS": partial(torch.optim.LBFGS, lr=0.1, max_iter=4),
 }
 
 
@@ -179,6 +180,7 @@ def nan_in_step_3(rank: int, size: int, name: str, bad_call: int, micro_batches:
         ("SGD", 1, 3),
         ("own", 1, 1),
         ("L-BFGS", 1, 1),
+        ("longer L-BFGS", 3, 1),
         ("SAM", 1, 1),
         ("SAM", 2, 1),
     ],

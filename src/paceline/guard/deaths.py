@@ -72,9 +72,7 @@ def first_to_fail(samples: Iterable[WorkerSample]) -> WorkerSample | None:
     # cheap filter first: few of thousands of ranks have ended
     ended = (s for s in samples if s.code is not None or s.failure is not None or s.lost_reason)
     failed = [sample for sample in ended if classify_rank_end(sample) <= RankEndKind.VICTIM]
-    return min(
-        failed, key=lambda sample: (classify_rank_end(sample), sample.failed_at_seconds, sample.rank), default=None
-    )
+    return min(failed, key=lambda s: (classify_rank_end(s), s.failed_at_seconds, s.rank), default=None)
 
 
 def diagnosis_due_seconds(samples: Sequence[WorkerSample]) -> float | None:

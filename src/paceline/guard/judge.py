@@ -340,13 +340,8 @@ def is_deadlocked(evidence: Sequence[Evidence]) -> bool:
 
 
 def _blocking_collective(rank: RankState) -> Op | None:
-    sample = rank.evidence
-    if (
-        rank.end is not RankEndKind.RUNS
-        or rank.frozen
-        or not sample.answered
-        or sample.still_seconds < DEADLOCK_SECONDS
-    ):
+    sample, runs = rank.evidence, rank.end is RankEndKind.RUNS and not rank.frozen
+    if not runs or not sample.answered or sample.still_seconds < DEADLOCK_SECONDS:
         return None
     if sample.cpu_seconds > IDLE_CPU_SECONDS or is_waiting_for_ranks(sample) is not True:
         return None

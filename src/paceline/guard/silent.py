@@ -364,10 +364,8 @@ class SilentFaultDetector:
                     self._notify("few steps", text)
             return None
         parties = group_ranks(steps, lambda step: step)
-        lines, wrong = (
-            tuple(f"{format_ranks(party)} took {next(iter(party.values()))} steps" for party in reversed(parties)),
-            ranks_outside_majority(parties),
-        )
+        wrong = ranks_outside_majority(parties)
+        lines = tuple(f"{format_ranks(party)} took {next(iter(party.values()))} steps" for party in reversed(parties))
         tie = () if wrong else tuple(tuple(sorted(party)) for party in parties)
         return Diagnosis(StopKind.DIVERGED, wrong, tie, lines, step=max(steps.values()))
 

@@ -111,9 +111,8 @@ def build_wait_for_graph(evidence: Sequence[Evidence]) -> dict[int, RankState]:
 
 def _without_edges(evidence: Evidence, arrived: Container[MessageKey]) -> RankState:
     end = classify_rank_end_with_ops(evidence)
-    return RankState(
-        evidence, end, () if end.is_primary or end is RankEndKind.LEFT else _pending(evidence, end, arrived)
-    )
+    may_wait = not end.is_primary and end is not RankEndKind.LEFT
+    return RankState(evidence, end, _pending(evidence, end, arrived) if may_wait else ())
 
 
 def group_ranks_by_waits(ranks: Mapping[int, RankState]) -> list[tuple[Mapping[int, Op | None], list[int]]]:

@@ -322,8 +322,8 @@ def set_counter(descriptor: int, name: str, value: int) -> None:
 
 
 def release_from_collective(descriptor: int, why: bytes) -> None:
-    """Make the worker leave its collective, with `why` (JSON) as the reason."""
-    os.pwrite(descriptor, why[: MESSAGE_MAX - 1] + b"\0", MESSAGE_AT)
+    """Make the worker leave its collective, with `why` (JSON) as the reason. A reason over the limit is dropped."""
+    os.pwrite(descriptor, (why if len(why) < MESSAGE_MAX else b"") + b"\0", MESSAGE_AT)
     set_counter(descriptor, "released", 1)
 
 
@@ -370,12 +370,8 @@ def read_native_stacks(descriptor: int) -> str:
 
 def read_recent_ops(descriptor: int) -> list[Op]:
     """The worker's last collectives, the oldest first, without partial records."""
-    return [
-        op
-        for _, op in drop_calls_of_earlier_groups(
-            decode_recent_ops(os.pread(descriptor, RECORDS * RECORD.size, RING_AT))
-        )
-    ]
+    ops = decode_recent_ops(os.pread(descriptor, RECORDS * RECORD.size, RING_AT))
+    return [op for _, op in drop_calls_of_earlier_groups(ops)]
 
 
 def drop_calls_of_earlier_groups(operations: Iterable[tuple[int, Op]]) -> list[tuple[int, Op]]:

@@ -101,6 +101,7 @@ class GroupRecord:
     )
     enqueued_calls: deque[tuple[int, int]] = field(default_factory=deque[tuple[int, int]])
     """Record and number of NCCL calls that may be in flight: NCCL returns as soon as the GPU has queued the call."""
+    message_total: int = 0  # number of sent and received messages
 
     def to_own_number(self, number: int) -> int | None:
         """Our number for torch's number; None inside a composed call, or if the call is too old."""
@@ -252,8 +253,8 @@ class CollectiveRecorder:
         It depends on the order within each group, not between groups. It covers kind, name, type, line, and the shape
         if all ranks must pass the same shape.
         """
-        parts = [(group.name, *order) for group, order in self._orders.items()]
-        self._orders.clear()
+        orders, self._orders = self._orders, {}  # at once: another thread may call a collective
+        parts = [(group.name, *order) for group, order in orders.items()]
         self._taken = [*self._current]
         self._current.clear()
         digest = hashlib.blake2b(repr(sorted(parts)).encode(), digest_size=7).digest()
@@ -407,7 +408,8 @@ class CollectiveRecorder:
             group_record.composed_spans.append((before, float("inf"), group_record.number_offset))
         record = self._record_start(call, group_record, seq, peer, message=rule.is_message)
         if rule.is_message:
-            seq = -sum(group_record.message_counts.values())
+            group_record.message_total += 1
+            seq = -group_record.message_total
         return StartedCall(record, group_record, seq, backend, before, rule)
 
     def _record_start(self, call: CachedCall, group: GroupRecord, seq: int, peer: int, *, message: bool = False) -> int:

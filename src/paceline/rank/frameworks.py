@@ -150,6 +150,7 @@ def _restore_callbacks(callbacks: Sequence[Any], saved: Mapping[str, Any]) -> No
 def patch_accelerate(stops: StepStopHandler, module: str) -> None:
     accelerator_class: Any = sys.modules[module].Accelerator
 
+    @stops.report_hook_error()
     def begin(_: Any, accelerator: Any, *__: Any, **___: Any) -> None:
         if stops.can_begin and RESUMES.search(read_main_script()):
             stops.begin()
@@ -158,6 +159,7 @@ def patch_accelerate(stops: StepStopHandler, module: str) -> None:
                     "Accelerate saves no order of samples without DataLoaderConfiguration(use_seedable_sampler=True)"
                 )
 
+    @stops.report_hook_error()
     def end_step(folder: Any, accelerator: Any, *_: Any, **__: Any) -> None:
         if stops.can_begin:
             stops.begin()

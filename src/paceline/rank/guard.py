@@ -151,8 +151,9 @@ class HangGuard:
         if not (text := self.release_reason()):
             return None
         reason = msgspec.json.decode(text, type=dict[str, Any])
-        message = reason.get("page") or "another rank made no progress: the hang guard has ended this wait"
-        return StallError(message, ExitCode(reason.get("exit_code", ExitCode.STALLED)))
+        message, code = reason.get("page"), reason.get("exit_code")  # 137, for example, if a rank was killed meanwhile
+        message = message or "another rank made no progress: the hang guard has ended this wait"
+        return StallError(message, ExitCode(code) if code in [*ExitCode] else ExitCode.STALLED)
 
     def _wrap_torch(self, *, late: bool = False) -> None:
         module = sys.modules[C10D_MODULE]
@@ -332,7 +333,7 @@ class ProcessGroupSockets:
             self.inodes |= new_sockets.keys()
             self.ends = remote_connection_ends(new_sockets.values())
             if os.environ.get("TORCH_GLOO_LAZY_INIT", "").upper() in ("", "0", "OFF", "FALSE", "N", "NO"):
-                if not block_new_connections(new_sockets.values()) and os.environ.get("RANK", "0") == "0":
+                if not block_new_connections(new_sockets.values()) and os.environ.get("LOCAL_RANK", "0") == "0":
                     print(
                         "paceline: this system cannot close the ports of process groups. Other users of this machine "
                         "can connect to them, which wastes memory and time, but they cannot act as a rank",

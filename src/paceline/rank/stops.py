@@ -24,8 +24,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -81,8 +81,13 @@ class StepStopHandler:
             when_imported(module, partial(self._install, module, hook))
 
     def _install(self, module: str, hook: str) -> None:
-        try:
+        with self.report_hook_error():
             getattr(importlib.import_module(HOOKS), hook)(self, module)
+
+    @contextmanager
+    def report_hook_error(self) -> Generator[None]:
+        try:
+            yield
         except Exception as error:  # a version with different names
             self.say(f"warning: stop requests end this script without a checkpoint: {error!r}")
 

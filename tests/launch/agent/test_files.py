@@ -286,6 +286,14 @@ def test_a_rank_that_waits_for_the_transfer_of_another_one_makes_progress(
 
 
 @pytest.mark.usefixtures("worker")
+def test_a_rank_may_know_the_folder_by_another_path(node0: Node0, folder: SeparateRunFolder, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(folder._run_dir)
+    write(folder._run_dir / SHARD, CONTENT)
+    assert transfer("send", tmp_path / "link" / SHARD) == ""
+    assert (node0.run_dir / SHARD).read_bytes() == CONTENT
+
+
+@pytest.mark.usefixtures("worker")
 def test_the_transfer_of_a_rank_that_has_ended_ends(
     node0: Node0, folder: SeparateRunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

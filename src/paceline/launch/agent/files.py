@@ -475,7 +475,7 @@ class SeparateRunFolder:
             send(connection, TransferReply(failure))
 
     def _transfer(self, request: TransferRequest, tick: Tick) -> None:
-        path = Path(request.path)
+        path = Path(request.path).resolve()  # node 0's path may contain a link here
         if request.kind == "fetch":
             with _locked(self._fetcher, tick):
                 self._fetch_checkpoint(path.name, tick)

@@ -106,10 +106,8 @@ class Monitor:
             generation.own.tensor_names,
             lambda: ops_by_call_hash(generation.collect_evidence(WAITING_CALLS_TIMEOUT_SECONDS)),
         )
-        self._sleep, self._unmet = (
-            detectors.SleepingRankDetector(self._windows),
-            detectors.DeadlockDetector(self._windows),
-        )
+        self._sleep = detectors.SleepingRankDetector(self._windows)
+        self._unmet = detectors.DeadlockDetector(self._windows)
         self._off = self._windows.off
 
     def check(self) -> StopReport | None:

@@ -259,11 +259,8 @@ def create_fact_recorders(folder: Path) -> tuple[ScriptListener, ...]:
     )
     guard = HangGuard.of_process()
     guard.max_steps, joint = MAX_STEPS, JointOptimizerDetector(lambda: guard.page.get("ops"))
-    loaders, recorder, writer = (
-        LoaderRecorder(facts),
-        MiscellaneousFactsRecorder(facts, str(folder)),
-        FactsWriter(facts, folder),
-    )
+    loaders, recorder = LoaderRecorder(facts), MiscellaneousFactsRecorder(facts, str(folder))
+    writer = FactsWriter(facts, folder)
     atexit.register(writer.finish, recorder, loaders)
     saved = SavedStateRecorder(facts, recorder.schedules)
     return joint, loaders, StepRecorder(facts, loaders, joint), recorder, saved, writer

@@ -260,10 +260,8 @@ def _length(function: Any, *args: Any) -> int:
 
 
 def _probe_samples(data: Any, samples: int) -> list[list[str]]:
-    from paceline.seeding import (
-        preserve_generator_states,
-        seed_generators,
-    )  # imports torch, which the script may not use
+    # imports torch, which the script may not use
+    from paceline.seeding import preserve_generator_states, seed_generators
 
     with preserve_generator_states():
         digests: list[list[str]] = []

@@ -95,6 +95,7 @@ class NonFiniteGradientDetector(ScriptListener):
         self._own: dict[int, str] = {}  # step -> a value of this rank that was not finite
         self._lost: dict[int, str] = {}  # step -> its last loss, if that was not finite
         self._follows = False  # whether parameters were not finite before the last loss, so that the loss is no cause
+        self._called_again = False  # whether a closure has called backward after `on_step_begin` (L-BFGS)
         self._hidden_reported = False
         self._reported = False
 
@@ -107,7 +108,7 @@ class NonFiniteGradientDetector(ScriptListener):
     def on_backward_begin(self, losses: Any) -> None:
         self._later.deliver_arrived()
         loss = losses if hasattr(losses, "numel") else next(iter(losses), None)
-        self._follows = False
+        self._follows, self._called_again = False, True
         if loss is None or loss.numel() != 1 or not can_run_kernels(loss):
             return
         step, batch, site = self._steps.done + 1, self._batches.current_batch_text(), user_site()
@@ -127,6 +128,7 @@ class NonFiniteGradientDetector(ScriptListener):
         self._later.read(torch.cat([loss.detach().reshape(1).double(), *not_finite]), look)
 
     def on_step_begin(self, optimizer: Any) -> None:
+        self._called_again = False
         if self._reported or getattr(optimizer, "found_inf", None) is not None:  # GradScaler has checked already
             return
         sensor = self._sensors[optimizer] if optimizer in self._sensors else self._choose_sensor(optimizer)
@@ -137,14 +139,24 @@ class NonFiniteGradientDetector(ScriptListener):
             texts.pop(step - 5, None)  # older ones are not read
 
         def look(values: list[bool]) -> None:
-            if values[0] and not self._reported:
-                self._reported, local = True, self._own.get(step)
-                write_script_finding(self._page, ScriptFinding("not finite", step, local or "", own=local is not None))
+            if values[0]:
+                self._report(step)
             elif (lost := self._lost.pop(step, "")) and not self._hidden_reported:
                 self._hidden_reported = True
                 write_script_finding(self._page, ScriptFinding("swallowed", step, lost))
 
         self._later.read(_is_not_finite(sensor.grad), look)
+
+    def on_step_end(self, optimizer: Any) -> None:
+        """Check the new parameters after further backwards: a line search may discard a point that is not finite."""
+        sensor, step = self._sensors.get(optimizer), self._steps.done + 1
+        if self._called_again and sensor is not None and can_run_kernels(sensor):
+            self._later.read(_is_not_finite(sensor), lambda values: self._report(step) if values[0] else None)
+
+    def _report(self, step: int) -> None:
+        if not self._reported:
+            self._reported, local = True, self._own.get(step)
+            write_script_finding(self._page, ScriptFinding("not finite", step, local or "", own=local is not None))
 
     def _choose_sensor(self, optimizer: Any) -> Any:
         """A small parameter among the first ones, which are near the input."""
