@@ -23,8 +23,8 @@ from paceline.host.procfs import read_process
 from paceline.host.sweep import Roster
 from paceline.launch.plan import SubmitRecord, next_submit_dir, write_submission
 from paceline.protocol.evidence import Failure
-from paceline.runs.attempt import AttemptEnd, write_attempt_end
 from paceline.runs import events
+from paceline.runs.attempt import AttemptEnd, write_attempt_end
 from paceline.runs.events import Evaluated, FlopsCounted, Started, Step
 from paceline.runs.folder import create_attempt_dir
 from paceline.runs.summary import RunState, Summary, write_summary
