@@ -370,10 +370,8 @@ def _scale_task(config: ScaleConfig, network: NetworkSpeed | None, copy: Mesh, c
     weak = config.batch_size if config.mode != "strong" else None
     strong = config.batch_size * math.lcm(*copies) if config.mode != "weak" else None
     points = points_to_measure(copies, weak, strong)
-    with measure_candidate_groups(_scale_groups(config, copy, points, threads), settings, how, memory=False) as (
-        rounds,
-        folder,
-    ):
+    groups = _scale_groups(config, copy, points, threads)
+    with measure_candidate_groups(groups, settings, how, memory=False) as (rounds, folder):
         if rounds.code != ExitCode.DONE:
             return rounds.code
         if rounds.failures:
