@@ -9,7 +9,9 @@ import sys
 
 import pytest
 from tests import warm
-from tests.errors import codes
+from tests.errors import codes, raises
+
+from paceline.cli import _train_as_rank  # pyright: ignore[reportPrivateUsage]
 
 # Runs the command in a process of its own, and fails with 99 if that imported torch.
 WITHOUT_TORCH = """
@@ -177,3 +179,11 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     assert command.stderr.read() == b""
     command.stderr.close()
     assert command.wait(20) == 128 + signal.SIGPIPE
+
+
+def test_the_file_of_a_worker_is_checked_before_it_trains(tmp_path) -> None:
+    """`paceline launch -m paceline train --config FILE`: no launcher has read the file."""
+    file = tmp_path / "config.toml"
+    file.write_text('task = "no_such.py:task"\n[optimizer]\nclip_norm = -1.0\n')
+    with raises("not-positive", value=-1.0):
+        _train_as_rank(file)

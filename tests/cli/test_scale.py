@@ -32,7 +32,7 @@ def test_slow_data_on_one_rank_get_the_largest_share_with_its_name(tmp_path: Pat
     assert (one["slowest"], one["slow_phase"]) == (1, "data")
     check_shares(one)
     assert "ESTIMATED, not measured" in said
-    assert "64 machines, " in said
+    assert "64 nodes, " in said
 
 
 SOAK = ("--mode", "weak", "--steps", 20, "--rounds", 1)
@@ -83,7 +83,7 @@ def test_copies_of_a_model_that_two_processes_share_are_measured_as_ranks_are(tm
         ("weak", 2, 16), ("strong", 2, 16),
     }  # fmt: skip
     assert f"bucketed on {mesh}, " in said
-    assert "2 machines, " in said and "--compress" not in said
+    assert "2 nodes, " in said and "--compress" not in said
 
 
 def test_a_mesh_that_cannot_be_measured_is_refused() -> None:

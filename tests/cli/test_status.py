@@ -23,8 +23,9 @@ from paceline.host.procfs import read_process
 from paceline.host.sweep import Roster
 from paceline.launch.plan import SubmitRecord, next_submit_dir, write_submission
 from paceline.protocol.evidence import Failure
+from paceline.runs import events
 from paceline.runs.attempt import AttemptEnd, write_attempt_end
-from paceline.runs.events import FlopsCounted, Started, Step
+from paceline.runs.events import Evaluated, FlopsCounted, Started, Step
 from paceline.runs.folder import create_attempt_dir
 from paceline.runs.summary import RunState, Summary, write_summary
 from paceline.runs.writers import EventWriter
@@ -139,6 +140,19 @@ def test_a_running_run_has_the_use_that_its_newest_start_makes_of_its_devices(
     assert "640 tokens/s, MFU 50.0%, goodput" in capsys.readouterr().out
 
 
+def test_the_speed_and_the_metrics_are_those_of_the_last_events_only(
+    run: Path, agent: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with EventWriter(run / "events-0.jsonl") as writer:
+        writer.write(Evaluated(3, {"accuracy": 0.5}, 1.0))
+        for step in range(4, 7):
+            writer.write(Step(step, 0, 1.0, 64, 1e-3, 0.1, 0.0, unix_time=1000.0 + step))
+    newest = (run / "events-0.jsonl").read_bytes().splitlines(keepends=True)[-3:]
+    monkeypatch.setattr(events, "TAIL_BYTES", len(b"".join(newest)))
+    found = run_state(run)
+    assert (found.step, found.total_steps, found.samples_per_second, found.metrics) == (6, 20, 64.0, {})
+
+
 def test_a_run_without_an_agent_runs_while_it_is_held_and_is_not_cancelled_from_here(
     run: Path, agent: subprocess.Popen[str]
 ) -> None:
@@ -193,7 +207,7 @@ def test_what_the_agent_judged_is_shown_and_no_record_is_judged_again(run: Path)
     assert (found.state, found.words) == ("failed", f"exit code 1: {ended.words}")
 
 
-def test_an_agent_counts_only_with_its_own_start_time_and_host(run: Path) -> None:
+def test_an_agent_counts_only_on_its_host_and_if_it_holds_the_run(run: Path) -> None:
     write_roster(run, os.getpid(), agent_started=1)  # its number was given to another process
     assert run_state(run).state == "lost"
     write_roster(run, os.getpid(), host="n7")

@@ -1,4 +1,4 @@
-"""`paceline scale`: runs are read, their loss is split by cause, and a step on more machines is estimated."""
+"""`paceline scale`: runs are read, their loss is split by cause, and a step on more nodes is estimated."""
 
 import json
 import random
@@ -382,7 +382,7 @@ def test_ranks_of_one_machine_slow_each_other_down_and_add_up_there_first() -> N
 
 def test_less_traffic_is_less_time_by_its_bytes_and_messages() -> None:
     rows = estimate_scaling(POINTS, replace(MACHINE, low_rank_bytes=400_000), 64, None, LINK)
-    steps = {row.where.rpartition(", ")[2]: row.step_seconds for row in rows if row.where.startswith("2 machines")}
+    steps = {row.where.rpartition(", ")[2]: row.step_seconds for row in rows if row.where.startswith("2 nodes")}
     work = alone(64).step
     assert steps == pytest.approx({
         "1 rank each": work + 2 * MESSAGE + 40e6 / 12.5e6,
@@ -396,7 +396,7 @@ def test_less_traffic_is_less_time_by_its_bytes_and_messages() -> None:
 
 
 def test_efficiency_is_against_one_rank_with_the_same_or_the_whole_batch() -> None:
-    rows = [row for row in estimate_scaling(POINTS, MACHINE, 64, 256, LINK) if row.where == "2 machines, 1 rank each"]
+    rows = [row for row in estimate_scaling(POINTS, MACHINE, 64, 256, LINK) if row.where == "2 nodes, 1 rank each"]
     ring = 2 * MESSAGE + 40e6 / 12.5e6
     assert {row.mode: row.at for row in rows} == {"weak": ScalePoint(2, 64), "strong": ScalePoint(2, 128)}
     assert {row.mode: row.efficiency for row in rows} == pytest.approx(

@@ -207,11 +207,12 @@ def _train_as_rank(settings: Path) -> int:
 
     This is `cli.train` without its imports of options and launchers, which would delay all ranks.
     """
-    from paceline.config.settings import load
+    from paceline.config.settings import check_values, load
     from paceline.rank.imports import TRAINING_MODULES, import_without_gc
     from paceline.runs.reading import real_path
 
-    config = load(real_path(settings), must_own=True)  # the launcher has checked the values
+    config = load(real_path(settings), must_own=True)
+    check_values(config)  # of `paceline launch -m paceline train --config FILE` no launcher has read the file
     import_without_gc(TRAINING_MODULES)  # the first import of torch
     from paceline.train.run import train
 

@@ -60,15 +60,15 @@ def main(arguments: Sequence[str]) -> int:
     if config.on == "slurm" and "SLURM_JOB_ID" not in os.environ:
         _in_allocation(config, arguments)
     commands, workers = _host_commands(config)
-    wanted = PlannedRun(
+    planned = PlannedRun(
         hosts=tuple(command.name for command in commands),
         workers=workers,
         run_dir=str((config.run_dir or Path("runs")).absolute()),
         threads=config.threads_per_rank or 0,
         quick=config.quick,
     )
-    with start_program_on_each_host(commands) as opened:
-        report = survey_hosts(wanted, opened)
+    with start_program_on_each_host(commands) as programs:
+        report = survey_hosts(planned, programs)
     checks = run_checks(report)
     if config.json:
         print(as_json(report, checks).decode())

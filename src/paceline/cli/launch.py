@@ -128,9 +128,8 @@ def main(arguments: Sequence[str]) -> int:
             if options.script.check:
                 code = report_findings(job, code)
         else:
-            job = jobs.add_submit_dir_to_job(
-                job
-            )  # with the lock held: a refused start must not look like the active run
+            # with the lock held: a refused start must not look like the active run
+            job = jobs.add_submit_dir_to_job(job)
     if not is_local:
         code = jobs.start(cluster, job)  # node 0's agent takes the lock
     print_to_stderr(f"run folder {run_dir}")

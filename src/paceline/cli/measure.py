@@ -349,10 +349,10 @@ def _scale_runs(config: ScaleConfig, folders: str, network: NetworkSpeed | None)
     size = scaling.estimate_exchanged_bytes(paths)
     # The number of cores is unknown: assume one for each rank
     cores, on_cpus = sum(at.ranks for at in runs), any(run.on_cpus for points in runs.values() for run in points)
-    machine = MeasuredSetup(cores, 1, size, exchanges_over_network=scaling.used_several_hosts(runs), uses_gloo=on_cpus)
+    setup = MeasuredSetup(cores, 1, size, exchanges_over_network=scaling.used_several_hosts(runs), uses_gloo=on_cpus)
     batches = (weak if config.mode != "strong" else None, strong if config.mode != "weak" else None)
     title = f"{len(paths)} runs, {size / 1e6:.1f} MB of weights; backward without communication is that of one rank"
-    return _publish_scaling(config, network, title, runs, {}, machine, batches, [])
+    return _publish_scaling(config, network, title, runs, {}, setup, batches, [])
 
 
 def _scale_task(config: ScaleConfig, network: NetworkSpeed | None, copy: Mesh, copies: Sequence[int]) -> int:
@@ -370,10 +370,8 @@ def _scale_task(config: ScaleConfig, network: NetworkSpeed | None, copy: Mesh, c
     weak = config.batch_size if config.mode != "strong" else None
     strong = config.batch_size * math.lcm(*copies) if config.mode != "weak" else None
     points = points_to_measure(copies, weak, strong)
-    with measure_candidate_groups(_scale_groups(config, copy, points, threads), settings, how, memory=False) as (
-        rounds,
-        folder,
-    ):
+    groups = _scale_groups(config, copy, points, threads)
+    with measure_candidate_groups(groups, settings, how, memory=False) as (rounds, folder):
         if rounds.code != ExitCode.DONE:
             return rounds.code
         if rounds.failures:
@@ -390,16 +388,16 @@ def _scale_task(config: ScaleConfig, network: NetworkSpeed | None, copy: Mesh, c
     )
     if copy.size > 1:
         title += f"; a rank below is a copy of the model on {copy.size} processes"
-    machine = MeasuredSetup(
+    setup = MeasuredSetup(
         cores, threads * copy.size, size, has_split_model=copy.size > 1, low_rank_bytes=low_rank,
         uses_gloo=gpus == 0 or settings.launch.backend == "gloo",
     )  # fmt: skip
     notes = scaling_notes([count * copy.size for count in copies], rounds, cores, threads)
-    return _publish_scaling(config, network, title, runs, alone, machine, (weak, strong), notes)
+    return _publish_scaling(config, network, title, runs, alone, setup, (weak, strong), notes)
 
 
 def _publish_scaling(
-    config: ScaleConfig, network: NetworkSpeed | None, title: str, runs: Runs, alone: Runs, machine: MeasuredSetup,
+    config: ScaleConfig, network: NetworkSpeed | None, title: str, runs: Runs, alone: Runs, setup: MeasuredSetup,
     batches: tuple[int | None, int | None], notes: list[str],
 ) -> int:  # fmt: skip
     """Publish efficiency, losses and estimates.
@@ -409,8 +407,8 @@ def _publish_scaling(
     """
     parts = scaling.split_steps_by_point(runs, alone)
     modes = [(mode, batch) for mode, batch in zip(("weak", "strong"), batches, strict=True) if batch]
-    lost = [row for mode, batch in modes for row in scaling.compute_scaling_losses(runs, parts, machine, mode, batch)]
-    estimates = scaling.estimate_scaling(parts, machine, *batches, network) if network else []
+    lost = [row for mode, batch in modes for row in scaling.compute_scaling_losses(runs, parts, setup, mode, batch)]
+    estimates = scaling.estimate_scaling(parts, setup, *batches, network) if network else []
     if network is None:
         notes = [*notes, "to estimate a step on more nodes, specify their network: --network 100Gbit,5us"]
     scaled = scaling.ScalingReport(title, lost, estimates, notes)

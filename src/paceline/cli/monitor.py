@@ -53,16 +53,16 @@ class Monitor:
     """Samples this machine. Rates are averages since the previous sample."""
 
     def __init__(self) -> None:
-        self._sampler = NodeUtilizationReader()
-        self._sampler.gpus.latest(GPU_QUERY_TIMEOUT_SECONDS)
+        self._reader = NodeUtilizationReader()
+        self._reader.gpus.latest(GPU_QUERY_TIMEOUT_SECONDS)
         self._look()
 
     def sample(self) -> NodeUsage:
-        use = self._sampler.sample({})
+        use = self._reader.sample({})
         return NodeUsage(use.host, use, self._look())
 
     def _look(self) -> tuple[ProcessUse, ...]:
-        gpu = self._sampler.gpus.latest().memory_bytes_by_pid
+        gpu = self._reader.gpus.latest().memory_bytes_by_pid
         cores: dict[psutil.Process, float] = {}
         for process in psutil.process_iter():  # the same objects as before: each remembers its CPU time
             with suppress(psutil.Error):

@@ -417,6 +417,5 @@ def write_json(path: Path, results: object) -> None:
 
 
 def print_json(results: object) -> None:
-    sys.stdout.write(
-        escape_control_characters(msgspec.json.format(msgspec.json.encode(results), indent=2).decode()) + "\n"
-    )
+    text = msgspec.json.format(msgspec.json.encode(results), indent=2).decode()
+    sys.stdout.write(escape_control_characters(text) + "\n")

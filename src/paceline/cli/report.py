@@ -144,14 +144,8 @@ def trace_events(run: RunData) -> Iterator[dict[str, Any]]:
             where = {**process, "tid": 2 * rank + (category == "collective")}
             begin, duration = ((at - began) * MICROSECONDS, max(0.0, seconds) * MICROSECONDS)
             times = {"ts": round(begin, 1), "dur": round(duration, 1)}
-            yield {
-                "ph": "X",
-                "name": remove_control_characters(name)[:120],
-                "cat": category,
-                **where,
-                **times,
-                "args": args,
-            }
+            label = remove_control_characters(name)[:120]
+            yield {"ph": "X", "name": label, "cat": category, **where, **times, "args": args}
     for node, samples in run.machines.items():
         for sample in samples:
             counters = {"cores busy": sample.cores_busy, "memory GB": sample.memory_bytes / 1e9}

@@ -374,16 +374,14 @@ def _progress(run_dir: Path) -> _Progress:
     path, newest = run_dir / RANK_0_EVENTS_NAME, list[Event]()
     with suppress(OSError):
         newest = [*last_events(path)]
-    # the first events are read if there is no start among the last ones: their values are the same
-    starts = (event for event in newest if isinstance(event, Started))
-    if (started := next(starts, None)) is None and newest:
-        newest += reversed([*islice(read_events(path), FIRST_EVENTS)])
-        started = next((event for event in newest if isinstance(event, Started)), None)
     since_start = takewhile(lambda event: not isinstance(event, Started), newest)
     steps = [*islice((event for event in since_start if isinstance(event, Step)), WINDOW_STEPS + 1)]
-    metrics = (event.metrics for event in newest if isinstance(event, Evaluated) and event.metrics)
+    metrics = next((event.metrics for event in newest if isinstance(event, Evaluated) and event.metrics), {})
+    if newest and not any(isinstance(event, Started) for event in newest):
+        newest += reversed([*islice(read_events(path), FIRST_EVENTS)])  # a start at the beginning has the same values
+    started = next((event for event in newest if isinstance(event, Started)), None)
     counted = next((event for event in newest if isinstance(event, FlopsCounted)), None)
-    return _Progress(started, tuple(reversed(steps)), next(metrics, {}), counted)
+    return _Progress(started, tuple(reversed(steps)), metrics, counted)
 
 
 def _settings(run_dir: Path) -> TrainConfig:

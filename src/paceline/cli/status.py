@@ -50,11 +50,8 @@ def main(arguments: Sequence[str]) -> int:
     if config.json:
         print_json(state)
     else:
-        print(
-            "\n".join(
-                f"{name:10}{remove_control_characters(text)[: run_state.MOST_CHARS]}" for name, text in _lines(state)
-            )
-        )
+        lines = [(name, remove_control_characters(text)[: run_state.MOST_CHARS]) for name, text in _lines(state)]
+        print("\n".join(f"{name:10}{text}" for name, text in lines))
     return ExitCode.DONE
 
 

@@ -1,8 +1,8 @@
-"""The measurements of `paceline scale`: efficiency, the time lost to each cause, and an estimate for more machines.
+"""The measurements of `paceline scale`: efficiency, the time lost to each cause, and an estimate for more nodes.
 
-    step = work + exchange on one machine + 2 (M-1) * latency + 2 (M-1)/M * bytes / rate
+    step = work + exchange on one node + 2 (M-1) * latency + 2 (M-1)/M * bytes / rate
 
-estimates a step on M machines like this one with one link each. The first two terms are measured
+estimates a step on M nodes like this one with one link each. The first two terms are measured
 (report/step_parts.py), the others are those of a ring. docs/scaling.md describes the limits of the estimate.
 """
 
@@ -29,7 +29,7 @@ LOSS_COLUMNS = ("ranks", "batch each", "samples/s", "step ms", "efficiency", "lo
 ESTIMATE_COLUMNS = ("scaling", "ranks", "batch each", "step ms", "samples/s", "efficiency", "on")
 MIN_REPORTED_LOSS = 0.02  # a smaller loss of efficiency is not reported
 ESTIMATED_NODE_COUNTS = (2, 4, 8, 16, 64, 512)
-COMPARED_MACHINES = (2, 8)  # estimated also with settings that reduce traffic
+COMPARED_NODE_COUNTS = (2, 8)  # estimated also with settings that reduce traffic
 LOCAL_STEPS = 16
 INT8_FRACTION = (1 + 4 / 512) / 4  # a byte per number, and a scale per 512 numbers
 EXAMPLES = "100Gbit,5us   10Gbit,30us   12.5GB,2us   1Gbit"
@@ -177,7 +177,7 @@ def split_steps_by_point(runs: Runs, alone: Runs) -> dict[ScalePoint, step_parts
 
 
 def compute_scaling_losses(
-    runs: Runs, parts: StepPartsByPoint, machine: MeasuredSetup, mode: str, batch: int
+    runs: Runs, parts: StepPartsByPoint, setup: MeasuredSetup, mode: str, batch: int
 ) -> list[ScalingLoss]:
     """The loss on each number of ranks above 1. `batch` is per rank (weak scaling), or global (strong scaling)."""
     losses: list[ScalingLoss] = []
@@ -202,7 +202,7 @@ def compute_scaling_losses(
                 shares=shares,
                 slowest=several.slowest,
                 slow_phase=several.slow_phase,
-                crowd=machine.threads_per_core(ranks),
+                crowd=setup.threads_per_core(ranks),
             )
         )
     return losses
@@ -236,11 +236,11 @@ def _median_run(runs: Sequence[step_parts.RecordedSteps]) -> step_parts.Recorded
     return min(runs, key=lambda run: abs(run.mean_step_seconds - middle))
 
 
-def estimate_scaling(points: StepPartsByPoint, machine: MeasuredSetup, weak: int | None, strong: int | None,
+def estimate_scaling(points: StepPartsByPoint, setup: MeasuredSetup, weak: int | None, strong: int | None,
                  link: NetworkSpeed) -> list[ScalingEstimate]:  # fmt: skip
-    """Estimate steps on more machines like this one over `link`, for `weak` also with settings that reduce traffic."""
+    """Estimate steps on more nodes like this one over `link`, for `weak` also with settings that reduce traffic."""
     estimates = list[ScalingEstimate]()
-    ranks_each = _ranks_each(points, machine)
+    ranks_each = _ranks_each(points, setup)
     modes = [(mode, batch) for mode, batch in (("weak", weak), ("strong", strong)) if batch]
     each = f"{plural(ranks_each, 'rank')} each"
     cases = [
@@ -248,39 +248,39 @@ def estimate_scaling(points: StepPartsByPoint, machine: MeasuredSetup, weak: int
         for count in ESTIMATED_NODE_COUNTS for mode, batch in modes
     ] + [
         (count, "weak", weak, setting, traffic)
-        for count in COMPARED_MACHINES if weak for setting, traffic in traffic_reducing_settings(machine, count)
+        for count in COMPARED_NODE_COUNTS if weak for setting, traffic in traffic_reducing_settings(setup, count)
     ]  # fmt: skip
     for count, mode, batch, setting, traffic in cases:
         work = 1 if mode == "weak" else count * ranks_each
         if per_rank := batch // work:
-            seconds = estimate_step_seconds(points, machine, count, per_rank, link, traffic)
+            seconds = estimate_step_seconds(points, setup, count, per_rank, link, traffic)
             seconds_alone = _single_rank_seconds(points, batch) / work
-            at, where = ScalePoint(count * ranks_each, per_rank), f"{count} machines, {setting}"
+            at, where = ScalePoint(count * ranks_each, per_rank), f"{count} nodes, {setting}"
             estimates.append(ScalingEstimate(mode, at, where, seconds, seconds_alone / seconds if seconds else 0.0))
     return estimates
 
 
 def estimate_step_seconds(
-    points: StepPartsByPoint, machine: MeasuredSetup, count: int, batch: int, link: NetworkSpeed,
+    points: StepPartsByPoint, setup: MeasuredSetup, count: int, batch: int, link: NetworkSpeed,
     sent: NodeTraffic | None = None,
 ) -> float:  # fmt: skip
-    """Seconds of a step on `count` machines, with `batch` samples per rank."""
-    ranks_each, sent = _ranks_each(points, machine), sent or NodeTraffic(1.0, ring_message_count(count))
+    """Seconds of a step on `count` nodes, with `batch` samples per rank."""
+    ranks_each, sent = _ranks_each(points, setup), sent or NodeTraffic(1.0, ring_message_count(count))
     work, inside = _single_rank_seconds(points, batch), 0.0
-    if ranks_each > 1:  # ranks of one machine slow each other down, and wait for the slowest
+    if ranks_each > 1:  # ranks of one node slow each other down, and wait for the slowest
         full = [(at.batch, parts) for at, parts in points.items() if at.ranks == ranks_each]
         inside = mean(parts.exchange for _, parts in full)
         work *= mean((parts.step - parts.exchange) / _single_rank_seconds(points, size) for size, parts in full)
-    latency = link.latency_seconds * (2 if machine.uses_gloo else 1)
-    sent_bytes = 2.0 * (count - 1) / count * sent.fraction * machine.weight_bytes  # of a ring all-reduce
+    latency = link.latency_seconds * (2 if setup.uses_gloo else 1)
+    sent_bytes = 2.0 * (count - 1) / count * sent.fraction * setup.weight_bytes  # of a ring all-reduce
     between = sent.messages * latency + sent_bytes / link.bytes_per_second
     return work + inside + between / sent.steps_per_exchange
 
 
-def _ranks_each(points: StepPartsByPoint, machine: MeasuredSetup) -> int:
-    if machine.exchanges_over_network:
+def _ranks_each(points: StepPartsByPoint, setup: MeasuredSetup) -> int:
+    if setup.exchanges_over_network:
         return 1
-    return max((at.ranks for at in points if machine.threads_per_core(at.ranks) <= 1), default=1)
+    return max((at.ranks for at in points if setup.threads_per_core(at.ranks) <= 1), default=1)
 
 
 def _single_rank_seconds(points: StepPartsByPoint, batch: int) -> float:
@@ -295,14 +295,14 @@ def _single_rank_seconds(points: StepPartsByPoint, batch: int) -> float:
     return max(slope * batch + start, min(seconds * batch / size for size, seconds in seconds_by_batch.items()))
 
 
-def traffic_reducing_settings(machine: MeasuredSetup, count: int) -> list[tuple[str, NodeTraffic]]:
-    """The settings that reduce the traffic of `count` machines, by name, except those with an unknown size."""
-    if machine.has_split_model:  # does not support compression
+def traffic_reducing_settings(setup: MeasuredSetup, count: int) -> list[tuple[str, NodeTraffic]]:
+    """The settings that reduce the traffic of `count` nodes, by name, except those with an unknown size."""
+    if setup.has_split_model:  # does not support compression
         return []
     settings = [("--compress bf16", NodeTraffic(0.5, 2)), ("--compress int8", NodeTraffic(INT8_FRACTION, 2))]
-    if machine.low_rank_bytes:
-        sums = 2 * (1 if count == 2 else ring_message_count(count))  # two machines exchange directly
-        settings += [("--compress powersgd", NodeTraffic(machine.low_rank_bytes / machine.weight_bytes, sums))]
+    if setup.low_rank_bytes:
+        sums = 2 * (1 if count == 2 else ring_message_count(count))  # two nodes exchange directly
+        settings += [("--compress powersgd", NodeTraffic(setup.low_rank_bytes / setup.weight_bytes, sums))]
     return [*settings, (f"--local-steps {LOCAL_STEPS}", NodeTraffic(1.0, ring_message_count(count), LOCAL_STEPS))]
 
 

@@ -150,11 +150,8 @@ def _template(name: str) -> str:
 def _cell(value: Any) -> str:
     if value is None:
         return "-"
-    text = (
-        f"{value:,}"
-        if isinstance(value, int) and not isinstance(value, bool)
-        else remove_control_characters(str(value))
-    )
+    is_count = isinstance(value, int) and not isinstance(value, bool)
+    text = f"{value:,}" if is_count else remove_control_characters(str(value))
     return text if len(text) <= MAX_CELL_CHARS else f"{text[: MAX_CELL_CHARS - 3]}..."
 
 

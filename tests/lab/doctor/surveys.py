@@ -53,14 +53,14 @@ def survey(**changes: Any) -> Survey:
     """Three healthy hosts, except for `changes`; facts and disks change by host: facts={"n2": {...}}."""
     spoiled: dict[str, dict[str, Any]] = changes.pop("facts", {})
     disks: dict[str, int] = changes.pop("free", {})
-    wanted: dict[str, Any] = {"hosts": HOSTS, "workers": (2, 2, 2), "run_dir": "/shared/run"}
+    planned: dict[str, Any] = {"hosts": HOSTS, "workers": (2, 2, 2), "run_dir": "/shared/run"}
     hosts = {
         host: FactsAnswer(facts(host, **spoiled.get(host, {})), 40000, "/shared", disks.get(host, 1 << 40), 1 << 41)
         for host in HOSTS
     }
     pairs = list(permutations(HOSTS, 2))
     content: dict[str, Any] = {
-        "wanted": PlannedRun(**wanted | changes.pop("wanted", {})),
+        "planned": PlannedRun(**planned | changes.pop("planned", {})),
         "lost": {},
         "hosts": hosts,
         "clock_offsets": {"n1": 0.001, "n2": -0.001, "n3": 0.0},

@@ -59,8 +59,8 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
         ("software", "warning", "n1"),
     ),
     "fewer cores": ({"facts": {"n1": {"cores": 4}}}, ("software", "warning", "n1")),
-    "oversubscription": ({"wanted": {"threads": 8}}, ("resources", "warning", "n1")),
-    "more workers than cores": ({"wanted": {"workers": (9, 1, 1)}}, ("resources", "warning", "n1")),
+    "oversubscription": ({"planned": {"threads": 8}}, ("resources", "warning", "n1")),
+    "more workers than cores": ({"planned": {"workers": (9, 1, 1)}}, ("resources", "warning", "n1")),
     "few files": ({"facts": {"n2": {"nofile": ResourceLimit(100, 1000)}}}, ("resources", "warning", "n2")),
     "too few files": ({"facts": {"n2": {"nofile": ResourceLimit(100, 200)}}}, ("resources", "error", "n2")),
     "tiny shared memory": (
@@ -111,7 +111,7 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
     "a GPU whose memory is in use": (with_gpu(gpu(1, memory_used=40 << 30)), ("gpus", "warning", "n2")),
     "a lost GPU": (with_gpu(gpu(0, lost="off the bus")), ("gpus", "error", "n2")),
     "a GPU with errors": (with_gpu(gpu(0, ecc_errors=3)), ("gpus", "error", "n2")),
-    "more workers than GPUs": (with_gpu(gpu(0)) | {"wanted": {"workers": (2, 3, 2)}}, ("gpus", "error", "n2")),
+    "more workers than GPUs": (with_gpu(gpu(0)) | {"planned": {"workers": (2, 3, 2)}}, ("gpus", "error", "n2")),
     "another GPU": (with_gpu(gpu(0, name="V100")), ("software", "warning", "n2")),
     "another driver": (with_gpu(gpu(0, driver="535")), ("software", "warning", "n2")),
 }

@@ -34,32 +34,34 @@ def stub(name: str, script: str) -> Command:
     ],
 )
 def test_a_bad_session_is_lost_alone_and_says_why(script: str, words: str) -> None:
-    with start_program_on_each_host([stub("n2", script), HEALTHY]) as opened:
-        answers = opened.ask(dict.fromkeys(("n1", "n2"), m.TimeRequest()), m.TimeAnswer, 2.0)
+    with start_program_on_each_host([stub("n2", script), HEALTHY]) as programs:
+        answers = programs.ask(dict.fromkeys(("n1", "n2"), m.TimeRequest()), m.TimeAnswer, 2.0)
         assert list(answers) == ["n1"]
-        assert any(part in opened.lost["n2"] for part in words.split("|")), opened.lost["n2"]
-        assert opened.ask(dict.fromkeys(("n1", "n2"), m.TimeRequest()), m.TimeAnswer, 2.0).keys() == {"n1"}
+        assert any(part in programs.lost["n2"] for part in words.split("|")), programs.lost["n2"]
+        assert programs.ask(dict.fromkeys(("n1", "n2"), m.TimeRequest()), m.TimeAnswer, 2.0).keys() == {"n1"}
 
 
 def test_noise_of_a_login_shell_is_skipped() -> None:
     script = f"echo Welcome; echo; exec {shlex.join(HEALTHY.argv)}"
-    with start_program_on_each_host([stub("n2", script)]) as opened:
-        assert opened.ask({"n2": m.TimeRequest()}, m.TimeAnswer, 10.0)
-        assert opened.lost == {}
+    with start_program_on_each_host([stub("n2", script)]) as programs:
+        assert programs.ask({"n2": m.TimeRequest()}, m.TimeAnswer, 10.0)
+        assert programs.lost == {}
 
 
 def test_a_program_that_is_not_there_is_told() -> None:
-    with start_program_on_each_host([Command("n2", ("/no/such/ssh", "n2"))]) as opened:
-        assert opened.ask({"n2": m.TimeRequest()}, m.TimeAnswer, 1.0) == {}
-        assert "/no/such/ssh" in opened.lost["n2"] and os.strerror(errno.ENOENT) in opened.lost["n2"]
+    with start_program_on_each_host([Command("n2", ("/no/such/ssh", "n2"))]) as programs:
+        assert programs.ask({"n2": m.TimeRequest()}, m.TimeAnswer, 1.0) == {}
+        assert "/no/such/ssh" in programs.lost["n2"] and os.strerror(errno.ENOENT) in programs.lost["n2"]
 
 
 def test_all_hosts_are_asked_at_the_same_time(tmp_path: Path) -> None:
     """Each answers when all have been asked."""
     all_asked = f"while [ $(ls {tmp_path} | wc -l) -lt 5 ]; do sleep 0.05; done"
     slow = f"read line; touch {tmp_path}/$$; {all_asked}; echo '{{\"wall_seconds\": 1}}'; exec cat"
-    with start_program_on_each_host([stub(f"n{i}", slow) for i in range(5)]) as opened:
-        answers = opened.ask({session.name: m.TimeRequest() for session in opened._sessions.all}, m.TimeAnswer, 15.0)
+    with start_program_on_each_host([stub(f"n{i}", slow) for i in range(5)]) as programs:
+        answers = programs.ask(
+            {session.name: m.TimeRequest() for session in programs._sessions.all}, m.TimeAnswer, 15.0
+        )
         assert len(answers) == 5
 
 

@@ -58,8 +58,8 @@ class Host(Node):
 
 
 def hosts_in_survey(survey: Survey) -> list[Host]:
-    workers = dict(zip(survey.wanted.hosts, survey.wanted.workers, strict=True))
-    threads = survey.wanted.threads
+    workers = dict(zip(survey.planned.hosts, survey.planned.workers, strict=True))
+    threads = survey.planned.threads
     return [
         Host(name, host.facts, workers[name], threads or max(1, host.facts.cores // workers[name]), survey)
         for name, host in survey.hosts.items()
@@ -105,7 +105,7 @@ RULES: tuple[FactRule, ...] = (
          "and the rendezvous of torchrun can start only a part of a job",
          "synchronise it: timedatectl set-ntp true, or chronyc makestep"),
     FactRule("run folder", "error",
-         lambda h: [(h.survey.wanted.run_dir, f.error) for name, f in h.survey.folder_access.items() if name == h.name],
+         lambda h: [(h.survey.planned.run_dir, f.error) for n, f in h.survey.folder_access.items() if n == h.name],
          lambda access: access[1], "{0[0]}: {0[1]}".format,
          "choose a writable --run-dir on a file system that all nodes mount (NFS, Lustre). `--on ssh` also works "
          "with separate file systems"),
@@ -129,7 +129,7 @@ def run_checks(survey: Survey) -> list[Check]:
     for host in hosts_in_survey(survey):
         for rule in RULES:
             by_check.setdefault(rule.check, []).extend(rule.findings(host))
-    several = len(survey.wanted.hosts) > 1
+    several = len(survey.planned.hosts) > 1
     checks: list[Check] = []
     for name, (needs_several, summarise) in SUMMARIES.items():
         summary = summarise(survey) if survey.hosts or name == "hosts" else ""
@@ -158,7 +158,7 @@ def _ports(survey: Survey) -> str:
 
 
 def _bandwidth(survey: Survey) -> str:
-    if survey.wanted.quick:
+    if survey.planned.quick:
         return ""
     slowest, round_trip = worst_link_values(survey)
     if not survey.measured_links:
@@ -179,7 +179,7 @@ SUMMARIES: dict[str, tuple[bool, Callable[[Survey], str]]] = {
     "names": (True, lambda _: "each host name resolves to its node, on all nodes"),
     "ports": (True, _ports),
     "clocks": (True, lambda s: f"all within {max(map(abs, s.clock_offsets.values()), default=0):.2g} s"),
-    "run folder": (False, lambda s: f"{s.wanted.run_dir} is writable; visible on {', '.join(s.folder_access)}"),
+    "run folder": (False, lambda s: f"{s.planned.run_dir} is writable; visible on {', '.join(s.folder_access)}"),
     "disk": (False, lambda s: f"at least {min(host.disk_free for host in s.hosts.values()) / 1e9:.3g} GB free"),
     "bandwidth": (True, _bandwidth),
 }  # fmt: skip

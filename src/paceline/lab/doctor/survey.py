@@ -43,7 +43,7 @@ class PlannedRun:
 class Survey:
     """All answers. A host in `lost` is missing from all later answers."""
 
-    wanted: PlannedRun
+    planned: PlannedRun
     lost: Mapping[str, str]
     hosts: Mapping[str, m.FactsAnswer]
     clock_offsets: Mapping[str, float]  # seconds that a host's clock is ahead of this machine's
@@ -128,10 +128,10 @@ def start_program_on_each_host(commands: Sequence[Command]) -> Generator[HostPro
         yield HostPrograms(sessions, lost)
 
 
-def survey_hosts(wanted: PlannedRun, programs: HostPrograms) -> Survey:
+def survey_hosts(planned: PlannedRun, programs: HostPrograms) -> Survey:
     start = time.monotonic()
-    tokens = {name: secrets.token_hex(16) for name in wanted.hosts}
-    requests = {name: m.FactsRequest(token, wanted.run_dir) for name, token in tokens.items()}
+    tokens = {name: secrets.token_hex(16) for name in planned.hosts}
+    requests = {name: m.FactsRequest(token, planned.run_dir) for name, token in tokens.items()}
     hosts = programs.ask(requests, m.FactsAnswer, FIRST_ANSWER_TIMEOUT_SECONDS)
     targets = {
         name: [m.ConnectTarget(a.address, host.port, tokens[name]) for a in host.facts.addresses[:MAX_ADDRESSES]]
@@ -142,11 +142,11 @@ def survey_hosts(wanted: PlannedRun, programs: HostPrograms) -> Survey:
         (a, b): [target for target in targets[b] if not reach[a, b][target.address].error][:1]
         for a, b in zip(hosts, [*hosts][1:] + [*hosts][:1], strict=True) if (a, b) in reach
     }  # fmt: skip
-    measured = {} if wanted.quick else _connect(programs, ring, MEASURE_SECONDS)
+    measured = {} if planned.quick else _connect(programs, ring, MEASURE_SECONDS)
     links = {pair: link for pair, by_address in measured.items() for link in by_address.values() if not link.error}
-    folder, offsets = _probe_folder(programs, [*hosts], wanted.run_dir), _clock_offsets(programs, [*hosts])
-    lost = {name: programs.lost[name] for name in wanted.hosts if name in programs.lost}
-    return Survey(wanted, lost, hosts, offsets, reach, folder, links, time.monotonic() - start)
+    folder, offsets = _probe_folder(programs, [*hosts], planned.run_dir), _clock_offsets(programs, [*hosts])
+    lost = {name: programs.lost[name] for name in planned.hosts if name in programs.lost}
+    return Survey(planned, lost, hosts, offsets, reach, folder, links, time.monotonic() - start)
 
 
 def _connect(

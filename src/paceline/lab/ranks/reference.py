@@ -3,7 +3,7 @@
 The reference uses no plan, loader, strategy or step of paceline, only their *definition*. Epoch e shuffles the samples
 once, and splits them into global batches. Each global batch is distributed to V virtual ranks, and the portion of a
 virtual rank is split into micro-batches. The loss is the mean over the global batch, and one plain `loss.backward()`
-computes its gradient. ScriptHooks, autograd functions and float16 parameters therefore get the same values as in a
+computes its gradient. Hooks, autograd functions and float16 parameters therefore get the same values as in a
 single-process script.
 """
 

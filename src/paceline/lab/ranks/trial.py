@@ -326,6 +326,6 @@ def parameters_of(replica: Strategy) -> dict[str, Tensor]:
 def gradients_of(replica: Strategy) -> dict[str, Tensor]:
     """All unsharded gradients of the step, by name (a collective if they are sharded). Not copies."""
     shards = replica.gradients()
-    return (
-        gather_full_state(shards, replica.world) if replica.sharded else {shard.name: shard.tensor for shard in shards}
-    )
+    if replica.sharded:
+        return gather_full_state(shards, replica.world)
+    return {shard.name: shard.tensor for shard in shards}
