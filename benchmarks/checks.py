@@ -2,7 +2,7 @@
 
     python benchmarks/checks.py --out benchmarks/results/checks.json
 
-The checks are those of `paceline.sessions.assumptions` that act in each step. Each call is timed; what the timing of a
+The checks are those in docs/own-loop.md that act in each step. Each call is timed; what the timing of a
 call costs, that of a function that does nothing in the same step, is subtracted. Microseconds of a step: the median
 over steps, with quartiles. In other steps all of them are switched off, and torch's operations are counted with and
 without them: each is a kernel on a GPU, or a view.

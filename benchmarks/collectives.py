@@ -25,9 +25,9 @@ import torch.distributed as dist
 
 from paceline.collectives import communicator
 from paceline.collectives.communicator import get_communicator, make_communicator
-from paceline.collectives.memory_sum import TreeSum, barrier
 from paceline.collectives.shared_memory import BULK_BYTES, SharedMemory
-from paceline.collectives.tree import LeafPartition
+from paceline.collectives.shm_collectives import TreeSum, barrier
+from paceline.collectives.sum_tree import LeafPartition
 from race.quiet import FOREIGN_SHARE, foreign_share, look, wait_until_idle
 
 SIZES_BYTES = (4 << 10, 64 << 10, 1 << 20, 8 << 20, 25 << 20, 100 << 20)

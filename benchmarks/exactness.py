@@ -31,8 +31,8 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.checkpoint.manager import Checkpoints, PublishClaim
+from paceline.checkpoint.memory_snapshots import SnapshotWriter
 from paceline.checkpoint.resume import TrainerState
-from paceline.checkpoint.snapshots import SnapshotWriter
 from paceline.collectives.control import all_gather_object
 from paceline.data.loader import LoadingOptions, load_steps
 from paceline.data.plan import BatchPlan, virtual_ranks_of

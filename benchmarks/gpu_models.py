@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.compute.flops import FlopCount
+from paceline.compute.flops import FlopCounter
 from paceline.tasks.mnist import CNN, ResNet18
 from race.figures import machine
 from race.gpt import GPT
@@ -86,7 +86,7 @@ class Model:
     def flops(self) -> float:
         """Of a sample, forward and backward."""
         with torch.device("meta"):
-            model, count = self.make(), FlopCount()
+            model, count = self.make(), FlopCounter()
             inputs, targets = self.data(torch.device("meta"), 1)
             with count.count_samples(self.batch):
                 F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten()).backward()

@@ -34,7 +34,7 @@ from paceline import ArrayDataset, Task, World
 from paceline.config.mesh import resolve_mesh
 from paceline.data.loader import LoadingOptions, load_steps
 from paceline.data.plan import BatchPlan
-from paceline.lab.ranks.memory import TrafficCounter
+from paceline.lab.ranks.memory import SentBytesCounter
 from paceline.rank.guard import HangGuard
 from paceline.rank.world import create_mesh_groups
 from paceline.strategies import STRATEGIES, Strategy
@@ -200,7 +200,7 @@ def rank(number: int, store: str, asked: argparse.Namespace) -> None:
         for name in sides:
             seconds(name, 3)
         turns = [{name: seconds(name, asked.steps) for name in sides} for _ in range(asked.turns)]
-        traffic = TrafficCounter(guard.page, replica.world, replica.pipeline)
+        traffic = SentBytesCounter(guard.page, replica.world, replica.pipeline)
         mine.step()
         gathered = [None] * RANKS
         dist.all_gather_object(gathered, (mine.held(), sides["by hand"].held(), traffic.sent_bytes() or 0.0))

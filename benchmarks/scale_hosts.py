@@ -28,7 +28,7 @@ from paceline.lab.scale import (
     estimate_step_seconds,
     parse_network,
     read_runs,
-    split_steps_by_point,
+    step_parts_by_point,
 )
 from race.quiet import wait_until_idle
 from race.wire import Wire
@@ -117,7 +117,7 @@ def estimated_over_hosts(tasks: Path, ranks: Sequence[int], times: int, steps: i
             for n in ranks
             for batch in ({each, whole // n} if n > 1 else {each, *(whole // m for m in ranks)})
         ]
-        size, parts = estimate_exchanged_bytes(runs), split_steps_by_point(read_runs(runs, skip=WARM_UP), {})
+        size, parts = estimate_exchanged_bytes(runs), step_parts_by_point(read_runs(runs, skip=WARM_UP), {})
     machine = MeasuredSetup(usable_cores(), 1, size, exchanges_over_network=True)
     rows: list[dict[str, Any]] = []
     for at, one in parts.items():

@@ -40,7 +40,7 @@ from paceline.launch.agent.follower import Follower
 from paceline.launch.agent.workers import InheritedResources
 from paceline.launch.plan import Command
 from paceline.launch.ssh.sessions import await_agents, open_sessions
-from paceline.protocol.control import STOP_SIGNALS, StopOrders, signal_wakeup
+from paceline.protocol.control import STOP_SIGNALS, StopSignals, signal_wakeup
 from paceline.protocol.evidence import Evidence, Frame, Op, Phase, Stack, WorkerSample
 from paceline.protocol.job import NodePlan
 
@@ -148,7 +148,7 @@ def be_agent(plan: NodePlan, facts: Facts, output: Path) -> int:
     for module in (follower_module, cluster_module):
         setattr(module, "Workers", StandIns)  # noqa: B010
     with signal_wakeup((*STOP_SIGNALS, signal.SIGCHLD)) as wakeup:
-        orders = StopOrders(wakeup, lifeline=False)
+        orders = StopSignals(wakeup, lifeline=False)
         if plan.node:
             return Follower(plan, orders, InheritedResources(), lambda: None).run()
         return Coordinator(

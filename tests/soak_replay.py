@@ -22,7 +22,7 @@ from tests.run_script import run_script
 from tests.small_mnist import write_mnist
 
 from paceline.checkpoint.manager import Checkpoints
-from paceline.checkpoint.shards import ShardFileSource, sha256_of
+from paceline.checkpoint.shards import ShardFileSource, hash_tensors
 from paceline.runs.events import Step, read_events
 
 TASKS = Path(__file__).parent / "lab" / "tasks_to_replay.py"
@@ -45,7 +45,7 @@ def digest_of(run_dir: Path, step: int) -> str:
     checkpoints = Checkpoints(run_dir / "checkpoints")
     (path,) = (entry.path for entry in checkpoints.entries() if entry.step == step)
     source = ShardFileSource.from_checkpoint(path, checkpoints.check(path))
-    return sha256_of({name: tensor for name in source.names("") if (tensor := source.tensor(name)) is not None})
+    return hash_tensors({name: tensor for name in source.names("") if (tensor := source.tensor(name)) is not None})
 
 
 def replayed(run_dir: Path, step: int, *more: object) -> tuple[int, str, dict[str, Any]]:

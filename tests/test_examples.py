@@ -15,7 +15,7 @@ import pytest
 from tests import warm
 from tests.run_script import run_script
 
-from paceline.cli import command_line, train
+from paceline.cli import make_parser, train
 from paceline.cli.watchover import split_options_and_script
 
 ROOT = Path(__file__).parents[1]
@@ -172,7 +172,7 @@ def test_the_commands_of_a_manifest_are_valid(path: Path, tmp_path: Path, monkey
             watch, *words = parsed.training_script_args
             own, script = split_options_and_script(words)
             assert watch == "watchover" and script == ["train.py"]
-            assert command_line("watchover").parse(own).end
+            assert make_parser("watchover").parse(own).end
         else:
             assert [program, words[0]] == ["paceline", "train"]
             place = words.index("--run-dir") + 1

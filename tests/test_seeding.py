@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline import seeding
-from paceline.seeding import GeneratorStates, generator_states, restore_generator_states, seeded_random_stream
+from paceline.seeding import GeneratorStates, fork_rng_with_seed, generator_states, restore_generator_states
 
 INSIDE: dict[str, Callable[[], Any]] = {
     "nothing": lambda: None,
@@ -21,7 +21,7 @@ INSIDE: dict[str, Callable[[], Any]] = {
 
 
 def drawn(seed: int) -> list[float]:
-    with seeded_random_stream(seed, torch.device("cpu")):
+    with fork_rng_with_seed(seed, torch.device("cpu")):
         return everything()
 
 
@@ -36,7 +36,7 @@ def outside(inside: Callable[[], Any] | None) -> list[float]:
     found: list[float] = []
     for number in range(6):
         if inside is not None:
-            with seeded_random_stream(number, torch.device("cpu")):
+            with fork_rng_with_seed(number, torch.device("cpu")):
                 inside()
         found += everything() if number % 3 else [np.random.randn()]
     return found

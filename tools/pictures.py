@@ -30,7 +30,7 @@ from pathlib import Path
 
 from markupsafe import escape
 
-from paceline.report.figures import Drawing, make_drawings
+from paceline.report.figures import Diagram, make_diagrams
 from paceline.report.run import read_run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,7 +86,7 @@ def colours() -> str:
     return f"svg {{{light[1]}}}\n@media (prefers-color-scheme: dark) {{ svg {{{dark[1]}}} }}\n{shapes}\n{more}"
 
 
-def standalone(found: list[Drawing]) -> str:
+def standalone(found: list[Diagram]) -> str:
     """The drawings below each other, each with its title and its caption, as a separate file."""
     width, y, parts = 0.0, GAP, list[str]()
     for one in found:
@@ -112,7 +112,7 @@ def rung(name: str, folder: Path) -> None:
     nproc, titles = RUNGS[name]
     words = (*MODEL, "--nproc", str(nproc), "--threads-per-rank", "1", "--strategy", name)
     run = train(folder, words, MESSAGES if name == "bucketed" else None)
-    made = make_drawings(read_run(run))
+    made = make_diagrams(read_run(run))
     shown = [next(one for one in made if one.title.startswith(title)) for title in titles]
     (PICTURES / f"ladder-{name}.svg").write_text(standalone(shown))
 

@@ -15,10 +15,10 @@ import tokenize
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.cli import COMMANDS, command_line
+from paceline.cli import COMMANDS, make_parser
 from paceline.cli.options import Option, docstring_paragraphs
 from paceline.config.choices import LAUNCHER_SETTINGS
-from paceline.protocol.evidence import StopKind
+from paceline.protocol.evidence import DiagnosisKind
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "paceline"
@@ -77,7 +77,7 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 def commands() -> str:
     """The page of the commands; options of several commands are at its end."""
-    lines = {name: command_line(name) for name in COMMANDS}
+    lines = {name: make_parser(name) for name in COMMANDS}
     groups = {name: line.groups(line.options()) for name, line in lines.items()}
     users: dict[type, list[str]] = {}
     for name, found in groups.items():
@@ -228,8 +228,8 @@ def events() -> str:
                 for name, kind, _, words in record.fields
             ]
             parts.append(table(("field", "type", "meaning"), rows) + "\n")
-    kinds = ", ".join(f"{kind.value} {kind.name}" for kind in StopKind)
-    parts.append(f"The kinds of a diagnosis (`StopKind`): {kinds}.\n")
+    kinds = ", ".join(f"{kind.value} {kind.name}" for kind in DiagnosisKind)
+    parts.append(f"The kinds of a diagnosis (`DiagnosisKind`): {kinds}.\n")
     return "".join(parts).rstrip() + "\n"
 
 

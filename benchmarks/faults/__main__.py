@@ -17,7 +17,7 @@ from benchmarks.faults.run import Score, run_fault
 from benchmarks.faults.table import LAUNCHERS, markdown, print_table, ranks
 from rich.table import Table
 
-from paceline.cli.options import CommandLine, check_out_file, check_positive, parse_names, write_json
+from paceline.cli.options import CommandParser, check_out_file, check_positive, parse_names, write_json
 from paceline.errors import ExitCode, UsageError
 from paceline.protocol.job import HangTimeout
 from paceline.runs.console import table_console
@@ -49,7 +49,7 @@ class FaultsConfig:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `python -m benchmarks.faults ARGUMENTS`."""
-    line = CommandLine(
+    line = CommandParser(
         "python -m benchmarks.faults", FaultsConfig, ("faults",),
         ("python -m benchmarks.faults --list", "python -m benchmarks.faults sleeps frozen --repeat 3"),
     )  # fmt: skip

@@ -25,7 +25,7 @@ class Needs(StrEnum):
 
 
 class Fate(StrEnum):
-    """What was said of a run. The first ones are the judge's classes (`StopKind`), in lower case."""
+    """What was said of a run. The first ones are the judge's classes (`DiagnosisKind`), in lower case."""
 
     DIED = "died"
     LEFT = "left"

@@ -30,7 +30,7 @@ def derive_seed(seed: int, purpose: str, *keys: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-class SeededStream:
+class SeededRngScope:
     """Between `enter` and `leave`, the generators of torch (CPU and `device`), `random` and numpy continue from a seed.
 
     numpy and `random` are included because a model may use them, for example to drop layers. Such draws must not depend
@@ -64,8 +64,8 @@ class SeededStream:
 
 
 @contextmanager
-def seeded_random_stream(seed: int, device: torch.device) -> Generator[None]:
-    stream = SeededStream(device)
+def fork_rng_with_seed(seed: int, device: torch.device) -> Generator[None]:
+    stream = SeededRngScope(device)
     try:
         stream.enter(seed)
         yield

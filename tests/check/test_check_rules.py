@@ -10,19 +10,19 @@ from tests.rendered import rendered
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from paceline.lab.check.findings import Finding, are_samples_mostly_equal, do_all_tensors_differ
-from paceline.lab.check.report import check_findings, count_mistakes, render_report
+from paceline.lab.check.report import collect_findings, count_mistakes, render_report
 from paceline.protocol.facts import (
     DroppedGradients,
     FileAccess,
     LoaderPass,
-    MeanLoss,
+    MaskedMeanLoss,
+    OptimizerStep,
     PaddedMetric,
     SavedState,
     ScriptFacts,
     SeenLoader,
     SeenReplica,
     SeenSchedule,
-    SeenStep,
     shortened_epoch_length,
 )
 from paceline.runs.attempt import ScriptNotice
@@ -59,9 +59,9 @@ def evaluated(rank: int, **more: Any) -> SeenLoader:
     return trained(rank, **(told | {"samples": 4, "passes": [seen]} | more))
 
 
-def step(**more: Any) -> SeenStep:
+def step(**more: Any) -> OptimizerStep:
     told: dict[str, Any] = {"site": "t.py:12 in main", "loader": 0, "epoch": 1, "gradients": "g", "shapes": "s"}
-    return SeenStep(
+    return OptimizerStep(
         0, **(told | {"backwards": 1, "forwards": 1, "synced": 1, "backward_site": "t.py:11 in main"} | more)
     )
 
@@ -79,7 +79,7 @@ def right(rank: int, **more: Any) -> ScriptFacts:
 
 
 def found(of_rank: Callable[[int], ScriptFacts]) -> list[Finding]:
-    return [one for one in check_findings([of_rank(0), of_rank(1)]) if one.level in ("wrong", "costs")]
+    return [one for one in collect_findings([of_rank(0), of_rank(1)]) if one.level in ("wrong", "costs")]
 
 
 def windows(
@@ -100,7 +100,7 @@ def short_window(factors: Callable[[int], dict[str, Any]]) -> Callable[[int], Sc
     return lambda rank: right(rank, steps=steps)
 
 
-def by_rank(**of: tuple[Any, Any]) -> Callable[[int], ScriptFacts]:
+def by_rank(**of: Sequence[Any]) -> Callable[[int], ScriptFacts]:
     """Ranks that differ in these facts from what is right, and from each other."""
     return lambda rank: right(rank, **{name: values[rank] for name, values in of.items()})
 
@@ -113,7 +113,7 @@ def training(loader: Callable[[int], SeenLoader]) -> Callable[[int], ScriptFacts
     return lambda rank: right(rank, loaders=[loader(rank)])
 
 
-def stepping(steps: Callable[[int], list[SeenStep]]) -> Callable[[int], ScriptFacts]:
+def stepping(steps: Callable[[int], list[OptimizerStep]]) -> Callable[[int], ScriptFacts]:
     return lambda rank: right(rank, steps=steps(rank))
 
 
@@ -246,7 +246,7 @@ PITFALLS: dict[str, tuple[Callable[[int], ScriptFacts], str, int]] = {  # what i
         ), "score of a share", 20
     ),
     "a mean over padding": (
-        by_rank(losses=([MeanLoss("t.py:10 in main", [4, 8], [8, 8])], [MeanLoss("t.py:10 in main", [8, 8], [8, 8])])),
+        by_rank(losses=[[MaskedMeanLoss("t.py:10 in main", n, [8, 8])] for n in ([4, 8], [8, 8])]),
         "mean over padding", 10,
     ),
     "no wrapped model": (by_rank(replicas=([], []), steps=([step()], [step(gradients="h")])), "gradients", 12),
@@ -395,7 +395,7 @@ CLEAN: dict[str, Callable[[int], ScriptFacts]] = {
         replicas=replica(joined=True),
         steps=[step(parameters="p")] * (1 + rank),
     ),
-    "padding alike on all ranks": by_rank(losses=([MeanLoss("t.py:10 in main", [4], [8])],) * 2),
+    "padding alike on all ranks": by_rank(losses=([MaskedMeanLoss("t.py:10 in main", [4], [8])],) * 2),
     "gradients that are cleared now and then, after an overflow": lost(1, 1, 0, 0, 0),
     "gradients that are cleared on purpose, without a loader": lambda rank: right(
         rank, loaders=[], steps=[step(loader=-1, epoch=0, backwards=2, lost=1, parameters="p")] * 3
@@ -438,7 +438,7 @@ def test_nothing_is_found_where_nothing_is_wrong(name: str) -> None:
 
 def test_weights_that_are_averaged_are_a_note_and_those_that_never_meet_again_are_wrong() -> None:
     ranks = [*map(averaged("pqar", "pqbr"), (0, 1))]
-    assert [one.level for one in check_findings(ranks) if one.rule == "gradients"] == ["note"]
+    assert [one.level for one in collect_findings(ranks) if one.rule == "gradients"] == ["note"]
     for weights in (("pas", "pbr"), ("pppp", "pppp")):
         assert [one.rule for one in found(averaged(*weights))] == ["gradients"], weights
 
@@ -453,7 +453,7 @@ def test_a_rule_says_one_thing_of_a_line_the_worst_whatever_comes_from_there(ord
         replicas = [replica(buffers=[b], evaluation_site="t.py:21 in test")[0] for b in ("b", f"b{rank}")]
         return right(rank, loaders=made[::order], replicas=replicas[::order])
 
-    told = check_findings([of_rank(0), of_rank(1)])
+    told = collect_findings([of_rank(0), of_rank(1)])
     lines = [(one.rule, one.site) for one in told]
     assert len(lines) == len({*lines}), told
     level = {one.rule: one.level for one in told}
@@ -468,7 +468,7 @@ def test_rates_that_differ_because_the_loaders_do_are_a_note() -> None:
         return msgspec.structs.replace(rates(rank), loaders=[trained(rank, batches=10 + rank)])
 
     assert [one.rule for one in found(of_rank)] == ["uneven steps"]
-    assert [one.level for one in check_findings([of_rank(0), of_rank(1)]) if one.rule == "replicas"] == ["note"]
+    assert [one.level for one in collect_findings([of_rank(0), of_rank(1)]) if one.rule == "replicas"] == ["note"]
 
 
 def test_the_words_tell_apart_what_one_rule_finds() -> None:
@@ -479,7 +479,7 @@ def test_the_words_tell_apart_what_one_rule_finds() -> None:
 
 def test_the_page_says_what_is_right_and_how_much_is_not() -> None:
     ranks = [right(0), right(1)]
-    findings = check_findings(ranks)
+    findings = collect_findings(ranks)
     text = render_report("t.py", ranks, findings)
     assert count_mistakes(findings) == 0
     rendered(text)
@@ -488,7 +488,7 @@ def test_the_page_says_what_is_right_and_how_much_is_not() -> None:
 def test_what_was_reported_while_the_script_ran_is_part_of_the_diagnosis() -> None:
     def told(*kinds: str, of_rank: Callable[[int], ScriptFacts] = right) -> dict[str, str]:
         noted = [ScriptNotice(0.0, f"rank 1: {kind}", 5, kind) for kind in kinds]
-        findings = check_findings([of_rank(0), of_rank(1)], noted)
+        findings = collect_findings([of_rank(0), of_rank(1)], noted)
         return {one.rule: one.level for one in findings if one.rule in kinds}
 
     wrong = ("diverged", "not finite", "mismatch", "swallowed", "thread", "stale", "few steps", "a later kind")
@@ -497,13 +497,13 @@ def test_what_was_reported_while_the_script_ran_is_part_of_the_diagnosis() -> No
     assert told("slow", "shadowed", "round-off", "") == dict.fromkeys(("slow", "shadowed", "round-off"), "note")
     assert told("diverged", of_rank=drifted(settings=("s", "t"))) == {"diverged": "note"}  # explained by the other
     twice = [ScriptNotice(0.0, f"rank {rank}", 5, "swallowed") for rank in range(2)]
-    findings = check_findings([right(0), right(1)], twice)
+    findings = collect_findings([right(0), right(1)], twice)
     assert [one.words for one in findings if one.level == "wrong"] == ["rank 0", "rank 1"]
 
 
 def test_a_script_that_failed_is_not_called_right() -> None:
     ranks = [right(0), right(1)]
-    headline = render_report("t.py", ranks, check_findings(ranks), code=3).splitlines()[0]
+    headline = render_report("t.py", ranks, collect_findings(ranks), code=3).splitlines()[0]
     assert "nothing wrong" not in headline and "exit code 3" in headline
 
 
@@ -592,7 +592,7 @@ def test_samples_are_unlike_if_none_of_their_fields_is_the_same() -> None:
 
 def test_a_batch_that_shrinks_with_the_world_is_a_note_with_its_numbers() -> None:
     def shrinks(divided: str) -> list[Finding]:
-        told = check_findings([right(rank, loaders=[trained(rank, divided=divided)]) for rank in range(2)])
+        told = collect_findings([right(rank, loaders=[trained(rank, divided=divided)]) for rank in range(2)])
         return [one for one in told if one.rule == "batch shrinks"]
 
     (one,) = shrinks("total // world")
@@ -601,7 +601,7 @@ def test_a_batch_that_shrinks_with_the_world_is_a_note_with_its_numbers() -> Non
     assert shrinks("") == []
 
 
-def shards(rank: int, *, start: str = "differs", **more: Any) -> list[SeenStep]:
+def shards(rank: int, *, start: str = "differs", **more: Any) -> list[OptimizerStep]:
     """Of a shared parameter, and of one that each rank has for itself."""
     own, whole = (f"w{rank}", f"p{rank}") if start == "differs" else ("w", "p")
     told: dict[str, Any] = {
@@ -613,8 +613,8 @@ def shards(rank: int, *, start: str = "differs", **more: Any) -> list[SeenStep]:
 
 
 def test_parameters_that_ranks_have_for_themselves_and_exchange_are_noted_and_the_others_judged() -> None:
-    def levels(of_rank: Callable[[int], list[SeenStep]], **more: Any) -> set[tuple[str, str]]:
-        found = check_findings([right(rank, steps=of_rank(rank), **more) for rank in range(2)])
+    def levels(of_rank: Callable[[int], list[OptimizerStep]], **more: Any) -> set[tuple[str, str]]:
+        found = collect_findings([right(rank, steps=of_rank(rank), **more) for rank in range(2)])
         return {
             (one.rule, one.level) for one in found if one.rule in ("own parameters", "gradients", "different start")
         }
@@ -625,7 +625,7 @@ def test_parameters_that_ranks_have_for_themselves_and_exchange_are_noted_and_th
     assert ("gradients", "wrong") in levels(lambda rank: shards(rank, start="equal"))  # not in DDP
     assert ("gradients", "wrong") in levels(lambda rank: shards(rank, outside=[])), "DDP has it"
 
-    def unwrapped(rank: int) -> list[SeenStep]:
+    def unwrapped(rank: int) -> list[OptimizerStep]:
         return shards(rank, outside=[0, 1], own=False, each=[f"g{rank}", f"h{rank}"])
 
     assert ("gradients", "wrong") in levels(unwrapped, replicas=[])
@@ -634,11 +634,11 @@ def test_parameters_that_ranks_have_for_themselves_and_exchange_are_noted_and_th
 def test_steps_of_a_rank_for_itself_are_not_compared_and_past_ddp_is_a_note_unless_weights_drift() -> None:
     joint = [step(own=True, met=True, parameters=f"p{n}", after=f"p{n + 1}") for n in range(6)]
 
-    def private(rank: int) -> list[SeenStep]:
+    def private(rank: int) -> list[OptimizerStep]:
         return [step(gradients=f"g{rank}{n}", shapes="other", loader=-1) for n in range(300 * (1 - rank))]
 
-    def told(of_rank: Callable[[int], list[SeenStep]]) -> list[tuple[str, str]]:
-        found = check_findings([right(rank, steps=of_rank(rank)) for rank in range(2)])
+    def told(of_rank: Callable[[int], list[OptimizerStep]]) -> list[tuple[str, str]]:
+        found = collect_findings([right(rank, steps=of_rank(rank)) for rank in range(2)])
         return [(one.rule, one.level) for one in found if one.level == "wrong" or one.rule == "past DDP"]
 
     first = [msgspec.structs.replace(one, optimizer=-1) for one in private(0)]
@@ -655,7 +655,7 @@ def test_steps_of_a_rank_for_itself_are_not_compared_and_past_ddp_is_a_note_unle
 
 def test_the_learning_rate_is_the_highest_that_was_seen() -> None:
     steps = [step(own=True, learning_rate=rate) for rate in (0.0, 0.01, 0.02, 0.01)]
-    findings = check_findings([right(rank, steps=steps) for rank in range(2)])
+    findings = collect_findings([right(rank, steps=steps) for rank in range(2)])
     (note,) = (one for one in findings if one.rule == "learning rate")
     assert note.words.endswith("learning rate 0.02")
 
@@ -676,7 +676,9 @@ def test_ranks_that_split_layers_rightly_have_the_same_batches_and_groups_of_the
     def told(world: int, split: int) -> set[tuple[str, str]]:
         one = right(0, loaders=[trained(0)], replicas=[], split=split)
         ranks = [msgspec.structs.replace(one, rank=n, world=world, split_rank=n % split) for n in range(world)]
-        return {(one.rule, one.level) for one in check_findings(ranks) if one.rule in ("same batches", "learning rate")}
+        return {
+            (one.rule, one.level) for one in collect_findings(ranks) if one.rule in ("same batches", "learning rate")
+        }
 
     wrong = {("same batches", "wrong"), ("learning rate", "note")}
     assert told(2, 2) == set() and told(2, 1) == told(4, 2) == wrong
@@ -686,7 +688,7 @@ def test_of_a_session_only_what_it_does_not_check_itself_is_a_mistake_and_what_t
     steps = [step(lost=3, backwards=4, gradients="g"), step(lost=3, backwards=4, gradients="h")] * 4
     written = [FileAccess("/m.pt", "t.py:30 in main")]
     more: dict[str, Any] = {"session": True, "saved_files": written, "threads": 4, "threads_site": "t.py:1 in main"}
-    told = check_findings([right(rank, steps=steps[rank:], replicas=[], **more) for rank in range(2)])
+    told = collect_findings([right(rank, steps=steps[rank:], replicas=[], **more) for rank in range(2)])
     assert {(one.rule, one.level) for one in told} == {("one file", "wrong"), ("threads", "costs"), ("session", "note")}
     typed = {one.rule: one.type_instead for one in told}
     assert typed["threads"] == "session(threads=1)" and "s.save(" in typed["one file"]

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from paceline.protocol.facts import ORDER, SavedState, ScriptFacts
-from paceline.rank.check.saved import SavedStateRecorder, add_digests
+from paceline.rank.check.saved import SavedStateRecorder, hash_nested
 
 
 class Training:
@@ -159,13 +159,13 @@ def test_a_loader_s_generator_that_is_not_saved_is_noted(seen: Any, tmp_path: Pa
 
 def test_digests_depend_on_content_alone() -> None:
     found = set[str]()
-    add_digests({"b": [torch.ones(2), (1, 2)], "a": {"c": numpy.arange(3)}}, found)
+    hash_nested({"b": [torch.ones(2), (1, 2)], "a": {"c": numpy.arange(3)}}, found)
     for part in (
         torch.ones(2),
         [1, 2],
         {"c": numpy.arange(3)},
         {"a": {"c": numpy.arange(3)}, "b": [torch.ones(2), [1, 2]]},
     ):
-        assert add_digests(part, set()) in found
+        assert hash_nested(part, set()) in found
     for other in (torch.ones(2, dtype=torch.float64), torch.ones(1, 2), [2, 1], {"c": numpy.arange(3.0)}, True):
-        assert add_digests(other, set()) not in found
+        assert hash_nested(other, set()) not in found

@@ -23,15 +23,15 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from paceline.protocol.facts import OWN_GENERATORS, LoaderPass, ScriptFacts
 from paceline.protocol.status_page import StatusPage
-from paceline.rank.check import add_padding_column, schedule_end_step
+from paceline.rank.check import add_padding_column, lr_schedule_end_step
 from paceline.rank.check.loaders import (
     GENERATOR_STATE_SETTERS,
     LoaderRecorder,
     RngSnapshots,
     TruncatedSampler,
-    describe_loader,
     find_division_by_world_size,
-    wrap_generator_setters,
+    inspect_loader,
+    wrap_seed_functions,
 )
 from paceline.rank.check.steps import FULLY_SHARD_MODULES, MAX_UNJOINED_STEPS, ModelParallelDetector, StepRecorder
 from paceline.rank.probes import ScriptHooks
@@ -169,7 +169,7 @@ def test_whether_samplers_are_torch_s_own_is_known() -> None:
     own = Flat(Counting(8))
     told = [DataLoader(data, 2), DataLoader(data, 2, shuffle=True), DataLoader(data, 2, sampler=own)]  # pyright: ignore[reportArgumentType]
     told += [DataLoader(data, batch_sampler=BatchSampler(own, 2, False)), DataLoader(data, batch_sampler=Counting(4))]  # pyright: ignore[reportArgumentType]
-    assert [describe_loader(loader).plain for loader in told] == [True, True, False, False, False]
+    assert [inspect_loader(loader).plain for loader in told] == [True, True, False, False, False]
 
 
 def test_a_loader_that_is_dropped_in_its_own_loop_is_seen_to_the_end() -> None:
@@ -381,7 +381,7 @@ def test_a_generator_that_is_put_into_another_state_has_drawn_nothing_yet(
     for module, (_, names) in GENERATOR_STATE_SETTERS.items():
         for setter in names:
             monkeypatch.setattr(sys.modules[module], setter, getattr(sys.modules[module], setter))
-    wrap_generator_setters()
+    wrap_seed_functions()
     draw, state = {
         "torch": (partial(torch.rand, 8), torch.get_rng_state()),
         "numpy": (partial(numpy.random.rand, 8), numpy.random.get_state()),
@@ -433,7 +433,7 @@ def test_who_shuffles_is_the_sampler_within_a_batch_sampler_that_was_given() -> 
         DataLoader(data),
         DataLoader(data, 2, True),
     ]
-    told = [describe_loader(loader) for loader in loaders]
+    told = [inspect_loader(loader) for loader in loaders]
     assert [one.shuffles for one in told] == [True, False, True]
     assert told[0].sampler == "DistributedSampler"
 
@@ -477,9 +477,9 @@ def test_a_schedule_is_as_long_as_until_it_is_constant() -> None:
     def cosine(step: int) -> float:
         return step / 10 if step < 10 else 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, (step - 10) / 490)))
 
-    assert schedule_end_step(SimpleNamespace(lr_lambdas=[cosine])) == 500
-    assert schedule_end_step(SimpleNamespace(T_max=70)) == 70
-    assert schedule_end_step(SimpleNamespace()) == -1
+    assert lr_schedule_end_step(SimpleNamespace(lr_lambdas=[cosine])) == 500
+    assert lr_schedule_end_step(SimpleNamespace(T_max=70)) == 70
+    assert lr_schedule_end_step(SimpleNamespace()) == -1
 
 
 def test_of_a_session_steps_are_counted_and_no_gradient_is_looked_at() -> None:

@@ -9,8 +9,8 @@ import torch
 from tests.run_ranks import run_ranks
 from torch import Tensor
 
-from paceline.checkpoint import snapshots
-from paceline.checkpoint.snapshots import InterNodeExchange, SnapshotWriter, newest_snapshot
+from paceline.checkpoint import memory_snapshots
+from paceline.checkpoint.memory_snapshots import InterNodeExchange, SnapshotWriter, newest_snapshot
 from paceline.checkpoint.state import TensorShard
 from paceline.rank.world import World
 
@@ -51,7 +51,7 @@ def values(files: list[tuple[int, int]]) -> dict[str, Tensor]:
 
 
 def of_two_hosts(rank: int, size: int, root: Path, chunk: int) -> list[Any]:
-    snapshots.MAX_MESSAGE_BYTES = chunk
+    memory_snapshots.MAX_MESSAGE_BYTES = chunk
     world = World(rank, size, rank % 2, 2, CPU, "gloo")
     names = [root / f"{chunk}-{rank // 2}-{local}-{turn}" for local in range(2) for turn in range(2)]
     first = [os.open(name, os.O_RDWR | os.O_CREAT, 0o600) for name in names]
@@ -103,7 +103,7 @@ def why_not(rank: int, size: int) -> list[str]:
     told: list[str] = []
     same = [one for one in state(rank, 1) if one.replicated]
     for held, local in ((same, min(rank, 2)), (state(rank, 1), min(rank, 2)), (state(rank, 1), rank % 2)):
-        snapshots.free_memory = lambda: 1000 if rank == 2 else 10**12
+        memory_snapshots.free_memory = lambda: 1000 if rank == 2 else 10**12
         told.append(InterNodeExchange(held, World(rank, size, local, 2, CPU, "gloo")).why_not)
     return told
 

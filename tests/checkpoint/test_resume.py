@@ -11,9 +11,9 @@ from tests.run_ranks import run_ranks
 from tests.worlds import world_of
 
 from paceline.checkpoint.manager import Checkpoints
+from paceline.checkpoint.memory_snapshots import SnapshotWriter, inherited_memory_files
 from paceline.checkpoint.resume import ResumePoint, RunLocation, find_newest_checkpoint, find_newest_state
-from paceline.checkpoint.shards import make_shard_layout, select_shards_to_save, write_shard_file
-from paceline.checkpoint.snapshots import SnapshotWriter, inherited_memory_files
+from paceline.checkpoint.shards import make_shard_layout, select_shards_to_save, serialize_shard_file
 from paceline.checkpoint.state import TensorShard
 from paceline.config.settings import CheckpointConfig, TrainConfig
 from paceline.errors import PacelineError
@@ -38,7 +38,7 @@ def save(checkpoints: Checkpoints, step: int, world_size: int = 2) -> Path:
     for rank in range(world_size):
         places = make_shard_layout(select_shards_to_save(state(step), rank, world_size))
         buffer = torch.empty(places.total_bytes, dtype=torch.uint8)
-        write_shard_file(buffer, places, {})
+        serialize_shard_file(buffer, places, {})
         name = f"shard-{rank}-of-{world_size}.safetensors"
         files.append(ShardFile(name, *write_new_file(tmp / name, [buffer.numpy().data]), places.pieces))
     manifest = Manifest(

@@ -26,7 +26,7 @@ from paceline.checkpoint.shards import (
     make_shard_layout,
     read_shard_file_metadata,
     select_shards_to_save,
-    write_shard_file,
+    serialize_shard_file,
 )
 from paceline.checkpoint.state import TensorShard
 from paceline.runs.checkpoint_format import DamagedCheckpoint, Piece
@@ -37,7 +37,7 @@ META = {"step": 7, "words": "Grüße"}
 def written(path: Path, part: list[TensorShard], meta: dict[str, Any] | None = None) -> tuple[Path, tuple[Piece, ...]]:
     places = make_shard_layout(part)
     buffer = torch.full((places.total_bytes,), 255, dtype=torch.uint8)  # what was in the memory before
-    write_shard_file(buffer, places, META if meta is None else meta)
+    serialize_shard_file(buffer, places, META if meta is None else meta)
     path.write_bytes(buffer.numpy().tobytes())
     return path, places.pieces
 
@@ -150,7 +150,7 @@ def test_a_writer_that_is_stopped_at_any_moment_leaves_nothing_that_is_taken_for
     )
     places = make_shard_layout(old)
     buffer = torch.empty(places.total_bytes, dtype=torch.uint8)
-    write_shard_file(buffer, places, {"step": 1})
+    serialize_shard_file(buffer, places, {"step": 1})
     before = buffer.numpy().tobytes()
     moments: list[bytes] = []
 
@@ -160,10 +160,10 @@ def test_a_writer_that_is_stopped_at_any_moment_leaves_nothing_that_is_taken_for
             return trace
         return None
 
-    code = inspect.unwrap(write_shard_file).__code__  # behind torch.no_grad
+    code = inspect.unwrap(serialize_shard_file).__code__  # behind torch.no_grad
     try:
         sys.settrace(trace)
-        write_shard_file(buffer, make_shard_layout(new), {"step": 2})
+        serialize_shard_file(buffer, make_shard_layout(new), {"step": 2})
     finally:
         sys.settrace(None)
     after = buffer.numpy().tobytes()
@@ -201,12 +201,12 @@ def test_more_words_than_there_is_room_for_are_an_error_with_numbers(tmp_path: P
     places = make_shard_layout(part, room_bytes=100)
     buffer = torch.zeros(places.total_bytes, dtype=torch.uint8)
     with raises("description-too-long"):
-        write_shard_file(buffer, places, {"much": "x" * 5000})
+        serialize_shard_file(buffer, places, {"much": "x" * 5000})
     path = tmp_path / "file"
     path.write_bytes(buffer.numpy().tobytes())
     assert read_shard_file_metadata(path) is None
     places = make_shard_layout(part, room_bytes=6000)
-    write_shard_file(torch.zeros(places.total_bytes, dtype=torch.uint8), places, {"much": "ü" * 400})
+    serialize_shard_file(torch.zeros(places.total_bytes, dtype=torch.uint8), places, {"much": "ü" * 400})
 
 
 def test_the_room_is_enough_for_many_long_names() -> None:
@@ -214,7 +214,7 @@ def test_the_room_is_enough_for_many_long_names() -> None:
         TensorShard("optimizer/" + 'ä"\\' * 40 + str(i), torch.ones(2), torch.Size([10**9]), 10**8) for i in range(300)
     ]
     places = make_shard_layout(part)
-    write_shard_file(torch.zeros(places.total_bytes, dtype=torch.uint8), places, META)
+    serialize_shard_file(torch.zeros(places.total_bytes, dtype=torch.uint8), places, META)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e4m3fn])

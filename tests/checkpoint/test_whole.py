@@ -9,7 +9,7 @@ import torch
 from tests.run_ranks import run_ranks
 from torch import Tensor
 
-from paceline.checkpoint.shards import DTYPE_NAMES, gather_full_state, sha256_of
+from paceline.checkpoint.shards import DTYPE_NAMES, gather_full_state, hash_tensors
 from paceline.checkpoint.state import TensorShard
 from paceline.rank.world import World
 
@@ -52,7 +52,7 @@ def everything(rank: int, world_size: int) -> str:
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
         assert as_bytes(found[name]) == as_bytes(tensor), name
     assert list(gather_full_state([], world)) == []
-    return sha256_of(found)
+    return hash_tensors(found)
 
 
 @pytest.mark.ranks
@@ -64,9 +64,9 @@ def test_every_rank_gets_every_tensor_to_the_bit(tmp_path: Path) -> None:
 
 def test_the_digest_is_over_names_types_shapes_and_bits_and_nothing_else() -> None:
     base = {"a": torch.tensor([[1.0, 0.0]]), "b": torch.tensor(2)}
-    digest = sha256_of(base)
+    digest = hash_tensors(base)
     same = {"b": torch.tensor(2), "a": torch.tensor([[1.0, 9.0], [0.0, 9.0]])[:, :1].t()}  # other order, other memory
-    assert sha256_of(same) == digest
+    assert hash_tensors(same) == digest
     others = [
         {**base, "c": torch.ones(0)},
         {"a": base["a"]},
@@ -77,7 +77,7 @@ def test_the_digest_is_over_names_types_shapes_and_bits_and_nothing_else() -> No
         {**base, "b": torch.tensor([2])},
         {"a": base["b"], "b": base["a"]},
     ]
-    digests = {digest, *(sha256_of(other) for other in others)}
+    digests = {digest, *(hash_tensors(other) for other in others)}
     assert len(digests) == len(others) + 1
 
 
@@ -85,4 +85,4 @@ def test_the_digest_stays_the_same_in_later_versions() -> None:
     # Written down in run folders: another digest for the same state would read as another result.
     state = {"model/w": torch.tensor([1.5, -0.0], dtype=torch.bfloat16), "optimizer/w/step": torch.tensor(3)}
     words = b"model/w torch.bfloat16 (2,)\n\xc0\x3f\x00\x80optimizer/w/step torch.int64 ()\n\x03" + bytes(7)
-    assert sha256_of(state) == hashlib.sha256(words).hexdigest()
+    assert hash_tensors(state) == hashlib.sha256(words).hexdigest()

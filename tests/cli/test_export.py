@@ -39,9 +39,9 @@ def run(tmp_path: Path) -> Path:
 def whole(run: Path) -> Path:
     weights = Odd().state_dict()
     save(weights, run / "model.safetensors")
-    from paceline.checkpoint.shards import sha256_of
+    from paceline.checkpoint.shards import hash_tensors
 
-    write_summary(run, Summary("t", 0, weights_sha256=sha256_of(weights)))
+    write_summary(run, Summary("t", 0, weights_sha256=hash_tensors(weights)))
     return run
 
 

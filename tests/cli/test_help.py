@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tests import warm
 
-from paceline.cli import COMMANDS, command_line, command_main, train
-from paceline.cli.launch import launch_options
+from paceline.cli import COMMANDS, load_command_main, make_parser, train
+from paceline.cli.launch import takes_value_by_option
 from paceline.cli.options import MAX_OPTIONS_SHOWN_IN_FULL, build_settings
 from paceline.cli.torchrun import read_arguments
 from paceline.cli.watchover import split_options_and_script
@@ -22,7 +22,7 @@ commands = pytest.mark.parametrize("command", COMMANDS)
 
 def shown(command: str, flag: str, capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit) as end:
-        command_main(command)([flag])
+        load_command_main(command)([flag])
     assert end.value.code == ExitCode.DONE
     return capsys.readouterr().out
 
@@ -33,14 +33,14 @@ def options_in(text: str) -> list[str]:
 
 @commands
 def test_two_examples_that_the_commands_own_parser_takes_come_first(command: str) -> None:
-    line = command_line(command)
+    line = make_parser(command)
     assert len(line.examples) == 2
     for example in line.examples:
         words = shlex.split(example)
         words = words[words.index("paceline") + 1 :]
         assert words.pop(0) == command, example
         if command == "launch":
-            typed = read_arguments(words, {}, launch_options())
+            typed = read_arguments(words, {}, takes_value_by_option())
             words, script = typed.paceline_arguments, [*typed.script]
         elif command == "watchover":
             words, script = split_options_and_script(words)
@@ -67,7 +67,7 @@ def test_metavars_are_words_a_default_is_stated_once_and_lines_fit(
 
 @commands
 def test_help_has_the_common_options_and_help_all_every_one(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    line, common, whole = command_line(command), shown(command, "--help", capsys), shown(command, "--help-all", capsys)
+    line, common, whole = make_parser(command), shown(command, "--help", capsys), shown(command, "--help-all", capsys)
     names = [one.name for one in line.options() if one.name.startswith("-")]
     assert sorted(options_in(whole)) == sorted(names)
     assert 0 < len(options_in(common)) <= MAX_OPTIONS_SHOWN_IN_FULL or not names
@@ -78,7 +78,7 @@ def test_help_has_the_common_options_and_help_all_every_one(command: str, capsys
 
 @commands
 def test_every_option_and_argument_has_a_text(command: str) -> None:
-    for one in command_line(command).options():
+    for one in make_parser(command).options():
         assert one.text, one.name
         assert not one.text.endswith("."), one.name
         assert one.is_flag or one.metavar.strip("-"), one.name
@@ -86,10 +86,10 @@ def test_every_option_and_argument_has_a_text(command: str) -> None:
 
 @commands
 def test_an_unknown_option_is_an_error_that_names_the_nearest(command: str) -> None:
-    names = [one.name for one in command_line(command).options() if one.name.startswith("-")]
+    names = [one.name for one in make_parser(command).options() if one.name.startswith("-")]
     for name in names[:3]:
         with pytest.raises(UsageError) as caught:
-            command_line(command).parse([f"{name}x"])
+            make_parser(command).parse([f"{name}x"])
         assert f"{name}x" in str(caught.value)
         assert f"Did you mean {name}?" in str(caught.value)
 
@@ -112,12 +112,12 @@ def test_an_unknown_option_is_an_error_that_names_the_nearest(command: str) -> N
 def test_what_cannot_be_parsed_is_a_usage_error_that_names_it(words: str, said: str) -> None:
     command, *rest = words.split()
     with pytest.raises(UsageError) as caught:
-        command_line(command).parse(rest)
+        make_parser(command).parse(rest)
     assert said in str(caught.value)
 
 
 def test_values_are_parsed_by_the_types_of_their_fields_over_the_default() -> None:
-    line = command_line("train")
+    line = make_parser("train")
     words = "mnist-cnn --lr=-1 --nproc auto --task-arg a=1 --task-arg b=2 --run_dir x --checkpoint-every 10min "
     words += "--no-checkpoint-epochs"
     found = line.parse(words.split())
@@ -136,7 +136,7 @@ def test_values_are_parsed_by_the_types_of_their_fields_over_the_default() -> No
 
 
 def test_arguments_may_stand_between_options() -> None:
-    found = command_line("report").parse(["runs/a", "--open", "runs/b", "-o", "x.html", "runs/c"])
+    found = make_parser("report").parse(["runs/a", "--open", "runs/b", "-o", "x.html", "runs/c"])
     assert (found.runs, found.open, str(found.out)) == (("runs/a", "runs/b", "runs/c"), True, "x.html")
 
 
@@ -156,7 +156,7 @@ def test_the_help_shows_what_the_file_gives_in_place_of_the_defaults(
         train.main([{"FILE": str(file), "RUN": str(tmp_path)}.get(word, word) for word in words])
     assert end.value.code == ExitCode.DONE
     text = capsys.readouterr().out
-    more, named = re.search(r"(\d+) more options", text), [one for one in command_line("train").options() if one.names]
+    more, named = re.search(r"(\d+) more options", text), [one for one in make_parser("train").options() if one.names]
     assert more is not None and int(more[1]) + len(options_in(text)) == len(named)
     entries = re.split(r"\n(?=  \S)", text)
     values = {entry.split()[0]: re.search(r"\(in\s+config\.toml:\s+(.*)\)", entry) for entry in entries}

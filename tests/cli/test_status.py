@@ -21,7 +21,7 @@ from paceline.cli.run_state import find_run, run_state
 from paceline.errors import TrainingError
 from paceline.host.procfs import read_process
 from paceline.host.sweep import Roster
-from paceline.launch.plan import SubmitRecord, next_submit_dir, write_submission
+from paceline.launch.plan import SubmitRecord, make_submit_dir, write_submit_record
 from paceline.protocol.evidence import Failure
 from paceline.runs import events
 from paceline.runs.attempt import AttemptEnd, write_attempt_end
@@ -220,7 +220,7 @@ def test_an_agent_counts_only_on_its_host_and_if_it_holds_the_run(run: Path) -> 
 
 
 def test_a_run_of_slurm_on_a_machine_without_slurm_is_unknown(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_submission(next_submit_dir(run), SubmitRecord(on="slurm", started_at=1.0, slurm_job="12"))
+    write_submit_record(make_submit_dir(run), SubmitRecord(on="slurm", started_at=1.0, slurm_job="12"))
     monkeypatch.setenv("PATH", "/nowhere")
     found = run_state(run, ("ssh",))
     assert (found.state, found.slurm_job) == ("unknown", "12") and "no command scontrol" in found.words
@@ -241,7 +241,7 @@ def test_an_agent_on_another_host_is_asked_and_told_by_the_users_ssh(
     write_roster(run, agent.pid, host="n2")
     words = (str(tmp_path / "ssh"), "-F", "my config")
     submission = SubmitRecord(on="ssh", started_at=1.0, hosts=("n2",), ssh=words)
-    write_submission(next_submit_dir(run), submission)
+    write_submit_record(make_submit_dir(run), submission)
     access, flag = words, ["--ssh", shlex.join(words)]
     assert run_state(run, access).state == "running"
     found = run_state(run, ("/no/ssh",))  # what stands written down is told, and not run

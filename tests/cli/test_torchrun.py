@@ -8,7 +8,7 @@ from tests.errors import raises
 from torch.distributed.argparse_util import check_env, env
 from torch.distributed.run import get_args_parser
 
-from paceline.cli.launch import launch_options
+from paceline.cli.launch import takes_value_by_option
 from paceline.cli.torchrun import (
     FLAGS,
     OPTIONS_WITHOUT_VARIABLE,
@@ -23,7 +23,7 @@ RUN = ("python", "-P", "-m", "torch.distributed.run")
 
 
 def typed(line: str, environ: dict[str, str] | None = None) -> LaunchArguments:
-    return read_arguments(line.split(), environ or {}, launch_options())
+    return read_arguments(line.split(), environ or {}, takes_value_by_option())
 
 
 def test_every_option_of_torchruns_own_parser_is_in_the_table() -> None:

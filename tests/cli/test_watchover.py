@@ -12,7 +12,7 @@ import pytest
 from tests.errors import raises
 
 from paceline.cli.watchover import WatchoverConfig, main, make_agent_plan, split_options_and_script
-from paceline.launch.agent.attach import ForeignProcess, exit_code
+from paceline.launch.agent.attach import ForeignProcess, read_process_exit_code
 from paceline.protocol.control import agent_address, peer_pid
 from paceline.protocol.job import AUTO
 
@@ -79,7 +79,7 @@ def test_the_kernel_says_how_a_process_ended_that_is_no_child(act: str, code: in
         select.select([one], [], [], 20)
         if reaped:
             child.wait()
-        found = exit_code(child.pid, one.pidfd)
+        found = read_process_exit_code(child.pid, one.pidfd)
         assert one.wait(20) == (-signal.SIGKILL if found is None else found)  # of one that nobody knows: killed
         if found is None and reaped:
             pytest.skip("this kernel forgets a process that its parent has waited for: Linux 6.15")

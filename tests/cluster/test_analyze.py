@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tests.cluster.slurm import Slurm
 
-from paceline.cli.logs import read_analysis
+from paceline.cli.logs import analyze_log_or_run
 
 SCRIPT = """
 import os, sys
@@ -25,7 +25,7 @@ def test_the_output_of_srun_with_labels(slurm: Slurm, tmp_path: Path) -> None:
     submit = ("sbatch", "--parsable", "-N2", "--ntasks-per-node=1", f"--output={log}")
     job = slurm.run(*submit, f"--wrap=srun --label python3 {tmp_path}/script.py").stdout.strip()
     assert slurm.wait(job) == "FAILED"
-    found = read_analysis(str(log))
+    found = analyze_log_or_run(str(log))
     assert found.ranks == ["0", "1"] and found.formats == {"classic": 80, "key and value": 4}
     assert max(found.values["samples/s"]) == 1001
     assert len(found.values["loss"]) == 40

@@ -11,7 +11,7 @@ from tests.cluster.lab import Lab
 from tests.cluster.slurm import Slurm
 from tests.cluster.ssh import SshHosts
 
-from paceline.rank.environment import translate_to_torchrun
+from paceline.rank.environment import translate_slurm_mpi_variables
 
 MEETS = """
 import os, sys
@@ -66,7 +66,7 @@ def environments(slurm: Slurm, folder: Path, *options: str) -> list[dict[str, st
 
 
 def test_uneven_tasks_are_counted_on_their_own_node(slurm: Slurm, tmp_path: Path) -> None:
-    worlds = [translate_to_torchrun(env) for env in environments(slurm, tmp_path, "-N2", "-n3", "-m", "block")]
+    worlds = [translate_slurm_mpi_variables(env) for env in environments(slurm, tmp_path, "-N2", "-n3", "-m", "block")]
     assert [world["RANK"] for world in worlds] == ["0", "1", "2"]
     assert sorted(world["LOCAL_WORLD_SIZE"] for world in worlds) == ["1", "2", "2"]
     assert len({(world["MASTER_ADDR"], world["MASTER_PORT"]) for world in worlds}) == 1
@@ -84,7 +84,7 @@ def test_the_shell_of_a_batch_job_is_no_rank(slurm: Slurm, tmp_path: Path) -> No
     assert slurm.wait(job.stdout.strip()) == "COMPLETED"
     text = (tmp_path / "env-0").read_text()
     env = dict(line.split("=", 1) for line in text.split("\0") if "=" in line)
-    assert env["SLURM_NTASKS"] == "4" and translate_to_torchrun(env) == {}
+    assert env["SLURM_NTASKS"] == "4" and translate_slurm_mpi_variables(env) == {}
 
 
 MPIRUN = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

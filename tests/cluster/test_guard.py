@@ -11,7 +11,7 @@ from tests.cluster.training import PACELINE, words
 
 from paceline.errors import ExitCode
 from paceline.guard.report import DiagnosisRecord, read_diagnosis
-from paceline.protocol.evidence import StopKind
+from paceline.protocol.evidence import DiagnosisKind
 
 SCRIPT = """
 import os, time
@@ -55,5 +55,5 @@ def test_two_hosts_that_no_longer_reach_each_other_are_named(lab: Lab, ssh_hosts
         time.sleep(0.1)
     lab.deny("n4", from_="n3")
     said, told = ended(launcher, tmp_path)
-    assert told.diagnosis.kind is StopKind.NETWORK, said
+    assert told.diagnosis.kind is DiagnosisKind.NETWORK, said
     assert "n3 cannot reach n4" in said and "n2 cannot" not in said

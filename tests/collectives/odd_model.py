@@ -10,9 +10,9 @@ from tests.collectives.one_backward import one_backward
 from torch import Tensor, nn
 
 from paceline.collectives.buckets import BUCKET_BYTES, group_into_buckets, trainable_parameters
-from paceline.collectives.communicator import TorchBucketReduction
+from paceline.collectives.communicator import TorchBucketReducer
 from paceline.collectives.reducer import Reducer
-from paceline.collectives.tree import LeafPartition
+from paceline.collectives.sum_tree import LeafPartition
 
 LARGE = 40_000  # elements: several chunks of 64 KiB
 
@@ -60,7 +60,7 @@ def over_torch(
     model: nn.Module, partition: LeafPartition, *, bucket_bytes: int = BUCKET_BYTES, in_order: bool = True
 ) -> Reducer:
     buckets = group_into_buckets(trainable_parameters(model), bucket_bytes)
-    return Reducer(partition, TorchBucketReduction(buckets, partition, in_order=in_order))
+    return Reducer(partition, TorchBucketReducer(buckets, partition, in_order=in_order))
 
 
 def by_leaf(sums: Reducer, model: nn.Module, share: range, left_out: int | None) -> dict:

@@ -13,7 +13,7 @@ from tests.run_ranks import run_ranks
 
 from paceline.collectives import torch_collectives as gather
 from paceline.collectives.control import LOOP_SUMS_NAME, sum_over_ranks
-from paceline.collectives.memory_sum import AsyncAllReduce
+from paceline.collectives.shm_collectives import AsyncAllReduce
 from paceline.collectives.torch_collectives import MAX_EXTRA_BYTES, start_all_reduce
 from paceline.errors import ExitCode, PacelineError
 from paceline.protocol.control import SHARED_MEMORY

@@ -26,7 +26,7 @@ from paceline.collectives.buckets import group_into_buckets, trainable_parameter
 from paceline.collectives.communicator import get_communicator as exchange
 from paceline.collectives.communicator import make_communicator
 from paceline.collectives.control import all_gather_object
-from paceline.collectives.hosts import HierarchicalBucketReduction, NodeTopology
+from paceline.collectives.hosts import HierarchicalBucketReducer, NodeTopology
 from paceline.collectives.reducer import Reducer, make_reducer
 from paceline.collectives.replicate import broadcast_module
 from paceline.collectives.shared_memory import (
@@ -35,9 +35,9 @@ from paceline.collectives.shared_memory import (
     connect_shared_memory,
     consecutive_ranks_by_node,
 )
-from paceline.collectives.tree import LeafPartition, add_gradient_lists, tree_sum
+from paceline.collectives.sum_tree import LeafPartition, add_gradient_lists, tree_sum
 from paceline.data.plan import virtual_ranks_of
-from paceline.lab.ranks.memory import TrafficCounter
+from paceline.lab.ranks.memory import SentBytesCounter
 from paceline.lab.ranks.verify import verify
 from paceline.lab.verify import VerifySpec
 from paceline.protocol.control import SHARED_MEMORY
@@ -135,7 +135,7 @@ def compare(rank: int, world_size: int, folder: Path, cases: list[tuple[int, lis
             for left_out in (None, virtual_ranks - 1):
                 models = [Odd(), Odd()]
                 sums = make_reducer(models[0], partition, in_order=True)
-                assert isinstance(sums._transport, HierarchicalBucketReduction)
+                assert isinstance(sums._transport, HierarchicalBucketReducer)
                 for step in range(2):
                     found = by_leaf(sums, models[0], shares[rank], left_out)
                     alone = over_torch(models[1], LeafPartition([(0, virtual_ranks)], 0))
@@ -145,7 +145,7 @@ def compare(rank: int, world_size: int, folder: Path, cases: list[tuple[int, lis
                     compared += 1
         model = Odd()
         sums = make_reducer(model, LeafPartition.one_leaf_per_rank(world_size, rank), in_order=False)
-        assert isinstance(sums._transport, HierarchicalBucketReduction)
+        assert isinstance(sums._transport, HierarchicalBucketReducer)
         for _ in range(2):
             model.zero_grad(set_to_none=True)
             for part in range(2):
@@ -216,9 +216,9 @@ def sends(rank: int, world_size: int, folder: Path) -> list[object]:
     for in_order in (True, False):
         model = nn.Linear(999, 1000)
         sums = make_reducer(model, partition, in_order=in_order)
-        assert isinstance(sums._transport, HierarchicalBucketReduction)
+        assert isinstance(sums._transport, HierarchicalBucketReducer)
         model.zero_grad(set_to_none=True)
-        counted = TrafficCounter(HangGuard.of_process().page, world, None)
+        counted = SentBytesCounter(HangGuard.of_process().page, world, None)
         with one_backward(sums, rank, is_last=True):
             (model.weight.sum() + model.bias.sum()).mul(rank + 1).backward()
         sums.finish(2.0)
@@ -241,7 +241,7 @@ def again(rank: int, world_size: int, folder: Path) -> list[float]:
     assert isinstance(place, NodeTopology)
     buckets = group_into_buckets(trainable_parameters(model), 4)
     sums = Reducer(
-        partition, HierarchicalBucketReduction(buckets, place, hosts_module.make_leaf_order_plan(partition, 2))
+        partition, HierarchicalBucketReducer(buckets, place, hosts_module.make_leaf_order_plan(partition, 2))
     )
     for attempt in range(2):
         model.zero_grad(set_to_none=True)

@@ -10,7 +10,7 @@ from tests.rank.guard_ranks import HEAD, TORCH, ranks, wait
 
 from paceline.errors import ExitCode
 from paceline.guard.report import read_diagnosis
-from paceline.protocol.evidence import StopKind
+from paceline.protocol.evidence import DiagnosisKind
 from paceline.rank.bootstrap import worker_command
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]  # soak: what `test_a_run_on_two_hosts...` sees from outside
@@ -19,14 +19,14 @@ HANGS = f"""{TORCH}
 from paceline.collectives import shared_memory as handshake
 handshake.node_key = lambda: str(rank // 2)
 from paceline.collectives.buckets import group_into_buckets, trainable_parameters
-from paceline.collectives.hosts import HierarchicalBucketReduction, make_leaf_order_plan
+from paceline.collectives.hosts import HierarchicalBucketReducer, make_leaf_order_plan
 from paceline.collectives.reducer import Reducer
 from paceline.collectives.communicator import make_communicator
-from paceline.collectives.tree import LeafPartition
+from paceline.collectives.sum_tree import LeafPartition
 model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 300))
 hosts, partition = make_communicator().node_topology(), LeafPartition.one_leaf_per_rank(4, rank)
 buckets = group_into_buckets(trainable_parameters(model), 1000)
-sums = Reducer(partition, HierarchicalBucketReduction(buckets, hosts, make_leaf_order_plan(partition, 2)))
+sums = Reducer(partition, HierarchicalBucketReducer(buckets, hosts, make_leaf_order_plan(partition, 2)))
 def late(gradient):
     if rank == 3 and number == 5:
         time.sleep(600)  # FAULT
@@ -41,7 +41,7 @@ STEPS = f"""{TORCH}
 from paceline.collectives import shared_memory as handshake
 handshake.node_key = lambda: str(rank // 2)
 from paceline.collectives.reducer import make_reducer
-from paceline.collectives.tree import LeafPartition
+from paceline.collectives.sum_tree import LeafPartition
 model = torch.nn.Linear(300, 300)
 sums = make_reducer(model, LeafPartition.one_leaf_per_rank(4, rank), in_order=True)
 def step():
@@ -105,7 +105,7 @@ def test_a_run_on_two_hosts_that_stands_still_ends_with_the_rank_and_its_line(tm
         assert one.finish() == ExitCode.STALLED, one.stderr
         told = read_diagnosis(folder / "diagnosis-1")
         line = next(n for n, text in enumerate(script.read_text().splitlines(), 1) if "# FAULT" in text)
-        assert (told.diagnosis.kind, told.diagnosis.causes) == (StopKind.BEHIND, (3,)), one.stderr
+        assert (told.diagnosis.kind, told.diagnosis.causes) == (DiagnosisKind.BEHIND, (3,)), one.stderr
         assert told.diagnosis.site == f"job.py:{line} in late"
         # the other host waits over gloo for rank 3, and rank 2 waits for it in memory
         assert (op := told.diagnosis.op) is not None

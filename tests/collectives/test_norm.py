@@ -22,7 +22,7 @@ from paceline.collectives.norm import (
     merge_block_ranges,
     split_blocks_evenly,
 )
-from paceline.collectives.tree import TreeNode, subtrees
+from paceline.collectives.sum_tree import TreeNode, split_into_subtrees
 
 CPU = torch.device("cpu")
 
@@ -46,7 +46,7 @@ def test_the_root_is_the_same_however_the_blocks_are_held(blocks: int, cuts: lis
         places, sums = tree.subtrees_to_send((first, stop)), tree.sums((first, stop), values[first:stop])
         assert len(places) == len(sums) <= 2 * math.ceil(math.log2(blocks) + 1)
         assert not handed_on.keys() & {*places}
-        assert sorted(places) == subtrees((first, stop), blocks)
+        assert sorted(places) == split_into_subtrees((first, stop), blocks)
         handed_on |= {place: float(one) for place, one in zip(places, sums, strict=True)}
     assert tree.root(handed_on) == plain_root(values.tolist())
 

@@ -12,9 +12,9 @@ from tests.collectives.one_backward import one_backward
 from tests.run_ranks import run_ranks
 from torch import Tensor, nn
 
-from paceline.collectives.buckets import BUCKET_BYTES, assign_buckets
+from paceline.collectives.buckets import BUCKET_BYTES, compute_bucket_assignment
 from paceline.collectives.reducer import Reducer
-from paceline.collectives.tree import LeafPartition
+from paceline.collectives.sum_tree import LeafPartition
 from paceline.errors import UsageError
 
 # ---- buckets: pure
@@ -23,7 +23,7 @@ from paceline.errors import UsageError
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 50)), st.integers(1, 60))
 def test_buckets_hold_everything_once_last_first_and_no_more_than_they_can(sizes: list[int], capacity: int) -> None:
-    buckets = assign_buckets(sizes, capacity)
+    buckets = compute_bucket_assignment(sizes, capacity)
     assert [i for bucket in buckets for i in bucket] == list(reversed(range(len(sizes))))
     for bucket in buckets:
         assert bucket and (len(bucket) == 1 or sum(sizes[i] for i in bucket) <= capacity)
@@ -34,14 +34,14 @@ def test_buckets_hold_everything_once_last_first_and_no_more_than_they_can(sizes
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 50)), st.integers(1, 60), st.integers(1, 60))
 def test_the_first_bucket_leaves_as_soon_as_it_is_worth_a_message(sizes: list[int], capacity: int, first: int) -> None:
-    one, *others = assign_buckets(sizes, capacity, first) or [[]]
+    one, *others = compute_bucket_assignment(sizes, capacity, first) or [[]]
     assert sum(sizes[i] for i in one[:-1]) < first
     assert not others or sum(sizes[i] for i in one) >= first
-    assert others == assign_buckets(sizes[: len(sizes) - len(one)], capacity)
+    assert others == compute_bucket_assignment(sizes[: len(sizes) - len(one)], capacity)
 
 
 def test_the_docstrings_example() -> None:
-    assert assign_buckets([4, 4, 4, 9, 2], capacity=8) == [[4], [3], [2, 1], [0]]
+    assert compute_bucket_assignment([4, 4, 4, 9, 2], capacity=8) == [[4], [3], [2, 1], [0]]
 
 
 # ---- on three ranks

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from paceline.collectives.communicator import make_communicator
 from paceline.collectives.ddp import RingSum
-from paceline.collectives.memory_sum import ring_part_size
-from paceline.collectives.tree import LeafPartition
+from paceline.collectives.shm_collectives import gloo_ring_part_size
+from paceline.collectives.sum_tree import LeafPartition
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 SIZES = (0, 1, 5, 4097, 300_001)
@@ -51,7 +51,7 @@ def test_bits_are_those_of_torchs_own_all_reduce(tmp_path: Path) -> None:
 
 def as_gloo_adds(all_ranks: list[Tensor]) -> Tensor:
     ranks, size = len(all_ranks), len(all_ranks[0])
-    part = ring_part_size(size, all_ranks[0].element_size(), ranks)
+    part = gloo_ring_part_size(size, all_ranks[0].element_size(), ranks)
     whole = torch.empty_like(all_ranks[0])
     for number in range(ranks):
         here = slice(number * part, min((number + 1) * part, size))

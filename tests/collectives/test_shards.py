@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.collectives.one_backward import one_backward
-from tests.collectives.test_tree import SIZES, Mixed, Reduced, same_bits
+from tests.collectives.test_sum_tree import SIZES, Mixed, Reduced, same_bits
 from tests.run_ranks import run_ranks
 from tests.worlds import worlds
 from torch import Tensor, nn
@@ -21,8 +21,8 @@ from torch.optim.lr_scheduler import StepLR
 
 from paceline.collectives.reducer import make_shard_reducer
 from paceline.collectives.shards import ALIGNMENT_ELEMENTS, MAX_PENDING_BUCKETS, ParameterShards
+from paceline.collectives.sum_tree import LeafPartition
 from paceline.collectives.torch_collectives import start_reduce_scatter
-from paceline.collectives.tree import LeafPartition
 from paceline.strategies.optimizer_scope import ELEMENT_WISE_OPTIMIZERS
 
 # ---- shares: pure

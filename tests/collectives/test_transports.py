@@ -8,9 +8,9 @@ from tests.run_ranks import run_ranks
 from torch import Tensor, nn
 
 from paceline.collectives import communicator
-from paceline.collectives.communicator import SharedMemoryBucketReduction, make_communicator
+from paceline.collectives.communicator import SharedMemoryBucketReducer, make_communicator
 from paceline.collectives.reducer import make_reducer
-from paceline.collectives.tree import LeafPartition
+from paceline.collectives.sum_tree import LeafPartition
 from paceline.data.plan import virtual_ranks_of
 
 pytestmark = pytest.mark.ranks
@@ -27,7 +27,7 @@ def compare(rank: int, world_size: int, leaves: list[int]) -> int:
         for left_out in (None, virtual_ranks - 1):
             models = [Odd() for _ in range(3)]
             shared = make_reducer(models[0], partition, in_order=True)
-            assert isinstance(shared._transport, SharedMemoryBucketReduction)
+            assert isinstance(shared._transport, SharedMemoryBucketReducer)
             for step in range(2):
                 found = by_leaf(shared, models[0], shares[rank], left_out)
                 over_gloo = by_leaf(over_torch(models[1], partition), models[1], shares[rank], left_out)
@@ -42,7 +42,7 @@ def compare(rank: int, world_size: int, leaves: list[int]) -> int:
         models = [Odd(), Odd()]
         partition = LeafPartition.one_leaf_per_rank(world_size, rank)
         several = [make_reducer(models[0], partition, in_order=False), over_torch(models[1], partition, in_order=False)]
-        assert isinstance(several[0]._transport, SharedMemoryBucketReduction)
+        assert isinstance(several[0]._transport, SharedMemoryBucketReducer)
         for model, sums in zip(models, several, strict=True):
             for part in range(2):
                 with one_backward(sums, rank, is_last=part == 1):

@@ -10,12 +10,12 @@ from tests.rank.guard_ranks import TORCH, Rank, ranks, wait
 from paceline.guard.detectors import is_waiting, ranks_to_interrupt
 from paceline.guard.judge import diagnose
 from paceline.protocol import status_page
-from paceline.protocol.evidence import Evidence, StopKind
+from paceline.protocol.evidence import DiagnosisKind, Evidence
 
 pytestmark = pytest.mark.ranks
 
 WAITS = f"""{TORCH}
-from paceline.collectives.memory_sum import barrier
+from paceline.collectives.shm_collectives import barrier
 from paceline.collectives.communicator import make_communicator
 from paceline.rank.guard import HangGuard
 memory = make_communicator().memory
@@ -57,7 +57,7 @@ def test_a_killed_rank_is_noticed_and_named_by_all(tmp_path: Path) -> None:
 
 
 LEFT = f"""{TORCH}
-from paceline.collectives.memory_sum import barrier
+from paceline.collectives.shm_collectives import barrier
 from paceline.collectives.communicator import make_communicator
 memory = make_communicator().memory
 barrier(memory)
@@ -126,7 +126,7 @@ def test_a_stopped_rank_is_found_by_the_judge_and_the_waiting_one_is_freed(tmp_p
         evidence = [answer, Evidence(1, "h", 2, state="T", ops=tuple(frozen))]
         assert is_waiting(evidence[0])
         diagnosis = diagnose(evidence)
-        assert (diagnosis.kind, diagnosis.causes) == (StopKind.STOPPED, (1,))
+        assert (diagnosis.kind, diagnosis.causes) == (DiagnosisKind.STOPPED, (1,))
         assert ranks_to_interrupt(diagnosis, evidence) == (0,)
         status_page.release_from_collective(waiting.page, b"{}")
         assert waiting.process.wait(20) == 1

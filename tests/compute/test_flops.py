@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from paceline.compute import flops
 from paceline.compute.compiling import use_cuda_graphs
-from paceline.compute.flops import FlopCount, Utilization, can_count_flops, count_tokens, measure_tflops, peak_tflops
+from paceline.compute.flops import FlopCounter, Utilization, can_count_flops, count_tokens, measure_tflops, peak_tflops
 from paceline.compute.forward import checkpoint_activations
 from paceline.compute.precision import autocast_bf16
 from paceline.rank.world import World
@@ -27,8 +27,8 @@ CPU = torch.device("cpu")
 WORLD = World(0, 2, 0, 2, CPU, "gloo")
 
 
-def counted(model: nn.Module, inputs: Tensor, targets: Tensor | None = None) -> FlopCount:
-    count = FlopCount()
+def counted(model: nn.Module, inputs: Tensor, targets: Tensor | None = None) -> FlopCounter:
+    count = FlopCounter()
     with count.count_samples(len(inputs)):
         outputs = model(inputs)
         losses = outputs.square() if targets is None else F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
@@ -102,7 +102,7 @@ def test_a_forward_that_backward_repeats_does_not_count() -> None:
 def trained(*, counts: bool) -> tuple[list[Tensor], list[float]]:
     """Weights, buffers and gradients after a backward, and the next number of each random stream."""
     torch.manual_seed(0), random.seed(0), np.random.seed(0)
-    model, count, x = Model(), FlopCount(), torch.randn(64, 8)
+    model, count, x = Model(), FlopCounter(), torch.randn(64, 8)
     with count.count_samples(64) if counts else nullcontext():
         model(x).square().mean().backward()
         count.mark_backward_end()
@@ -117,7 +117,7 @@ def test_a_count_changes_no_bit_and_draws_nothing() -> None:
 
 
 def test_what_follows_the_last_backward_does_not_count_and_an_error_leaves_no_count() -> None:
-    a, count = torch.randn(4, 4, requires_grad=True), FlopCount()
+    a, count = torch.randn(4, 4, requires_grad=True), FlopCounter()
     with count.count_samples(1):
         (a @ a).sum().backward()
         count.mark_backward_end()
@@ -125,7 +125,7 @@ def test_what_follows_the_last_backward_does_not_count_and_an_error_leaves_no_co
     assert count.per_sample == 3 * 2 * 4**3
     assert not count.is_active
 
-    failed = FlopCount()
+    failed = FlopCounter()
     with pytest.raises(RuntimeError), failed.count_samples(1):
         a @ torch.ones(5)
     assert failed.per_sample == 0
@@ -134,7 +134,7 @@ def test_what_follows_the_last_backward_does_not_count_and_an_error_leaves_no_co
 def test_an_operation_without_a_formula_or_with_odd_arguments_counts_as_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    count = FlopCount()
+    count = FlopCounter()
     with count.count_samples(1):
         a = torch.ones(3, 3).cumsum(0)
         count._formulas = {torch.ops.aten.mm: lambda *_, **__: 1 // 0}

@@ -14,7 +14,7 @@ from paceline.compute.resources import (
     ACTIVATION_BYTES,
     CpuAllocation,
     current_cpu_allocation,
-    peak_memory,
+    peak_resident_memory,
     recommended_thread_count,
     thread_warnings,
     tune_malloc,
@@ -101,7 +101,7 @@ def test_the_allocation_of_this_process():
 
 CHILD = """
 import json, resource, sys
-from paceline.compute.resources import tune_malloc, peak_memory
+from paceline.compute.resources import tune_malloc, peak_resident_memory
 why = tune_malloc(free_bytes=1 << 40, state_bytes=0) if sys.argv[1] == "tuned" else "asked to leave it"
 faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for step in range(6):
@@ -109,7 +109,7 @@ for step in range(6):
         before = faults()
     blocks = [b"x" * (32 << 20) for _ in range(3)]  # as activations come and go
     del blocks
-print(json.dumps([why, faults() - before, peak_memory()]))
+print(json.dumps([why, faults() - before, peak_resident_memory()]))
 """
 
 
@@ -141,4 +141,4 @@ def test_it_is_left_alone_without_room_or_where_it_is_the_users(free, state, env
 
 
 def test_the_peak_is_this_processs():
-    assert 10 << 20 < peak_memory() < 1 << 36
+    assert 10 << 20 < peak_resident_memory() < 1 << 36

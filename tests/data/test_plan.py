@@ -14,7 +14,7 @@ from paceline.data import plan as plan_module
 from paceline.data.plan import (
     BatchPlan,
     combine_fingerprints,
-    fingerprint,
+    fingerprint_indices,
     permute,
     plan_rank_micro_batches,
     shuffled_indices,
@@ -231,7 +231,7 @@ samples = st.lists(st.integers(0, 2**62), max_size=40)
 
 
 def of(indices: list[int]) -> int:
-    return fingerprint(torch.tensor(indices, dtype=torch.int64))
+    return fingerprint_indices(torch.tensor(indices, dtype=torch.int64))
 
 
 def mixed_by_python(index: int) -> int:
@@ -275,5 +275,5 @@ def test_a_sample_missing_doubled_or_exchanged_is_always_seen(indices, data):
 @pytest.mark.parametrize("indices", [torch.arange(10).reshape(2, 5), torch.arange(20)[::2]])
 def test_any_shape_and_stride_and_the_argument_stays(indices):
     before = indices.clone()
-    assert fingerprint(indices) == of(indices.flatten().tolist())
+    assert fingerprint_indices(indices) == of(indices.flatten().tolist())
     assert torch.equal(indices, before)

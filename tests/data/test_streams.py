@@ -20,16 +20,16 @@ from paceline.data.loader import LoadingOptions
 from paceline.data.plan import BatchPlan, virtual_ranks_of
 from paceline.data.streams import (
     ENDLESS_NUM_SAMPLES,
-    ChunkReader,
-    StreamChunk,
-    StreamCursor,
+    LocalBatch,
+    LocalBatchReader,
     StreamPlan,
-    read_chunks,
+    StreamReader,
+    read_local_batches,
     shard_stream,
 )
 from paceline.rank.world import World
 from paceline.train.json_values import as_json
-from paceline.train.streaming import Stream
+from paceline.train.streaming import GlobalBatchStream
 
 CPU = LoadingOptions(torch.device("cpu"))
 
@@ -61,18 +61,20 @@ def plan(virtual_ranks: int, *, parts: int = 1, accumulation: int = 1) -> Stream
     return StreamPlan(ENDLESS_NUM_SAMPLES, 8, virtual_ranks, accumulation, 7, False, "keep", parts, parts > 1)
 
 
-def chunks(parts: list[StreamCursor], of: StreamPlan, share: range, **how: Any) -> list[StreamChunk]:
+def chunks(parts: list[StreamReader], of: StreamPlan, share: range, **how: Any) -> list[LocalBatch]:
     """All up to the end."""
     loading = how.pop("loading", CPU)
-    found: list[StreamChunk] = []
-    for chunk in read_chunks(ChunkReader(parts, of, share, torch.tensor(how.pop("epoch", 0)), **how), loading):
+    found: list[LocalBatch] = []
+    for chunk in read_local_batches(
+        LocalBatchReader(parts, of, share, torch.tensor(how.pop("epoch", 0)), **how), loading
+    ):
         if not chunk.num_samples:
             return found
         found.append(chunk)
     return found
 
 
-def dealt(found: list[list[StreamChunk]]) -> dict[tuple[int, int, int], tuple[list[int], list[float]]]:
+def dealt(found: list[list[LocalBatch]]) -> dict[tuple[int, int, int], tuple[list[int], list[float]]]:
     """(step, virtual rank, micro-batch) -> its samples' numbers, and what was drawn for each."""
     return {
         (step, share.virtual_rank, share.micro_batch): (share.sample_numbers, share.batch[1].tolist())
@@ -90,7 +92,7 @@ def test_it_is_dealt_as_samples_with_numbers_are_on_every_number_of_ranks(accumu
     for size in (1, 2, 3):
         found = dealt(
             [
-                chunks([StreamCursor(Numbers([*range(21)]), 7)], of, virtual_ranks_of(3, rank, size))
+                chunks([StreamReader(Numbers([*range(21)]), 7)], of, virtual_ranks_of(3, rank, size))
                 for rank in range(size)
             ]
         )
@@ -107,7 +109,7 @@ def test_in_parts_each_virtual_rank_has_a_stream_of_its_own_and_none_is_cut_shor
     for size in (1, 2, 3):
         shares = [virtual_ranks_of(4, rank, size) for rank in range(size)]
         found = dealt(
-            [chunks([StreamCursor(shard_stream(stream, v, 4), 7, v, 4) for v in share], of, share) for share in shares]
+            [chunks([StreamReader(shard_stream(stream, v, 4), 7, v, 4) for v in share], of, share) for share in shares]
         )
         alone = alone or found
         assert found == alone
@@ -119,9 +121,9 @@ def test_in_parts_each_virtual_rank_has_a_stream_of_its_own_and_none_is_cut_shor
 @pytest.mark.parametrize("start", [1, 2, 3])
 def test_from_a_state_as_from_counting_as_from_the_begin(start: int) -> None:
     of, share = plan(3), range(1, 3)
-    whole = chunks([StreamCursor(Numbers([*range(21)]), 7)], of, share, epoch=2)
+    whole = chunks([StreamReader(Numbers([*range(21)]), 7)], of, share, epoch=2)
     whole += [] if len(whole) > start else [whole[-1]._replace(micro_batches=[])]
-    part = StreamCursor(Numbers([*range(21)]), 7)
+    part = StreamReader(Numbers([*range(21)]), 7)
     for state in (None, {"at": 8 * start}, None):  # the last: it begins again, though it stands at its end
         found = chunks([part], of, share, epoch=2, positions={0: (start, state)})
         assert [chunk.probe_hash for chunk in found if chunk.local_samples] == [
@@ -134,7 +136,7 @@ def test_from_a_state_as_from_counting_as_from_the_begin(start: int) -> None:
 def test_a_stream_of_webdataset_is_shuffled_by_the_epoch_however_often_it_was_read() -> None:
     wds: Any = importlib.import_module("webdataset")
 
-    def order(part: StreamCursor, epoch: int) -> list[Any]:
+    def order(part: StreamReader, epoch: int) -> list[Any]:
         part.begin(epoch, 0, None)
         return [one["url"] for _, one in part.take(99)]
 
@@ -143,11 +145,11 @@ def test_a_stream_of_webdataset_is_shuffled_by_the_epoch_however_often_it_was_re
             wds.SimpleShardList([f"{n:02}.tar" for n in range(50)]), wds.detshuffle(20, 10, seed=3), *more
         )
 
-    again, fresh = (StreamCursor(made(wds.shuffle(9, rng=random)), 7) for _ in range(2))
+    again, fresh = (StreamReader(made(wds.shuffle(9, rng=random)), 7) for _ in range(2))
     orders = [order(again, epoch) for epoch in (0, 0, 1, 2)]
     assert orders[0] == orders[1] and order(fresh, 2) == orders[3]
     assert len(set(orders[0])) == 50 and len({tuple(one) for one in orders}) == 3
-    script, part = made(), StreamCursor(made(), 7)
+    script, part = made(), StreamReader(made(), 7)
     assert [order(part, epoch) for epoch in range(3)] == [[one["url"] for one in script] for _ in range(3)]
 
 
@@ -157,7 +159,7 @@ def test_a_stream_of_webdataset_that_refuses_several_ranks_says_what_to_give(mon
 
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    part = StreamCursor(wds.WebDataset(["no.tar"], shardshuffle=False), 7)
+    part = StreamReader(wds.WebDataset(["no.tar"], shardshuffle=False), 7)
     part.begin(0, 0, None)
     with pytest.raises(ValueError, match="nodesplitter") as error:
         part.take(1)
@@ -165,20 +167,20 @@ def test_a_stream_of_webdataset_that_refuses_several_ranks_says_what_to_give(mon
 
 
 def test_a_process_that_reads_ahead_gives_what_this_one_does() -> None:
-    part, of, ahead = StreamCursor(Numbers([*range(21)]), 7), plan(2), LoadingOptions(CPU.device, 1)
+    part, of, ahead = StreamReader(Numbers([*range(21)]), 7), plan(2), LoadingOptions(CPU.device, 1)
     here, there = (chunks([part], of, range(2), loading=loading) for loading in (CPU, ahead))
     assert dealt([here]) == dealt([there]) and [c.positions for c in here] == [c.positions for c in there]
 
 
 def test_a_rank_without_a_share_has_a_stand_in_and_a_few_last_ones_join_the_batch_before() -> None:
-    part, of = StreamCursor(Numbers([*range(9)]), 7), plan(3)
+    part, of = StreamReader(Numbers([*range(9)]), 7), plan(3)
     last = chunks([part], of, range(2, 3))[-1]
     assert [(share.sample_numbers, share.counted) for share in last.micro_batches] == [
         ([8], False)
     ] and last.local_samples == 0
     joined = chunks([part], of, range(2, 3), min_last_batch=3)
     assert [share.sample_numbers for chunk in joined for share in chunk.micro_batches] == [[2, 5, 8]]
-    exact = chunks([StreamCursor(Numbers([*range(11)]), 7)], of, range(2, 3), min_last_batch=3)
+    exact = chunks([StreamReader(Numbers([*range(11)]), 7)], of, range(2, 3), min_last_batch=3)
     assert [share.sample_numbers for chunk in exact for share in chunk.micro_batches] == [[2, 5], [10]]
 
 
@@ -197,12 +199,12 @@ class Constant(IterableDataset[Any]):
 @pytest.mark.parametrize(("equal", "is_split"), [(43, True), (16, True), (0, True), (0, False), (10, False)])
 def test_equal_first_samples_do_not_show_that_processes_read_the_same(equal: int, is_split: bool) -> None:
     stream, of = Constant(equal, is_split=is_split), replace(plan(1), parts_of_stream=2)
-    parts = [StreamCursor(stream, 7, number, 2) for number in range(2)]
-    reader = ChunkReader(parts, of, range(1), torch.tensor(0))
+    parts = [StreamReader(stream, 7, number, 2) for number in range(2)]
+    reader = LocalBatchReader(parts, of, range(1), torch.tensor(0))
     read = list[int]()
     with (
         nullcontext() if is_split else raises("stream-repeated-by-processes"),
-        closing(read_chunks(reader, LoadingOptions(torch.device("cpu"), 2))) as found,
+        closing(read_local_batches(reader, LoadingOptions(torch.device("cpu"), 2))) as found,
     ):
         for chunk in found:
             if not chunk.num_samples:
@@ -214,7 +216,9 @@ def test_equal_first_samples_do_not_show_that_processes_read_the_same(equal: int
 def resumed(saved: dict[str, Any], start: int, *, length: int = 42, share: range = range(4)) -> list[list[int]]:
     """The sample numbers of the steps after a resume at batch `start` of a split stream."""
     of = plan(4, parts=4)
-    stream = Stream(Numbers([*range(length)]), of, CPU, World(0, 1, 0, 1, torch.device("cpu"), "gloo"), print)
+    stream = GlobalBatchStream(
+        Numbers([*range(length)]), of, CPU, World(0, 1, 0, 1, torch.device("cpu"), "gloo"), print
+    )
     stream.saved = saved
     batches = stream.training_batches(of, share, 0, start)
     return [[*chain.from_iterable(batch.work.indices.tolist() for batch in step)] for step in islice(batches, 1)]
@@ -244,7 +248,7 @@ def test_only_a_split_stream_is_said_to_have_parts_of_different_lengths(is_split
     of = plan(4, parts=4) if is_split else replace(plan(4), parts_of_stream=2)
     data = Uneven([]) if is_split else Constant(0, is_split=True)  # each process has an incomplete last batch
     loading = LoadingOptions(torch.device("cpu"), 0 if is_split else 2)
-    stream = Stream(data, of, loading, World(0, 1, 0, 1, torch.device("cpu"), "gloo"), said.append)
+    stream = GlobalBatchStream(data, of, loading, World(0, 1, 0, 1, torch.device("cpu"), "gloo"), said.append)
     sizes = list[float]()
     for step, _ in enumerate(stream.training_batches(of, range(4), 0, 0)):
         sizes.append(stream.next_batch_samples)
@@ -254,6 +258,6 @@ def test_only_a_split_stream_is_said_to_have_parts_of_different_lengths(is_split
 
 
 def test_reading_draws_nothing_from_the_streams_outside() -> None:
-    before, parts = torch.get_rng_state(), [StreamCursor(Numbers([*range(21)]), 7)]
-    assert len([*islice(read_chunks(ChunkReader(parts, plan(1), range(1), torch.tensor(0)), CPU), 2)]) == 2
+    before, parts = torch.get_rng_state(), [StreamReader(Numbers([*range(21)]), 7)]
+    assert len([*islice(read_local_batches(LocalBatchReader(parts, plan(1), range(1), torch.tensor(0)), CPU), 2)]) == 2
     assert torch.equal(before, torch.get_rng_state())

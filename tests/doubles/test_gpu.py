@@ -14,10 +14,10 @@ from tests.run_ranks import run_ranks
 from torch import nn
 
 from paceline import STRATEGIES, BatchPlan, LoadingOptions, Schedule, fit, load_steps, virtual_ranks_of
-from paceline.checkpoint.shards import gather_full_state, sha256_of
+from paceline.checkpoint.shards import gather_full_state, hash_tensors
 from paceline.data.arrays import ArrayDataset
 from paceline.rank.world import World
-from paceline.seeding import seeded_random_stream
+from paceline.seeding import fork_rng_with_seed
 
 VIRTUAL_RANKS = 2
 
@@ -44,7 +44,7 @@ def trained(rank: int, size: int, strategy: str, where: str, dropout: float = 0.
     loss = partial(F.cross_entropy, reduction="none")
     losses = [record.result.loss for record in fit(replica, batches, loss, Schedule(1e-2, 8), max_norm=1.0)]
     devices = {tensor.device.type for tensor in replica.model.state_dict().values()}
-    return [sha256_of(gather_full_state(replica.state(), world)), losses, sorted(devices)]
+    return [hash_tensors(gather_full_state(replica.state(), world)), losses, sorted(devices)]
 
 
 def both(size: int, folder: Path, strategy: str) -> None:
@@ -90,7 +90,7 @@ def drawn(rank: int, size: int) -> list[list[float]]:
         return torch.rand(4, device=there).tolist()
 
     def seeded(seed: int) -> list[float]:
-        with seeded_random_stream(seed, there):
+        with fork_rng_with_seed(seed, there):
             return draw()
 
     torch.get_device_module(there).manual_seed(5)

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.collectives import shards as shares
-from paceline.collectives.buckets import divide, divide_tensors
-from paceline.collectives.control import scale_gradients
+from paceline.collectives.buckets import divide, divide_in_place
+from paceline.collectives.control import scale_and_check_gradients
 from paceline.collectives.norm import ShardedNorm, split_blocks_evenly
 from paceline.collectives.shards import ParameterShards
-from paceline.collectives.tree import add_gradient_lists, add_optional
+from paceline.collectives.sum_tree import add_gradient_lists, add_optional
 
 CPU = torch.device("cpu")
 TYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.float32)
@@ -60,12 +60,12 @@ def norm_of(found: Sequence[Tensor], missing: int | None = None) -> float:
 
 def dividing(count: int) -> Callable[[], object]:
     found = gradients(count)
-    return lambda: divide_tensors(found, THREE)
+    return lambda: divide_in_place(found, THREE)
 
 
 def scaling(count: int) -> Callable[[], object]:
     parameters = with_gradients(gradients(count))
-    return lambda: scale_gradients(parameters, THREE, torch.device("meta"))  # as on a GPU
+    return lambda: scale_and_check_gradients(parameters, THREE, torch.device("meta"))  # as on a GPU
 
 
 def adding(count: int) -> Callable[[], object]:
@@ -103,14 +103,14 @@ def test_a_norm_takes_a_few_more_for_each_level_of_its_tree() -> None:
 def test_each_is_divided_as_alone() -> None:
     for divisor in (3.0, THREE):
         found, wanted = gradients(12, TYPES), [divide(one, divisor) for one in gradients(12, TYPES)]
-        divide_tensors(found, divisor)
+        divide_in_place(found, divisor)
         assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
 def test_each_is_scaled_as_alone() -> None:
     parameters = with_gradients(gradients(12, TYPES))
     parameters[3].grad = None
-    scale_gradients(parameters, 1 / THREE, CPU)
+    scale_and_check_gradients(parameters, 1 / THREE, CPU)
     for index, (parameter, alone) in enumerate(zip(parameters, gradients(12, TYPES), strict=True)):
         assert (parameter.grad is None) == (index == 3)
         assert parameter.grad is None or torch.equal(parameter.grad, alone.mul_(1 / THREE))

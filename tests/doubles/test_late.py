@@ -20,7 +20,7 @@ from tests.worlds import world as world
 from torch import Tensor, nn
 
 from paceline import STRATEGIES, BatchPlan, LoadingOptions, Schedule, Strategy, World, fit, load_steps
-from paceline.checkpoint.shards import sha256_of
+from paceline.checkpoint.shards import hash_tensors
 from paceline.collectives.control import are_finite
 from paceline.data.arrays import ArrayDataset
 from paceline.data.loader import MicroBatch, PrefetchTrigger
@@ -233,7 +233,7 @@ def recorded(
                     found.append(bits(replica))
         except (PacelineError, OSError) as error:
             found.append(str(error))
-    found += [bits(replica), sha256_of({shard.name: shard.tensor for shard in average.state()})]
+    found += [bits(replica), hash_tensors({shard.name: shard.tensor for shard in average.state()})]
     return [*map(repr, found)], len(lates)
 
 

@@ -21,7 +21,7 @@ from tests.run_ranks import run_ranks
 from torch import Tensor, nn
 
 from paceline.collectives.reducer import make_reducer
-from paceline.collectives.tree import LeafPartition
+from paceline.collectives.sum_tree import LeafPartition
 from paceline.tasks.mnist import ResNet18
 
 BUCKETS = 3

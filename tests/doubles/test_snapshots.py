@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.doubles.syncs import HostReads, on_the_cpu
 
-from paceline.checkpoint.snapshots import SnapshotWriter, newest_snapshot
+from paceline.checkpoint.memory_snapshots import SnapshotWriter, newest_snapshot
 from paceline.checkpoint.state import TensorShard
 
 

@@ -13,7 +13,7 @@ from benchmarks.faults.fault import Fate, Fault, Needs, Way
 from benchmarks.faults.run import MARKER, USERS, marked_lines, run_fault
 from tests import warm
 
-from paceline.protocol.evidence import StopKind
+from paceline.protocol.evidence import DiagnosisKind
 
 ALL = list(FAULTS.values())
 SOURCES = {path.name: path.read_text() for path in USERS.glob("*.py")}
@@ -24,7 +24,7 @@ def marked(name: str) -> list[str]:
 
 
 def test_every_class_of_the_judge_has_a_name_here() -> None:
-    assert {kind.name for kind in StopKind} <= {*Fate.__members__}
+    assert {kind.name for kind in DiagnosisKind} <= {*Fate.__members__}
 
 
 @pytest.mark.parametrize("fault", ALL, ids=lambda fault: fault.name)

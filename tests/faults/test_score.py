@@ -13,7 +13,7 @@ from benchmarks.faults.table import markdown, rows, totals
 from msgspec.structs import replace as replaced
 from tests.rendered import rendered
 
-from paceline.protocol.evidence import Diagnosis, StopKind
+from paceline.protocol.evidence import Diagnosis, DiagnosisKind
 
 STALL = (
     "STALL after 5.6 s (world 3). CAUSE: rank {rank} (vm, pid 5)\n  rank 1 is in sleeps at strikes.py:{line}, state S"
@@ -167,7 +167,7 @@ def test_a_tie_names_both_and_blames_nobody() -> None:
 
 
 def test_the_written_diagnosis_knows_the_class_better_than_the_page() -> None:
-    diagnosis = Diagnosis(StopKind.STOPPED, causes=(1,))
+    diagnosis = Diagnosis(DiagnosisKind.STOPPED, causes=(1,))
     assert paceline(STALL_PAGE, 3, diagnosis).end is Fate.STOPPED
 
 

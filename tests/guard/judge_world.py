@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from paceline.protocol.evidence import Diagnosis, Evidence, Frame, LoaderWorker, Op, Phase, Stack, StopKind
+from paceline.protocol.evidence import Diagnosis, DiagnosisKind, Evidence, Frame, LoaderWorker, Op, Phase, Stack
 
 Mutation = Literal[
     "drop", "duplicate", "swap", "alter", "hang", "hold", "stop", "load", "leave", "kill", "raise", "cut"
@@ -367,8 +367,8 @@ def replace_done(op: Op, done: bool) -> Op:
     return Op(op.group, op.seq, op.kind, op.name, op.shape, op.dtype, op.site, op.peer, done)
 
 
-KIND = StopKind
-RIGHT: Mapping[Mutation, tuple[StopKind, ...]] = {
+KIND = DiagnosisKind
+RIGHT: Mapping[Mutation, tuple[DiagnosisKind, ...]] = {
     "hang": (KIND.BEHIND,), "hold": (KIND.BEHIND,), "stop": (KIND.STOPPED,), "load": (KIND.LOADER,),
     "leave": (KIND.LEFT,), "kill": (KIND.DIED,), "raise": (KIND.DIED,), "cut": (KIND.NETWORK,),
 }  # fmt: skip

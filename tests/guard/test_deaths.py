@@ -12,7 +12,7 @@ from paceline.guard.deaths import (
     VICTIM_DIAGNOSIS_DELAY_SECONDS,
     RankEndKind,
     classify_rank_end,
-    diagnosis_due_seconds,
+    diagnosis_due_at_seconds,
     first_to_fail,
 )
 from paceline.guard.judge import diagnose, diagnose_first_failure
@@ -64,7 +64,7 @@ def test_early_end_leaves_the_first_victim() -> None:
 
 def test_nobody_failed() -> None:
     running = [ended(0, 0), ended(1, None)]
-    assert first_to_fail(running) is None and diagnosis_due_seconds(running) is None
+    assert first_to_fail(running) is None and diagnosis_due_at_seconds(running) is None
 
 
 def test_exit_codes() -> None:
@@ -74,13 +74,13 @@ def test_exit_codes() -> None:
 
 def test_when_a_diagnosis_is_due() -> None:
     running = ended(2, None)
-    assert diagnosis_due_seconds([victim(0, 10.0), running]) == 10.0 + VICTIM_DIAGNOSIS_DELAY_SECONDS
+    assert diagnosis_due_at_seconds([victim(0, 10.0), running]) == 10.0 + VICTIM_DIAGNOSIS_DELAY_SECONDS
     culprit = ended(1, None, failure=record(1, 9.0))
-    assert diagnosis_due_seconds([victim(0, 10.0), culprit, running]) == 10.0 + DIAGNOSIS_DELAY_SECONDS
-    assert diagnosis_due_seconds([ended(1, 3, 12.0), victim(0, 10.0), running]) == 12.0 + DIAGNOSIS_DELAY_SECONDS
-    assert diagnosis_due_seconds([victim(0, 10.0), ended(1, 0, 1.0)]) == 10.0  # no rank runs
+    assert diagnosis_due_at_seconds([victim(0, 10.0), culprit, running]) == 10.0 + DIAGNOSIS_DELAY_SECONDS
+    assert diagnosis_due_at_seconds([ended(1, 3, 12.0), victim(0, 10.0), running]) == 12.0 + DIAGNOSIS_DELAY_SECONDS
+    assert diagnosis_due_at_seconds([victim(0, 10.0), ended(1, 0, 1.0)]) == 10.0  # no rank runs
     cleans_up = ended(0, None, failure=record(0, 5.0))
-    assert diagnosis_due_seconds([cleans_up, running]) == 5.0 + MAX_CLEANUP_SECONDS
+    assert diagnosis_due_at_seconds([cleans_up, running]) == 5.0 + MAX_CLEANUP_SECONDS
 
 
 times = st.floats(0, 100)
@@ -125,7 +125,7 @@ def test_more_victims_never_take_the_blame(world: list[WorkerSample]) -> None:
 
 @given(worlds())
 def test_a_failure_is_always_told_some_time(world: list[WorkerSample]) -> None:
-    due = diagnosis_due_seconds(world)
+    due = diagnosis_due_at_seconds(world)
     assert (due is None) == (first_to_fail(world) is None)
     if due is not None:
         assert due <= 100 + MAX_CLEANUP_SECONDS

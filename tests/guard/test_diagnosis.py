@@ -6,7 +6,7 @@ from tests.rendered import rendered
 from paceline.guard.judge import diagnose
 from paceline.guard.report import MAX_TRACEBACK_LINES, format_failure
 from paceline.protocol.evidence import Evidence, Failure
-from paceline.runs.console import TerminalOutputFilter, remove_control_characters
+from paceline.runs.console import ControlSequenceFilter, remove_control_characters
 
 
 def seen(rank: int, code: int | None, *, words: str = "", traceback: str = "", log: str = "", victim: bool = False):
@@ -73,12 +73,12 @@ SHOWN = [
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
 @pytest.mark.parametrize(("said", "shown"), SHOWN, ids=str)
 def test_live_output_keeps_text_and_colours_however_it_is_cut(said: bytes, shown: bytes, size: int) -> None:
-    live = TerminalOutputFilter()
+    live = ControlSequenceFilter()
     passed = b"".join(live.filter_bytes(said[start : start + size]) for start in range(0, len(said), size))
     assert passed == shown
 
 
 def test_a_sequence_without_an_end_holds_nothing_back_for_ever() -> None:
-    live = TerminalOutputFilter()
+    live = ControlSequenceFilter()
     assert live.filter_bytes(b"\x1b]" + b"x" * 3000) == b""
     assert b"still here" in live.filter_bytes(b"x" * 3000 + b"still here\n")

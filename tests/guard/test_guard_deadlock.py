@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 from tests.guard.judge_world import STRUCTURAL, make_case
 
-from paceline.guard.detectors import MAX_DEADLOCK_SECONDS, DeadlockDetector
+from paceline.guard.detectors import MAX_DEADLOCK_SECONDS, DeadlockCheckSchedule
 from paceline.guard.judge import DEADLOCK_SECONDS, is_deadlocked
 from paceline.protocol.evidence import Evidence, Frame, Op, Stack, WorkerSample
 from paceline.protocol.job import HangTimeout
@@ -95,7 +95,7 @@ def waiting(now_seconds: float, **since_seconds: float) -> list[WorkerSample]:
 
 
 def test_ranks_are_asked_once_when_two_have_waited_and_again_when_another_has_come() -> None:
-    unmet = DeadlockDetector(HangTimeout())
+    unmet = DeadlockCheckSchedule(HangTimeout())
     assert not unmet.should_collect(11.0, waiting(11.0, r0=0.0)), "one alone"
     assert not unmet.should_collect(11.0, waiting(11.0, r0=0.0, r1=10.0))  # the second has just begun to wait
     assert unmet.should_collect(12.5, waiting(12.5, r0=0.0, r1=10.0))
@@ -105,7 +105,7 @@ def test_ranks_are_asked_once_when_two_have_waited_and_again_when_another_has_co
 
 
 def test_however_often_waiting_was_nothing_a_new_wait_is_looked_at_after_some_seconds() -> None:
-    unmet, asked = DeadlockDetector(HangTimeout()), 0
+    unmet, asked = DeadlockCheckSchedule(HangTimeout()), 0
     for start in range(0, 1000, 20):
         waits = waiting(start + MAX_DEADLOCK_SECONDS + 0.5, r0=float(start), r1=float(start))
         asked += unmet.should_collect(start + MAX_DEADLOCK_SECONDS + 0.5, waits)
@@ -113,4 +113,4 @@ def test_however_often_waiting_was_nothing_a_new_wait_is_looked_at_after_some_se
 
 
 def test_without_the_guard_nobody_is_asked() -> None:
-    assert not DeadlockDetector(HangTimeout.parse("off")).should_collect(60.0, waiting(60.0, r0=0.0, r1=0.0))
+    assert not DeadlockCheckSchedule(HangTimeout.parse("off")).should_collect(60.0, waiting(60.0, r0=0.0, r1=0.0))

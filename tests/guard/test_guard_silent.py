@@ -9,7 +9,7 @@ from tests.rendered import rendered
 from paceline.guard.detectors import SleepingRankDetector
 from paceline.guard.judge import diagnose
 from paceline.guard.silent import SilentFaultDetector, SilentFaultNotice
-from paceline.protocol.evidence import Diagnosis, Evidence, Op, Phase, ScriptFinding, StopKind, WorkerSample
+from paceline.protocol.evidence import Diagnosis, DiagnosisKind, Evidence, Op, Phase, ScriptFinding, WorkerSample
 from paceline.protocol.job import HangTimeout
 from paceline.protocol.marks import BY_DDP, LAST_CALLS, MARK, ORDER, SUMMED, ReplicaFingerprint
 
@@ -54,7 +54,7 @@ def seen(*samples: WorkerSample, last: bool = False) -> Diagnosis | None:
 def test_the_rank_in_the_minority_is_named_with_the_tensor_and_the_first_step_at_which_it_differs() -> None:
     found = seen(*(rank(n, step(4, 1), step(5, 1 + (n == 1)), step(6, 9 + (n == 1))) for n in range(3)))
     assert found is not None
-    assert (found.kind, found.causes, found.step) == (StopKind.DIVERGED, (1,), 5)
+    assert (found.kind, found.causes, found.step) == (DiagnosisKind.DIVERGED, (1,), 5)
     rendered(found.sentences)
 
 
@@ -135,7 +135,7 @@ def test_the_rank_whose_own_loss_was_not_finite_is_named_once_all_have_told() ->
     partly = [rank(0), rank(1, findings=(ours,)), rank(2)]
     assert first(one.update(partly)) is None
     found = first(one.update([rank(0, findings=(theirs,)), rank(1, findings=(ours,)), rank(2, findings=(theirs,))]))
-    assert found is not None and (found.kind, found.causes, found.step) == (StopKind.NOT_FINITE, (1,), 5)
+    assert found is not None and (found.kind, found.causes, found.step) == (DiagnosisKind.NOT_FINITE, (1,), 5)
     assert ours.text in found.sentences[0]
     assert first(one.update(partly)) is None
     alone = seen(*partly, last=True)
@@ -147,7 +147,7 @@ def test_the_rank_that_made_the_sum_not_finite_is_named_by_its_step() -> None:
         return rank(number, findings=(ScriptFinding("not finite", step, "", own=False),))
 
     found = seen(told(0, 6), told(1, 5), told(2, 6))
-    assert found is not None and (found.kind, found.causes, found.step) == (StopKind.NOT_FINITE, (1,), 5)
+    assert found is not None and (found.kind, found.causes, found.step) == (DiagnosisKind.NOT_FINITE, (1,), 5)
     together = seen(told(0, 5), told(1, 5), told(2, 5))
     assert together is not None and together.causes == ()
 
@@ -172,7 +172,7 @@ def test_where_no_majority_says_who_is_wrong_the_rank_that_left_out_a_step_is_gu
 
     def told(by: Sequence[int], finding: ScriptFinding = left_out) -> Diagnosis:
         found = seen(*(rank(n, step(5, n), findings=(finding,) if n in by else ()) for n in range(3)))
-        assert found is not None and found.kind is StopKind.DIVERGED
+        assert found is not None and found.kind is DiagnosisKind.DIVERGED
         return found
 
     assert (told([1]).causes, told([1]).tie) == ((1,), ())
@@ -202,7 +202,7 @@ def test_a_swallowed_error_of_a_collective_is_a_diagnosis_with_what_others_did()
             assert one.update(samples) == [] and one.update(samples) == []
         found = first(one.update(samples, last=last))
         assert found is not None
-        assert (found.kind, found.causes, found.step) == (StopKind.SWALLOWED, (1,), 39)
+        assert (found.kind, found.causes, found.step) == (DiagnosisKind.SWALLOWED, (1,), 39)
         told = {words[:6]: words for words in found.sentences}
         assert failed.text in told["rank 0"] and failed.text in told["rank 2"]
         assert all(any(one.text in words for words in found.sentences) for one in (early, skipped))
@@ -237,7 +237,7 @@ def ordered(lines: Sequence[Sequence[int]], known: Mapping[int, Op] = CALLS) -> 
 def test_two_calls_of_one_shape_that_a_rank_exchanges_are_found() -> None:
     usual = (1, 2, 1, 2)
     found = ordered([usual, (1, 2, 2, 1), usual])
-    assert found is not None and (found.kind, found.causes) == (StopKind.MISMATCH, (1,))
+    assert found is not None and (found.kind, found.causes) == (DiagnosisKind.MISMATCH, (1,))
     assert (found.op, found.site) == (CALLS[1], CALLS[2].site)
     rendered(found.sentences)
     twice = ordered([usual, (1, 2, 1, 1), usual])
@@ -290,7 +290,9 @@ def test_at_the_end_replicas_must_have_taken_equally_many_steps() -> None:
     assert found is not None and found.sentences[-2:] == uneven
 
 
-def asleep(still_seconds: float, *sleeps: int, kind: StopKind = StopKind.BEHIND) -> tuple[Diagnosis, list[Evidence]]:
+def asleep(
+    still_seconds: float, *sleeps: int, kind: DiagnosisKind = DiagnosisKind.BEHIND
+) -> tuple[Diagnosis, list[Evidence]]:
     ranks = [
         Evidence(n, "n1", 7, still_seconds=still_seconds, script=True, step=3, phase=Phase.SYNC, sleep=sleep)
         for n, sleep in enumerate(sleeps)
@@ -313,7 +315,7 @@ def test_who_sleeps_one_sleep_for_45_seconds_is_proven_to_and_nobody_else() -> N
     assert proven(asleep(21, -1, -1), asleep(46, -1, -1)) == [False, False]  # a wait, not a sleep
     assert proven(asleep(21, -1, 5), asleep(3, -1, 5), asleep(46, -1, 5)) == [False, None, False]
     assert proven(asleep(21, -1, 5), asleep(46, -1, 5), windows="300") == [None, None]
-    swapped = StopKind.MISMATCH
+    swapped = DiagnosisKind.MISMATCH
     assert proven(asleep(21, -1, -1, kind=swapped), asleep(46, -1, -1, kind=swapped)) == [False, True]
 
 

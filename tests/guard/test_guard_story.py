@@ -12,17 +12,17 @@ from tests.rendered import rendered
 
 from paceline.guard import report
 from paceline.guard.judge import diagnose
-from paceline.guard.report import describe_rank, format_report, format_warning, read_diagnosis, same_diagnosis
+from paceline.guard.report import format_evidence, format_report, format_warning, read_diagnosis, same_diagnosis
 from paceline.guard.sentences import format_ranks
 from paceline.protocol.evidence import (
     Diagnosis,
+    DiagnosisKind,
     Evidence,
     Frame,
     LoaderWorker,
     Op,
     Phase,
     Stack,
-    StopKind,
     WorkerSample,
 )
 
@@ -55,14 +55,14 @@ def test_the_page_of_a_stall_reads_as_the_documentation_promises() -> None:
 
 def test_the_first_line_names_the_guilty_or_says_that_nobody_is_blamed() -> None:
     blamed = [(0, 2), (0, 1, 2, 3), (9,)]  # of rank 9 nothing is known
-    diagnoses = [Diagnosis(kind, (1,) if kind < StopKind.NETWORK else ()) for kind in StopKind]
-    diagnoses += [Diagnosis(StopKind.BEHIND, ranks) for ranks in blamed]
-    diagnoses.append(Diagnosis(StopKind.LEFT, (), ((0,), (1, 2))))
+    diagnoses = [Diagnosis(kind, (1,) if kind < DiagnosisKind.NETWORK else ()) for kind in DiagnosisKind]
+    diagnoses += [Diagnosis(DiagnosisKind.BEHIND, ranks) for ranks in blamed]
+    diagnoses.append(Diagnosis(DiagnosisKind.LEFT, (), ((0,), (1, 2))))
     rendered(f"{diagnosis.kind.name}: {told(diagnosis)[0]}" for diagnosis in diagnoses)
 
 
 def test_a_long_page_is_cut_and_says_so_but_the_way_to_the_rest_stays() -> None:
-    diagnosis = Diagnosis(StopKind.BEHIND, (2,), sentences=tuple(f"sentence {n} " + "x" * 500 for n in range(40)))
+    diagnosis = Diagnosis(DiagnosisKind.BEHIND, (2,), sentences=tuple(f"sentence {n} " + "x" * 500 for n in range(40)))
     lines = told(diagnosis, folder="/" + "long/" * 60)
     assert len(lines) == report.MAX_LINES
     assert str(1 + 40 * 2 - 13) in lines[-2] and "diagnosis.json" in lines[-2]  # 40 sentences of two lines each
@@ -73,7 +73,7 @@ def test_a_long_page_is_cut_and_says_so_but_the_way_to_the_rest_stays() -> None:
 @pytest.mark.parametrize("count", range(11, 17))
 @pytest.mark.parametrize("folder", ["f", "/" + "long/" * 60], ids=["beside", "below"])
 def test_no_page_is_longer_than_15_lines(count: int, folder: str) -> None:
-    lines = told(Diagnosis(StopKind.BEHIND, (2,), sentences=("x",) * count), folder=folder)
+    lines = told(Diagnosis(DiagnosisKind.BEHIND, (2,), sentences=("x",) * count), folder=folder)
     assert len(lines) <= report.MAX_LINES and "paceline hang" in lines[-1]
 
 
@@ -81,7 +81,7 @@ def test_what_a_rank_has_written_does_not_steer_the_terminal() -> None:
     hostile = rank(2, stuck=True, host=ESCAPES, stacks=(Stack("main", (Frame(ESCAPES, 88, ESCAPES),)),), error_text="")
     hostile = msgspec.structs.replace(hostile, ops=(Op(ESCAPES, 1, ESCAPES, ESCAPES, ESCAPES, ESCAPES, ESCAPES),))
     evidence = [rank(0), hostile]
-    text = "\n".join(told(diagnose(evidence), evidence, ESCAPES)) + describe_rank(hostile)
+    text = "\n".join(told(diagnose(evidence), evidence, ESCAPES)) + format_evidence(hostile)
     assert all(char.isprintable() or char == "\n" for char in text)
     assert "pwned" in text
 
@@ -105,7 +105,7 @@ def test_what_was_written_is_read_again_and_is_for_its_owner_alone(tmp_path: Pat
     assert sorted(path.name for path in folder.iterdir()) == ["diagnosis.json", *(f"rank-{n}.txt" for n in range(4))]
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
-    assert (folder / "rank-2.txt").read_text() == describe_rank(STALLED[2])
+    assert (folder / "rank-2.txt").read_text() == format_evidence(STALLED[2])
 
 
 def test_a_folder_that_exists_is_never_written_into(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_the_same_stall_at_the_same_step_is_the_same_diagnosis_whatever_its_numb
     diagnosis = diagnose(STALLED)
     again = msgspec.structs.replace(diagnosis, op=msgspec.structs.replace(OP, seq=12), sentences=("other words",))
     assert same_diagnosis(diagnosis, again)
-    for other in ({"step": 1235}, {"causes": (1,)}, {"site": "train.py:5 in f"}, {"kind": StopKind.STOPPED}):
+    for other in ({"step": 1235}, {"causes": (1,)}, {"site": "train.py:5 in f"}, {"kind": DiagnosisKind.STOPPED}):
         assert not same_diagnosis(diagnosis, msgspec.structs.replace(diagnosis, **other))
     other_op = msgspec.structs.replace(OP, name="bucket 4")
     assert not same_diagnosis(diagnosis, msgspec.structs.replace(diagnosis, op=other_op))
@@ -171,4 +171,4 @@ def test_the_same_stall_at_the_same_step_is_the_same_diagnosis_whatever_its_numb
 def test_all_that_is_known_of_a_rank_stands_in_its_description() -> None:
     loaders = (LoaderWorker(1, 4801, 412, 3, "T"), LoaderWorker(2, 4802, 413, 3, ""))
     one = rank(2, loaders=loaders, native="Thread 0x1:\n  File x", phase=Phase.DATA, error_text="bad sample")
-    rendered(map(describe_rank, (one, rank(0, code=3), rank(0, code=-9), rank(0, lost_reason="cut off"))))
+    rendered(map(format_evidence, (one, rank(0, code=3), rank(0, code=-9), rank(0, lost_reason="cut off"))))

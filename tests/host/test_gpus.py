@@ -13,13 +13,13 @@ from tests.errors import raises
 from tests.rendered import rendered
 
 from paceline.cli import train
-from paceline.cli.options import check_gpus, resolve_auto_nproc, usable_gpus
+from paceline.cli.options import check_enough_gpus, resolve_auto_nproc, usable_gpus
 from paceline.guard.report import format_report
 from paceline.host import gpus
-from paceline.host import machine_log as gpu_trouble
+from paceline.host import node_utilization as gpu_trouble
 from paceline.host.gpus import count_gpus, cpu_cores_near_gpu, list_gpus, select_mig_instance
-from paceline.host.machine_log import find_gpu_problems, query_gpu_problems
-from paceline.protocol.evidence import Diagnosis, Evidence, StopKind
+from paceline.host.node_utilization import find_gpu_problems, query_gpu_problems
+from paceline.protocol.evidence import Diagnosis, DiagnosisKind, Evidence
 
 
 class Driver:
@@ -104,7 +104,7 @@ def test_who_waits_for_the_driver_has_its_answer_and_nobody_waits_for_ever(
 
 def test_a_diagnosis_says_it() -> None:
     ranks = [Evidence(0, "n1", 1), Evidence(1, "n1", 2, gpu="GPU 1: hot")]
-    shown = format_report(Diagnosis(StopKind.BEHIND, (1,)), ranks, waited_seconds=9, folder="", run="")
+    shown = format_report(Diagnosis(DiagnosisKind.BEHIND, (1,)), ranks, waited_seconds=9, folder="", run="")
     assert "rank 1's GPU 1: hot" in shown
 
 
@@ -181,15 +181,15 @@ def test_what_only_the_workers_can_count_is_not_refused(bare: Path, monkeypatch:
     driver(monkeypatch)
     amd(bare)  # a container that shows no nodes
     assert usable_gpus("cuda") is usable_gpus("auto") is usable_gpus("xpu") is None
-    check_gpus("--nproc 8", 8, usable_gpus("cuda"))
+    check_enough_gpus("--nproc 8", 8, usable_gpus("cuda"))
     with raises("gpus-uncountable"):
         resolve_auto_nproc("cuda")
 
 
 def test_ranks_may_share_a_gpu_over_gloo_only() -> None:
-    check_gpus("--nproc 2", 2, 1, "gloo")
+    check_enough_gpus("--nproc 2", 2, 1, "gloo")
     with raises("too-few-gpus", nproc=2, gpus=1, processes="1 process"):
-        check_gpus("--nproc 2", 2, 1, "auto")
+        check_enough_gpus("--nproc 2", 2, 1, "auto")
 
 
 def cut(*parts: str) -> dict[str, Any]:

@@ -10,8 +10,14 @@ import pynvml
 import pytest
 from tests.host.test_gpus import HOT, Driver
 
-from paceline.host import machine_log as sampling
-from paceline.host.machine_log import THROTTLE_REASONS, GpuReader, NodeLog, NodeUtilizationReader, read_gpus
+from paceline.host import node_utilization as sampling
+from paceline.host.node_utilization import (
+    THROTTLE_REASONS,
+    GpuReader,
+    NodeUtilizationLogger,
+    NodeUtilizationReader,
+    read_gpus,
+)
 from paceline.runs.machine import NodeUtilization, decode_record
 
 
@@ -85,8 +91,8 @@ def test_a_driver_that_never_answers_is_asked_once_and_waited_for_by_nobody(monk
 
 
 def test_the_log_of_a_node_has_its_ranks_and_its_end_ends_it(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("paceline.host.machine_log.SAMPLE_INTERVAL_SECONDS", 0.01)
-    log = NodeLog(tmp_path, 4, {2: os.getpid()})
+    monkeypatch.setattr("paceline.host.node_utilization.SAMPLE_INTERVAL_SECONDS", 0.01)
+    log = NodeUtilizationLogger(tmp_path, 4, {2: os.getpid()})
     while not (tmp_path / "machine-4.jsonl").exists():
         threading.Event().wait(0.01)
     log.close()
@@ -97,8 +103,8 @@ def test_the_log_of_a_node_has_its_ranks_and_its_end_ends_it(tmp_path: Path, mon
 
 
 def test_a_kernel_that_says_nothing_is_no_reason_to_fail(tmp_path: Path, monkeypatch, capfd) -> None:
-    monkeypatch.setattr("paceline.host.machine_log.NodeUtilizationReader", lambda: 1 / 0)
-    log = NodeLog(tmp_path, 0, {})
+    monkeypatch.setattr("paceline.host.node_utilization.NodeUtilizationReader", lambda: 1 / 0)
+    log = NodeUtilizationLogger(tmp_path, 0, {})
     log._thread.join()
     log.close()
     assert "does not record" in capfd.readouterr().err

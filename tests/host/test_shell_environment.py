@@ -12,7 +12,7 @@ from tests.errors import raises
 
 from paceline.errors import UsageError
 from paceline.host import shell_environment
-from paceline.host.shell_environment import load_shell_environment, parse_env
+from paceline.host.shell_environment import activate_environment, parse_env_options
 
 BASE = {"PATH": "/usr/bin:/bin", "HOME": "/nonexistent", "PWD": "/somewhere", "KEPT": "line one\nline two"}
 
@@ -44,7 +44,7 @@ def script(folder: Path, text: str, name: str = "activate.sh") -> str:
 
 
 def test_modules_are_loaded_in_order_and_their_words_do_no_harm(with_modules: dict[str, str]) -> None:
-    after = load_shell_environment(["gcc/12", "cuda"], "", {}, with_modules)
+    after = activate_environment(["gcc/12", "cuda"], "", {}, with_modules)
     assert after == {**with_modules, "CC": "gcc-12", "CUDA_HOME": "/opt/cuda", "LOADED": "gcc/12:cuda"}
 
 
@@ -52,20 +52,20 @@ def test_a_module_that_is_not_there_is_named_also_where_the_system_fails_with_st
     with_modules: dict[str, str],
 ) -> None:
     with raises("module-not-loaded", module="nope") as caught:
-        load_shell_environment(["cuda", "nope"], "", {}, with_modules)
+        activate_environment(["cuda", "nope"], "", {}, with_modules)
     assert "unknown: nope" in str(caught.value)
     with raises("module-not-loaded", module="ancient"):
-        load_shell_environment(["ancient"], "", {}, with_modules)
+        activate_environment(["ancient"], "", {}, with_modules)
 
 
 def test_no_module_command_is_said() -> None:
     with raises("module-command-missing"):
-        load_shell_environment(["cuda"], "", {}, BASE)
+        activate_environment(["cuda"], "", {}, BASE)
 
 
 def test_the_module_systems_own_init_is_found(tmp_path: Path) -> None:
     script(tmp_path, MODULE, "init/bash")
-    after = load_shell_environment(["cuda"], "", {}, {**BASE, "MODULESHOME": str(tmp_path)})
+    after = activate_environment(["cuda"], "", {}, {**BASE, "MODULESHOME": str(tmp_path)})
     assert after["CUDA_HOME"] == "/opt/cuda"
 
 
@@ -73,20 +73,20 @@ def test_an_activate_script_may_read_unset_variables_talk_and_fail_in_its_last_l
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = 'echo noise; export SEEN="[$NEVER_SET]" ODD=$\'a\\nb=c\'; answer=7; cd /; [ -z "$SEEN" ]'
-    after = load_shell_environment([], script(tmp_path, text), {}, BASE)
+    after = activate_environment([], script(tmp_path, text), {}, BASE)
     assert after == {**BASE, "SEEN": "[]", "ODD": "a\nb=c"}
     assert re.search("status 1.*noise", capsys.readouterr().err)
 
 
 def test_a_script_that_ends_the_shell_is_refused(tmp_path: Path) -> None:
     with raises("activate-ended-bash", status=3, said="\nlicence expired"):
-        load_shell_environment([], script(tmp_path, "echo licence expired; exit 3"), {}, BASE)
+        activate_environment([], script(tmp_path, "echo licence expired; exit 3"), {}, BASE)
 
 
 def test_a_real_venv_is_activated(tmp_path: Path) -> None:
     venv = tmp_path / "a venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=150)
-    after = load_shell_environment([], str(venv / "bin" / "activate"), {}, BASE)
+    after = activate_environment([], str(venv / "bin" / "activate"), {}, BASE)
     assert (after["VIRTUAL_ENV"], after["PATH"]) == (str(venv), f"{venv}/bin:{BASE['PATH']}")
 
 
@@ -108,30 +108,30 @@ def with_conda(tmp_path: Path) -> dict[str, str]:
 
 
 def test_conda_is_sourced_where_its_program_lies(with_conda: dict[str, str]) -> None:
-    assert load_shell_environment([], "conda:good", {}, with_conda)["CONDA_PREFIX"] == "ok/envs/good"
+    assert activate_environment([], "conda:good", {}, with_conda)["CONDA_PREFIX"] == "ok/envs/good"
     by_variable = {**BASE, "CONDA_EXE": with_conda["PATH"].partition(":")[0] + "/conda"}
-    assert load_shell_environment([], "conda:good", {}, by_variable)["CONDA_PREFIX"] == "ok/envs/good"
+    assert activate_environment([], "conda:good", {}, by_variable)["CONDA_PREFIX"] == "ok/envs/good"
 
 
 def test_an_unknown_conda_environment_and_a_missing_conda_are_named(with_conda: dict[str, str]) -> None:
     with raises("conda-not-activated", activate="conda:bad") as caught:
-        load_shell_environment([], "conda:bad", {}, with_conda)
+        activate_environment([], "conda:bad", {}, with_conda)
     assert "NameNotFound: bad" in str(caught.value)
     with raises("conda-not-found"):
-        load_shell_environment([], "conda:good", {}, BASE)
+        activate_environment([], "conda:good", {}, BASE)
 
 
 def test_env_is_seen_by_the_scripts_and_wins_over_them(tmp_path: Path) -> None:
     path = script(tmp_path, 'export SAW="$MINE" MINE=theirs')
-    after = load_shell_environment([], path, {"MINE": "mine"}, BASE)
+    after = activate_environment([], path, {"MINE": "mine"}, BASE)
     assert (after["SAW"], after["MINE"]) == ("mine", "mine")
-    assert load_shell_environment([], "", {"MINE": "mine"}, BASE) == {**BASE, "MINE": "mine"}
+    assert activate_environment([], "", {"MINE": "mine"}, BASE) == {**BASE, "MINE": "mine"}
 
 
 def test_what_a_script_leaves_in_the_background_is_not_waited_for(tmp_path: Path) -> None:
     path = script(tmp_path, f"sleep 30 & export LEFT=$!; echo $! > {tmp_path}/pid")
     start = time.monotonic()
-    left = int(load_shell_environment([], path, {}, BASE)["LEFT"])
+    left = int(activate_environment([], path, {}, BASE)["LEFT"])
     os.kill(left, 9)
     assert time.monotonic() - start < 10
 
@@ -139,7 +139,7 @@ def test_what_a_script_leaves_in_the_background_is_not_waited_for(tmp_path: Path
 def test_a_script_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shell_environment, "BASH_SECONDS", 0.5)
     with raises("bash-timed-out", seconds=0.5):
-        load_shell_environment([], script(tmp_path, "sleep 30"), {}, BASE)
+        activate_environment([], script(tmp_path, "sleep 30"), {}, BASE)
 
 
 HOSTILE = ["$(touch HIT)", "`touch HIT`", "x; touch HIT", "-x", "", "a b", "x\ntouch HIT", "'$(touch HIT)'", "\0"]
@@ -152,21 +152,21 @@ def test_no_name_is_run_as_a_command(
     monkeypatch.chdir(tmp_path)
     for modules, activate in (([name], ""), ([], f"conda:{name}"), ([], name or "missing")):
         with pytest.raises(UsageError):
-            load_shell_environment(modules, activate, {}, {**with_modules, **with_conda})
+            activate_environment(modules, activate, {}, {**with_modules, **with_conda})
     assert not (tmp_path / "HIT").exists()
 
 
 def test_a_script_in_a_folder_with_a_hostile_name_is_sourced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = script(tmp_path, "export FOUND=1", "$(touch HIT) ';x/-e")
-    assert load_shell_environment([], path, {}, BASE)["FOUND"] == "1" and not (tmp_path / "HIT").exists()
+    assert activate_environment([], path, {}, BASE)["FOUND"] == "1" and not (tmp_path / "HIT").exists()
     script(tmp_path, "export FOUND=here", "ls")  # a bare name is a file of this folder, nothing in PATH
-    assert load_shell_environment([], "ls", {}, BASE)["FOUND"] == "here"
+    assert activate_environment([], "ls", {}, BASE)["FOUND"] == "here"
 
 
 def test_env_settings() -> None:
     environ = {"HF_HOME": "/data", "EMPTY": ""}
-    assert parse_env(["A=1", "B=x=y", "HF_HOME", "EMPTY", "A=2", "C="], environ) == {
+    assert parse_env_options(["A=1", "B=x=y", "HF_HOME", "EMPTY", "A=2", "C="], environ) == {
         "A": "2", "B": "x=y", "HF_HOME": "/data", "EMPTY": "", "C": "",
     }  # fmt: skip
 
@@ -187,5 +187,5 @@ def test_env_settings() -> None:
 )
 def test_env_settings_that_cannot_be(setting: str, code: str) -> None:
     with raises(code) as caught:
-        parse_env([setting], {})
+        parse_env_options([setting], {})
     assert ("--threads-per-rank" in str(caught.value)) is setting.startswith("OMP")

@@ -23,11 +23,10 @@ from paceline.lab.scale import (
     EfficiencyLossCause,
     MeasuredSetup,
     NetworkSpeed,
-    NodeTraffic,
+    RelativeTraffic,
     Runs,
     ScalePoint,
     ScalingLoss,
-    comparable_batches,
     compute_loss_causes,
     compute_scaling_losses,
     describe_scaling_loss,
@@ -35,8 +34,9 @@ from paceline.lab.scale import (
     estimate_step_seconds,
     parse_network,
     read_run,
-    split_steps_by_point,
+    step_parts_by_point,
     used_several_hosts,
+    weak_and_strong_batches,
 )
 from paceline.report.step_parts import (
     PhaseSeconds,
@@ -216,7 +216,7 @@ def loss(run: RecordedSteps, machine: MeasuredSetup = ROOMY) -> ScalingLoss:
     """What a run of made-up ranks loses against one of them alone."""
     at = ScalePoint(run.world_size, 64)
     runs: Runs = {ScalePoint(1, 64): [BASE] * 3, at: [run] * 3}
-    [lost] = compute_scaling_losses(runs, split_steps_by_point(runs, {}), machine, "weak", 64)
+    [lost] = compute_scaling_losses(runs, step_parts_by_point(runs, {}), machine, "weak", 64)
     return lost
 
 
@@ -333,10 +333,10 @@ def test_a_message_takes_the_stated_latency_twice_with_gloo_and_once_with_nccl(t
 
 
 def test_only_runs_on_as_many_samples_can_be_compared() -> None:
-    assert comparable_batches({ScalePoint(1, 64): [ONE], ScalePoint(2, 64): [TWO]}) == (64, None)
-    assert comparable_batches({ScalePoint(1, 64): [ONE], ScalePoint(2, 32): [TWO]}) == (None, 64)
+    assert weak_and_strong_batches({ScalePoint(1, 64): [ONE], ScalePoint(2, 64): [TWO]}) == (64, None)
+    assert weak_and_strong_batches({ScalePoint(1, 64): [ONE], ScalePoint(2, 32): [TWO]}) == (None, 64)
     with raises("runs-do-not-match", runs="1 x 64, 2 x 48"):
-        comparable_batches({ScalePoint(1, 64): [ONE], ScalePoint(2, 48): [TWO]})
+        weak_and_strong_batches({ScalePoint(1, 64): [ONE], ScalePoint(2, 48): [TWO]})
 
 
 MACHINE = MeasuredSetup(cores=2, threads=1, weight_bytes=40_000_000)
@@ -402,7 +402,9 @@ def test_efficiency_is_against_one_rank_with_the_same_or_the_whole_batch() -> No
     assert {row.mode: row.efficiency for row in rows} == pytest.approx(
         {"weak": alone(64).step / (alone(64).step + ring), "strong": alone(256).step / 2 / (alone(128).step + ring)}
     )
-    assert estimate_step_seconds(POINTS, MACHINE, 2, 64, LINK, NodeTraffic(0.0, 0.0)) == pytest.approx(alone(64).step)
+    assert estimate_step_seconds(POINTS, MACHINE, 2, 64, LINK, RelativeTraffic(0.0, 0.0)) == pytest.approx(
+        alone(64).step
+    )
 
 
 @pytest.mark.parametrize(

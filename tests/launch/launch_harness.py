@@ -38,8 +38,8 @@ PRELUDE = """
 import ctypes, os, re, signal, subprocess, sys, time
 from pathlib import Path
 from paceline.protocol.control import WorkerSpec
-from paceline.rank.attach import attach, record_failure
-attach()
+from paceline.rank.attach import bind_to_agent, record_failure
+bind_to_agent()
 spec = WorkerSpec.from_environment()
 rank, generation, folder = int(os.environ["RANK"]), spec.generation, Path(spec.attempt_dir)
 

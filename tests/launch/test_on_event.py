@@ -14,7 +14,7 @@ from paceline.config.settings import ClusterConfig
 from paceline.guard.report import RunEvent
 from paceline.launch.agent.coordinator import EVENT_LOG, is_queued_again
 from paceline.launch.slurm.plan import plan_slurm
-from paceline.protocol.evidence import StopKind
+from paceline.protocol.evidence import DiagnosisKind
 from paceline.protocol.job import JobSpec, NodePlan
 
 KILLED_ONCE = "if rank == 1 and generation == 0: os.kill(os.getpid(), 9)\ntime.sleep(0.5)"
@@ -36,7 +36,7 @@ def test_the_events_of_a_run_that_restarts(tmp_path: Path, launch: Callable[...,
         ("end", 1, 0),
     ]
     told = events[0].diagnosis
-    assert told is not None and (told.kind, told.failed) == (StopKind.DIED, 1)
+    assert told is not None and (told.kind, told.failed) == (DiagnosisKind.DIED, 1)
     assert events[0].report in run.stderr
     assert {(event.name, event.attempt_dir) for event in events} == {("mine", str(run.folder))}
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from paceline.launch import output
-from paceline.launch.output import HostRelay, LinePart, LineSplitter, TerminalWriter, relay_output, sanitize_line
+from paceline.launch.output import HostRelay, LineOrBar, LineSplitter, TerminalWriter, sanitize_line, start_output_relay
 from paceline.runs.console import join_ranges
 
 SCRIPT = """
@@ -35,7 +35,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_of_a_bar_one_state_in_ten_seconds_is_kept_and_its_end(clock: list[float]) -> None:
-    lines, found = LineSplitter(), list[LinePart]()
+    lines, found = LineSplitter(), list[LineOrBar]()
     for percent in range(100):
         clock[0] += 1.0
         found += lines.feed(f"\r {percent}%|".encode())
@@ -48,7 +48,7 @@ def test_a_bar_that_stands_still_is_told_and_not_again_at_its_end(clock: list[fl
     lines = LineSplitter()
     assert lines.feed(b"\r 40%|") == [] and lines.wait_seconds == 10
     clock[0] += 11
-    assert lines.take_due_bar() == [LinePart(b" 40%|\n", is_bar=True)]
+    assert lines.take_due_bar() == [LineOrBar(b" 40%|\n", is_bar=True)]
     assert lines.wait_seconds is None
     clock[0] += 11
     assert lines.take_due_bar() == [] and lines.end() == []
@@ -76,7 +76,7 @@ def test_a_log_keeps_lines_and_what_a_line_shows_in_the_end(data: bytes, kept: b
 def relayed(data: bytes, screen: int, log: Path) -> None:
     reader, writer = os.pipe()
     with log.open("ab") as file:
-        thread = relay_output(os.fdopen(reader, "rb"), os.dup(file.fileno()), screen=screen, prefix=b"[rank 1] ")
+        thread = start_output_relay(os.fdopen(reader, "rb"), os.dup(file.fileno()), screen=screen, prefix=b"[rank 1] ")
     os.write(writer, data)
     os.close(writer)
     thread.join(10)

@@ -21,13 +21,13 @@ from paceline.launch.slurm.queue import (
     CurrentAllocation,
     JobState,
     allocation_problem,
-    check_allocation,
+    check_job_fits_allocation,
     current_allocation,
     parse_job,
     parse_sinfo,
     remove_sbatch_override_variables,
 )
-from paceline.protocol.job import Allocation, JobSpec, NodePlan
+from paceline.protocol.job import AllocationRequest, JobSpec, NodePlan
 
 JOB = JobSpec(
     argv=("/usr/bin/python3", "-m", "paceline", "train", "--config", "/runs/a/submit-1/config.toml"),
@@ -45,7 +45,7 @@ JOB = JobSpec(
     env={"TOKEN": "hf_1234"},
     modules=("cuda/12.4",),
     activate="conda:ml",
-    slurm=Allocation(
+    slurm=AllocationRequest(
         minutes=20, partition="gpu", gpus_per_node=2, cpus_per_rank=4,
         options=("mem=16G", "comment=it's mine", "exclusive"),
     ),
@@ -232,10 +232,10 @@ def test_any_other_option_of_sbatch_stands_in_the_script(option: str) -> None:
 @pytest.mark.parametrize(
     ("change", "code", "fields"),
     [
-        ({"slurm": Allocation(gpus_per_node=4)}, "gpus-and-workers-differ", {"value": 4, "nproc": 2}),
-        ({"slurm": Allocation(minutes=2, save_seconds=120)}, "no-time-left", {"minutes": 2, "seconds": 120}),
-        ({"slurm": Allocation(minutes=0)}, "time-too-short", {"value": 0}),
-        ({"slurm": Allocation(save_seconds=-1)}, "save-before-out-of-range", {"value": -1}),
+        ({"slurm": AllocationRequest(gpus_per_node=4)}, "gpus-and-workers-differ", {"value": 4, "nproc": 2}),
+        ({"slurm": AllocationRequest(minutes=2, save_seconds=120)}, "no-time-left", {"minutes": 2, "seconds": 120}),
+        ({"slurm": AllocationRequest(minutes=0)}, "time-too-short", {"value": 0}),
+        ({"slurm": AllocationRequest(save_seconds=-1)}, "save-before-out-of-range", {"value": -1}),
         ({"min_nodes": 1}, "slurm-nodes-fixed", {"nodes": 2}),
         ({"submit_dir": "/a\\b"}, "backslash-in-folder", {}),
         ({"python": "/opt/my python"}, "python-with-spaces", {"value": "/opt/my python"}),
@@ -260,24 +260,30 @@ nonsense
 @pytest.mark.parametrize(
     ("partition", "nodes", "nproc", "asked", "words"),
     [
-        ("main", 4, 2, Allocation(), ""),
-        ("main", 5, 2, Allocation(), "--nodes 5 is more than the 4 nodes of partition main"),
+        ("main", 4, 2, AllocationRequest(), ""),
+        ("main", 5, 2, AllocationRequest(), "--nodes 5 is more than the 4 nodes of partition main"),
         (
             "main",
             4,
             3,
-            Allocation(),
+            AllocationRequest(),
             "= 3 CPUs on each node: partition main has 0 nodes with at least 3 CPUs (most: 2)",
         ),
-        ("main", 1, 1, Allocation(minutes=61), "--time 61 is more than the 60 minutes that partition main allows"),
-        ("gpu", 8, 4, Allocation(gpus_per_node=4), ""),
-        ("gpu", 3, 8, Allocation(gpus_per_node=8), "partition gpu has 2 nodes with at least 8 GPUs (most: 8)"),
-        ("gpu", 3, 8, Allocation(cpus_per_rank=8), "= 64 CPUs on each node: partition gpu has 2 nodes"),
-        ("old", 1, 1, Allocation(), "partition old is down"),
+        (
+            "main",
+            1,
+            1,
+            AllocationRequest(minutes=61),
+            "--time 61 is more than the 60 minutes that partition main allows",
+        ),
+        ("gpu", 8, 4, AllocationRequest(gpus_per_node=4), ""),
+        ("gpu", 3, 8, AllocationRequest(gpus_per_node=8), "partition gpu has 2 nodes with at least 8 GPUs (most: 8)"),
+        ("gpu", 3, 8, AllocationRequest(cpus_per_rank=8), "= 64 CPUs on each node: partition gpu has 2 nodes"),
+        ("old", 1, 1, AllocationRequest(), "partition old is down"),
     ],
 )
 def test_what_would_queue_for_ever_is_told(
-    partition: str, nodes: int, nproc: int, asked: Allocation, words: str
+    partition: str, nodes: int, nproc: int, asked: AllocationRequest, words: str
 ) -> None:
     job = replace(JOB, nodes=nodes, nproc=nproc, slurm=asked)
     found = allocation_problem(partition, [one for one in parse_sinfo(CLUSTER) if one.partition == partition], job)
@@ -292,8 +298,8 @@ def test_what_would_queue_for_ever_is_told(
 def test_ranks_with_gpus_get_no_more_cores_than_there_are(
     monkeypatch: pytest.MonkeyPatch, partition: str, nodes: int, nproc: int, gpus: int, cores: int
 ) -> None:
-    monkeypatch.setattr(queue, "run_slurm", lambda *_: subprocess.CompletedProcess((), 0, CLUSTER, ""))
-    asked = Allocation(partition=partition, gpus_per_node=gpus)
+    monkeypatch.setattr(queue, "run_slurm_command", lambda *_: subprocess.CompletedProcess((), 0, CLUSTER, ""))
+    asked = AllocationRequest(partition=partition, gpus_per_node=gpus)
     job = replace(JOB, nodes=nodes, nproc=nproc, slurm=asked)
     assert queue.cores_per_rank(None, job, {}) == cores
     assert queue.cores_per_rank(CurrentAllocation("12", 2, 12, 2, "gpu"), job, {}) == 12 // nproc
@@ -325,21 +331,26 @@ def test_an_allocation_is_known_by_its_variables(changes: dict[str, str], held: 
 @pytest.mark.parametrize(
     ("change", "asked", "code", "fields"),
     [
-        ({"nodes": 1}, Allocation(), "more-nodes-than-held", {"value": 1, "nodes": 2}),
-        ({"nproc": 5}, Allocation(), "more-cpus-than-held", {"needed": 5, "cpus": 4}),
-        ({}, Allocation(cpus_per_rank=3), "more-cpus-than-held", {"needed": 6}),
-        ({"nproc": 4}, Allocation(gpus_per_node=4), "more-gpus-than-held", {"value": 4, "gpus": 2}),
-        ({}, Allocation(partition="main"), "other-partition-than-held", {"value": "main", "partition": "gpu"}),
-        ({}, Allocation(minutes=5, options=("mem=1G",)), "option-within-job", {"options": "--time and --sbatch"}),
+        ({"nodes": 1}, AllocationRequest(), "more-nodes-than-held", {"value": 1, "nodes": 2}),
+        ({"nproc": 5}, AllocationRequest(), "more-cpus-than-held", {"needed": 5, "cpus": 4}),
+        ({}, AllocationRequest(cpus_per_rank=3), "more-cpus-than-held", {"needed": 6}),
+        ({"nproc": 4}, AllocationRequest(gpus_per_node=4), "more-gpus-than-held", {"value": 4, "gpus": 2}),
+        ({}, AllocationRequest(partition="main"), "other-partition-than-held", {"value": "main", "partition": "gpu"}),
+        (
+            {},
+            AllocationRequest(minutes=5, options=("mem=1G",)),
+            "option-within-job",
+            {"options": "--time and --sbatch"},
+        ),
     ],
 )
 def test_a_job_of_another_shape_than_the_allocation_is_refused(
-    change: dict[str, int], asked: Allocation, code: str, fields: dict[str, object]
+    change: dict[str, int], asked: AllocationRequest, code: str, fields: dict[str, object]
 ) -> None:
     held = CurrentAllocation("12", 2, 4, 2, "gpu")
-    check_allocation(held, replace(JOB, slurm=Allocation(gpus_per_node=2, partition="gpu")))
+    check_job_fits_allocation(held, replace(JOB, slurm=AllocationRequest(gpus_per_node=2, partition="gpu")))
     with raises(code, **fields):
-        check_allocation(held, replace(JOB, **{"slurm": asked, **change}))  # type: ignore[arg-type]
+        check_job_fits_allocation(held, replace(JOB, **{"slurm": asked, **change}))  # type: ignore[arg-type]
 
 
 # ---- Slurm's words ---------------------------------------------------------------------------------------------------

@@ -10,24 +10,24 @@ import pytest
 from tests.errors import raises
 
 from paceline.errors import TrainingError
-from paceline.launch.output import LogTail, find_last_lines, read_lines
+from paceline.launch.output import LogFollower, last_lines_range, read_lines
 from paceline.launch.plan import (
     SUBMISSION_FILE,
     SubmitRecord,
     format_plan,
-    last_submission,
-    next_submit_dir,
+    make_submit_dir,
     node_plan,
     plan_local,
+    read_last_submission,
     write_plan_files,
-    write_submission,
+    write_submit_record,
 )
-from paceline.protocol.job import Allocation, HangTimeout, Host, JobSpec, NodePlan
+from paceline.protocol.job import AllocationRequest, HangTimeout, Host, JobSpec, NodePlan
 
 
 def test_every_start_has_a_private_folder_of_its_own(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "a"
-    folders = [next_submit_dir(run) for _ in range(11)]
+    folders = [make_submit_dir(run) for _ in range(11)]
     assert [folder.name for folder in folders] == [f"submit-{n}" for n in range(1, 12)]
     assert {stat.S_IMODE(folder.stat().st_mode) for folder in (run, *folders)} == {0o700}
 
@@ -35,7 +35,7 @@ def test_every_start_has_a_private_folder_of_its_own(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with raises("run-dir-not-writable"):
-        next_submit_dir(tmp_path / "file" / "run")
+        make_submit_dir(tmp_path / "file" / "run")
 
 
 def test_files_are_their_owners_and_never_half_there(tmp_path: Path) -> None:
@@ -57,23 +57,23 @@ def test_a_link_is_not_written_through(tmp_path: Path) -> None:
 
 
 def test_the_newest_start_that_was_written_down_counts(tmp_path: Path) -> None:
-    assert last_submission(tmp_path) == (tmp_path, None)
+    assert read_last_submission(tmp_path) == (tmp_path, None)
     second = SubmitRecord(
         on="ssh", started_at=2.0, nodes=2, hosts=("n1", "n2"), ssh=("ssh", "-F", "c"), command=("paceline",)
     )
     for submission in (SubmitRecord(on="slurm", started_at=1.0, slurm_job="7"), second):
-        write_submission(next_submit_dir(tmp_path), submission)
+        write_submit_record(make_submit_dir(tmp_path), submission)
     for number in range(3, 11):  # 10 comes after 9, also as a name
         (tmp_path / f"submit-{number}").mkdir()
     (tmp_path / "submit-10" / SUBMISSION_FILE).write_text('{"on": "slurm", ')  # torn
-    assert last_submission(tmp_path) == (tmp_path / "submit-2", second)
-    write_submission(tmp_path / "submit-10", SubmitRecord(on="local", started_at=3.0))
-    assert last_submission(tmp_path) == (tmp_path / "submit-10", SubmitRecord(on="local", started_at=3.0))
+    assert read_last_submission(tmp_path) == (tmp_path / "submit-2", second)
+    write_submit_record(tmp_path / "submit-10", SubmitRecord(on="local", started_at=3.0))
+    assert read_last_submission(tmp_path) == (tmp_path / "submit-10", SubmitRecord(on="local", started_at=3.0))
 
 
 def test_a_growing_file_is_read_once_in_whole_lines_that_steer_no_terminal(tmp_path: Path) -> None:
     path, shown = tmp_path / "log", ""
-    tail = LogTail(path)
+    tail = LogFollower(path)
     assert tail.read() == ""
     text = "step 1\n\x1b[2Jstep 2 é\n\x07last"
     for byte in text.encode():
@@ -87,17 +87,17 @@ def test_a_growing_file_is_read_once_in_whole_lines_that_steer_no_terminal(tmp_p
 
 def test_a_line_that_never_ends_is_shown_in_pieces(tmp_path: Path) -> None:
     (tmp_path / "log").write_bytes(b"x" * 3_000_000)
-    assert len(LogTail(tmp_path / "log").read().strip()) > 100_000
+    assert len(LogFollower(tmp_path / "log").read().strip()) > 100_000
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 100_000, 300_000])
 def test_the_last_lines_of_a_large_file(tmp_path: Path, count: int) -> None:
     lines = [f"line {number}\n" for number in range(200_000)]
     (tmp_path / "log").write_text("".join(lines))
-    start, end = find_last_lines(tmp_path / "log", count)
+    start, end = last_lines_range(tmp_path / "log", count)
     found = [line.text + "\n" for line in read_lines(tmp_path / "log", start, end)]
     assert found == lines[len(lines) - min(count, len(lines)) :]
-    assert LogTail(tmp_path / "log", end).read() == ""
+    assert LogFollower(tmp_path / "log", end).read() == ""
 
 
 # ---- the job --------------------------------------------------------------------------------------------------------
@@ -145,7 +145,8 @@ def test_local_plan() -> None:
 def test_an_agent_receives_the_job_as_it_is_and_the_facts_of_its_node() -> None:
     job = JobSpec(
         ("x",), 2, "5f", 1, ssh=("ssh", "-v"), hang_timeout=HangTimeout.parse("6"), nodes=7, min_nodes=6, port=29500,
-        env={"A": "B"}, hosts=(Host("n1"), Host("n2", 2222, 3)), slurm=Allocation(minutes=5), grace_period_seconds=2.0,
+        env={"A": "B"}, hosts=(Host("n1"), Host("n2", 2222, 3)), slurm=AllocationRequest(minutes=5),
+        grace_period_seconds=2.0,
     )  # fmt: skip
     for node, nproc in ((0, 2), (1, 3)):
         plan = node_plan(job, node, nproc=job.hosts[node].slots or 0, node0=("n1",))

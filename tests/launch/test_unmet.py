@@ -10,7 +10,7 @@ from tests.run_script import run_script
 
 from paceline.errors import ExitCode
 from paceline.guard.report import read_diagnosis
-from paceline.protocol.evidence import StopKind
+from paceline.protocol.evidence import DiagnosisKind
 
 pytestmark = pytest.mark.sample(4)
 
@@ -127,14 +127,18 @@ def launched(folder: Path, loop: str, *flags: str, nproc: int = 2, **settings: o
 @pytest.mark.parametrize(
     ("loop", "kind", "called"),
     [
-        (LEAVES_EPOCHS + "s.sum(1.0)", StopKind.MISMATCH, ["numbers of the loop", "messages of draw_epoch_plan"]),
-        (LEAVES_BATCHES, StopKind.MISMATCH, ["totals of the step", "messages of draw_epoch_plan"]),
-        (LEAVES_EPOCHS + "with s.evaluating(): pass", StopKind.DEADLOCK, ["messages of draw_epoch_plan", "of group 0"]),
+        (LEAVES_EPOCHS + "s.sum(1.0)", DiagnosisKind.MISMATCH, ["numbers of the loop", "messages of draw_epoch_plan"]),
+        (LEAVES_BATCHES, DiagnosisKind.MISMATCH, ["totals of the step", "messages of draw_epoch_plan"]),
+        (
+            LEAVES_EPOCHS + "with s.evaluating(): pass",
+            DiagnosisKind.DEADLOCK,
+            ["messages of draw_epoch_plan", "of group 0"],
+        ),
     ],
     ids=["left the epochs for a sum", "left the batches for an evaluation", "left the epochs for whole models"],
 )
 def test_ranks_in_different_collectives_are_named_within_seconds(
-    tmp_path: Path, loop: str, kind: StopKind, called: list[str]
+    tmp_path: Path, loop: str, kind: DiagnosisKind, called: list[str]
 ) -> None:
     done = launched(tmp_path, loop)
     told = read_diagnosis(tmp_path / "run" / "attempt-1" / "diagnosis-1")

@@ -15,7 +15,7 @@ from tests.errors import raises
 from torch import Tensor, nn
 
 from paceline.errors import TrainingError
-from paceline.parallel.partition import LayerChain, LayerGroup, choose_split_points, profile_chain
+from paceline.parallel.partition import LayerChain, LayerCost, choose_split_points, profile_chain
 from paceline.parallel.pipeline import ModelStage, Schedule, SplitPoint, _ShapesOnly, idle_fractions, stage_schedule
 from paceline.seeding import generator_states, restore_generator_states, seed_generators
 
@@ -29,7 +29,7 @@ def compiler(monkeypatch, tmp_path) -> None:
 
 
 def chain(*seconds: float, trained: int = 1) -> LayerChain:
-    layers = tuple(LayerGroup(one, 4, 0, trained) for one in seconds)
+    layers = tuple(LayerCost(one, 4, 0, trained) for one in seconds)
     return LayerChain(tuple(SplitPoint(f"m{n}", (), ()) for n in range(1, len(seconds))), layers, {}, False)
 
 

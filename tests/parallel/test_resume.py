@@ -18,13 +18,13 @@ from paceline.checkpoint.shards import (
     make_shard_layout,
     read_shard_file_metadata,
     select_shards_to_save,
-    write_shard_file,
+    serialize_shard_file,
 )
 from paceline.config.mesh import Mesh
 from paceline.data.plan import virtual_ranks_of
 from paceline.rank.world import create_mesh_groups
 from paceline.strategies import STRATEGIES, Strategy
-from paceline.train.parallelism import ParallelConfig, ParallelPlan, parallelize_model
+from paceline.train.parallelism import ModelParallelPlan, ParallelConfig, parallelize_model
 
 WAYS = ("bucketed", "exact", "zero", "fsdp", "tensor=2", "pipeline=2", "context=2")
 OF_FOUR = (
@@ -42,7 +42,7 @@ VIRTUAL, SAVED_AT, STEPS = 4, 2, 4
 
 def prepared(way: str, world: World, seed: int) -> Strategy:
     torch.manual_seed(seed)
-    model, strategy, sharing = GPT().double(), way, ParallelPlan()
+    model, strategy, sharing = GPT().double(), way, ModelParallelPlan()
     if "=" in way:
         world, strategy = create_mesh_groups(world, Mesh.parse(way)), "fsdp" if "shard" in way else "bucketed"
         data, loading = sentences("train"), LoadingOptions(world.device)
@@ -69,7 +69,7 @@ def saved(replica: Strategy, folder: str, name: str) -> list[tuple[Path, Any]]:
     world = replica.world
     places = make_shard_layout(select_shards_to_save(replica.state(), world.rank, world.size))
     buffer = torch.zeros(places.total_bytes, dtype=torch.uint8)
-    write_shard_file(buffer, places, {})
+    serialize_shard_file(buffer, places, {})
     Path(folder, f"{name}-{world.rank}").write_bytes(buffer.numpy().tobytes())
     gather_full_state([], world)  # all have written
     torch.distributed.barrier()

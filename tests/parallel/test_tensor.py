@@ -18,7 +18,7 @@ from paceline.checkpoint.shards import (
     make_shard_layout,
     read_shard_file_metadata,
     select_shards_to_save,
-    write_shard_file,
+    serialize_shard_file,
 )
 from paceline.config.mesh import Mesh
 from paceline.errors import UsageError
@@ -207,7 +207,7 @@ def test_parts_of_all_ranks_are_saved_as_whole_tensors(tmp_path: Path) -> None:
         ]
         places = make_shard_layout(held)
         buffer = torch.zeros(places.total_bytes, dtype=torch.uint8)
-        write_shard_file(buffer, places, {})
+        serialize_shard_file(buffer, places, {})
         path = tmp_path / str(rank)
         path.write_bytes(buffer.numpy().tobytes())
         meta = read_shard_file_metadata(path)

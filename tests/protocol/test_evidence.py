@@ -3,7 +3,7 @@
 import pytest
 
 from paceline.errors import ExitCode, ReportedByPeer
-from paceline.protocol.evidence import LOADER_KILLED, reports_lost_peers
+from paceline.protocol.evidence import LOADER_KILLED, is_lost_peer_error
 
 GLOO = "[rank0]: RuntimeError: [../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5120\n"
 
@@ -32,14 +32,14 @@ class DistBackendError(RuntimeError):
     ],
 )
 def test_victims_by_their_words(error: Exception, expected: bool) -> None:
-    assert reports_lost_peers(error) is expected
+    assert is_lost_peer_error(error) is expected
 
 
 def test_victim_behind_another_error() -> None:
     outer, ring = ValueError("epoch 3 failed"), ValueError("ring")
     outer.__cause__ = RuntimeError(GLOO)
     ring.__cause__ = ring
-    assert reports_lost_peers(outer) and not reports_lost_peers(ring)
+    assert is_lost_peer_error(outer) and not is_lost_peer_error(ring)
 
 
 @pytest.mark.parametrize(

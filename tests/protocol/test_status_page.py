@@ -89,7 +89,7 @@ def test_whatever_stands_in_a_box_its_readers_do_not_fail(descriptor: int, data:
     assert len(status_page.read_recent_ops(descriptor)) <= RECORDS
     assert len(status_page.read_answer(descriptor)) <= status_page.ANSWER_MAX
     assert len(status_page.read_loader_workers(descriptor)) <= status_page.SLOTS
-    assert len(status_page.read_native_stacks(descriptor)) <= status_page.NATIVE_MAX
+    assert len(status_page.read_faulthandler_text(descriptor)) <= status_page.NATIVE_MAX
 
 
 def test_the_ring_keeps_the_last_collectives_in_order(descriptor: int, page: StatusPage) -> None:

@@ -74,8 +74,8 @@ class Rank:
         assert status_page.handles_signal(self.process.pid)
         os.ftruncate(self.page, status_page.PAGE_BYTES)
         os.kill(self.process.pid, status_page.STACK_SIGNAL)
-        wait(lambda: OUTERMOST.search(status_page.read_native_stacks(self.page)), "no stacks")
-        return status_page.read_native_stacks(self.page)
+        wait(lambda: OUTERMOST.search(status_page.read_faulthandler_text(self.page)), "no stacks")
+        return status_page.read_faulthandler_text(self.page)
 
     def release_from_wait(self) -> None:
         """As the agent does, once it waits in a collective."""

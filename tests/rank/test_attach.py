@@ -13,7 +13,7 @@ import pytest
 from paceline.launch.agent.workers import read_failure_record
 from paceline.protocol.control import WorkerSpec
 from paceline.protocol.evidence import Failure
-from paceline.rank.attach import attach, record_failure
+from paceline.rank.attach import bind_to_agent, record_failure
 
 Born = Callable[..., WorkerSpec]
 
@@ -88,7 +88,7 @@ def test_without_an_agent_nothing_is_written(attempt: Path, monkeypatch: pytest.
     monkeypatch.setattr(WorkerSpec, "_here", None)
     assert not record_failure(caught(), 1, traceback=True)
     assert not attempt.exists()
-    attach()
+    bind_to_agent()
 
 
 def test_a_record_that_cannot_be_written_hides_nothing(attempt: Path, born: Born) -> None:

@@ -11,10 +11,10 @@ from paceline.errors import UsageError
 from paceline.rank.environment import (
     check_rank_counts,
     expand_nodes,
-    is_launched,
-    job_token,
+    has_launcher_variables,
+    launcher_job_id,
     tasks_of_node,
-    translate_to_torchrun,
+    translate_slurm_mpi_variables,
 )
 
 STEP = {  # task 3 of `srun -N 2 -n 4` in Slurm 22.05, with what surrounds it in the job
@@ -41,24 +41,24 @@ def without(env: dict[str, str], *names: str) -> dict[str, str]:
 
 
 def test_a_slurm_step_is_understood_by_its_own_variables_not_the_jobs() -> None:
-    assert translate_to_torchrun(STEP) == {
+    assert translate_slurm_mpi_variables(STEP) == {
         "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "n2",
         "MASTER_PORT": str(20000 + (4711 * 101 + 2) % 10000),
     }  # fmt: skip
-    assert is_launched(STEP)
+    assert has_launcher_variables(STEP)
 
 
 def test_all_ranks_of_a_step_meet_at_one_place_and_other_steps_elsewhere() -> None:
     ranks = [{**STEP, "SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank // 2)} for rank in range(4)]
-    places = {(world["MASTER_ADDR"], world["MASTER_PORT"]) for world in map(translate_to_torchrun, ranks)}
+    places = {(world["MASTER_ADDR"], world["MASTER_PORT"]) for world in map(translate_slurm_mpi_variables, ranks)}
     assert len(places) == 1
-    ports = {translate_to_torchrun({**STEP, "SLURM_STEP_ID": str(step)})["MASTER_PORT"] for step in range(50)}
+    ports = {translate_slurm_mpi_variables({**STEP, "SLURM_STEP_ID": str(step)})["MASTER_PORT"] for step in range(50)}
     assert len(ports) == 50 and all(20000 <= int(port) < 30000 for port in ports)
 
 
 def test_a_step_on_one_node_stays_on_the_loopback() -> None:
     one = {**STEP, "SLURM_STEP_NODELIST": "n2", "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_NODEID": "0"}
-    assert translate_to_torchrun(one)["MASTER_ADDR"] == "127.0.0.1"
+    assert translate_slurm_mpi_variables(one)["MASTER_ADDR"] == "127.0.0.1"
 
 
 @pytest.mark.parametrize(
@@ -73,84 +73,88 @@ def test_a_step_on_one_node_stays_on_the_loopback() -> None:
     ],
 )
 def test_a_world_of_one_is_not_launched(env: dict[str, str]) -> None:
-    assert translate_to_torchrun(env) == {} and not is_launched(env)
+    assert translate_slurm_mpi_variables(env) == {} and not has_launcher_variables(env)
 
 
 def test_the_users_meeting_place_stays() -> None:
-    world = translate_to_torchrun({**STEP, "MASTER_ADDR": "ib2", "MASTER_PORT": "29500"})
+    world = translate_slurm_mpi_variables({**STEP, "MASTER_ADDR": "ib2", "MASTER_PORT": "29500"})
     assert (world["MASTER_ADDR"], world["MASTER_PORT"], world["RANK"]) == ("ib2", "29500", "3")
 
 
 def test_torchruns_variables_win_inside_a_task() -> None:
-    assert translate_to_torchrun({**STEP, **TORCHRUN, "TORCHELASTIC_RUN_ID": "x"}) == {}
-    assert is_launched({**STEP, **TORCHRUN})
+    assert translate_slurm_mpi_variables({**STEP, **TORCHRUN, "TORCHELASTIC_RUN_ID": "x"}) == {}
+    assert has_launcher_variables({**STEP, **TORCHRUN})
     # another launcher has started one task on each node
-    assert translate_to_torchrun({**STEP, **TORCHRUN, "WORLD_SIZE": "8"}) == {}
+    assert translate_slurm_mpi_variables({**STEP, **TORCHRUN, "WORLD_SIZE": "8"}) == {}
 
 
 @pytest.mark.parametrize("names", [["RANK"], ["WORLD_SIZE"], ["RANK", "WORLD_SIZE"], ["LOCAL_RANK"]])
 @pytest.mark.parametrize("env", [STEP, OPEN_MPI, MPICH])
 def test_torchruns_variables_in_part_beside_a_launchers_are_refused(env: dict[str, str], names: list[str]) -> None:
     with raises("variables-beside-launcher", present=names):
-        translate_to_torchrun({**env, **dict.fromkeys(names, "0")})
+        translate_slurm_mpi_variables({**env, **dict.fromkeys(names, "0")})
 
 
 def test_a_rank_exported_once_for_all_tasks_is_refused() -> None:
     with raises("rank-exported", value="1", task="3", size="4"):
-        translate_to_torchrun({**STEP, **TORCHRUN})
-    assert translate_to_torchrun({**STEP, **translate_to_torchrun(STEP)}) == {}  # its result in the environment
+        translate_slurm_mpi_variables({**STEP, **TORCHRUN})
+    assert (
+        translate_slurm_mpi_variables({**STEP, **translate_slurm_mpi_variables(STEP)}) == {}
+    )  # its result in the environment
 
 
 @pytest.mark.parametrize("missing", ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"])
 def test_a_step_of_several_tasks_without_a_place_is_refused(missing: str) -> None:
     with raises("slurm-variables-missing", tasks=4):
-        translate_to_torchrun(without(STEP, missing))
+        translate_slurm_mpi_variables(without(STEP, missing))
 
 
 @pytest.mark.parametrize("wrong", [{"SLURM_PROCID": "x"}, {"SLURM_STEP_TASKS_PER_NODE": "2("}, {"SLURM_NODEID": "5"},
                                    {"SLURM_STEP_NODELIST": "n[2-"}, {"SLURM_PROCID": "-1"}])  # fmt: skip
 def test_nonsense_is_refused(wrong: dict[str, str]) -> None:
     with pytest.raises(UsageError):
-        translate_to_torchrun({**STEP, **wrong})
+        translate_slurm_mpi_variables({**STEP, **wrong})
 
 
 def test_open_mpi_on_one_host() -> None:
-    world = translate_to_torchrun(OPEN_MPI)
+    world = translate_slurm_mpi_variables(OPEN_MPI)
     assert [world[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")] == ["1", "2", "1", "2"]
     assert world["MASTER_ADDR"] == "127.0.0.1" and 20000 <= int(world["MASTER_PORT"]) < 30000
-    other = translate_to_torchrun({**OPEN_MPI, "OMPI_MCA_ess_base_jobid": "400752642"})
+    other = translate_slurm_mpi_variables({**OPEN_MPI, "OMPI_MCA_ess_base_jobid": "400752642"})
     assert other["MASTER_PORT"] != world["MASTER_PORT"]
 
 
 def test_mpirun_inside_a_slurm_job_is_mpiruns_world() -> None:
     daemon = {**STEP, "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2"}
-    assert translate_to_torchrun({**daemon, **OPEN_MPI})["RANK"] == "1"
+    assert translate_slurm_mpi_variables({**daemon, **OPEN_MPI})["RANK"] == "1"
 
 
 def test_mpirun_on_several_hosts_needs_an_address() -> None:
     with raises("mpi-address-missing", size=4, here=2, option="-x MASTER_ADDR=<name or address of rank 0's node>"):
-        translate_to_torchrun({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"})
+        translate_slurm_mpi_variables({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"})
     with raises("mpi-address-missing", option="-genv MASTER_ADDR <name or address of rank 0's node>"):
-        translate_to_torchrun({**MPICH, "PMI_SIZE": "4"})
-    there = translate_to_torchrun({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4", "MASTER_ADDR": "n1"})
-    assert there["MASTER_ADDR"] == "n1" and there["MASTER_PORT"] == translate_to_torchrun(OPEN_MPI)["MASTER_PORT"]
+        translate_slurm_mpi_variables({**MPICH, "PMI_SIZE": "4"})
+    there = translate_slurm_mpi_variables({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4", "MASTER_ADDR": "n1"})
+    assert (
+        there["MASTER_ADDR"] == "n1" and there["MASTER_PORT"] == translate_slurm_mpi_variables(OPEN_MPI)["MASTER_PORT"]
+    )
 
 
 def test_mpich() -> None:
-    assert translate_to_torchrun(MPICH)["LOCAL_WORLD_SIZE"] == "2"
+    assert translate_slurm_mpi_variables(MPICH)["LOCAL_WORLD_SIZE"] == "2"
     with raises("mpi-port-missing", option="-genv MASTER_PORT 29500"):
-        translate_to_torchrun(without(MPICH, "MASTER_PORT"))
+        translate_slurm_mpi_variables(without(MPICH, "MASTER_PORT"))
     with raises("mpi-variables-missing", missing=["MPI_LOCALRANKID"]):
-        translate_to_torchrun(without(MPICH, "MPI_LOCALRANKID"))
+        translate_slurm_mpi_variables(without(MPICH, "MPI_LOCALRANKID"))
 
 
 def test_a_token_is_the_jobs_and_nobody_elses() -> None:
-    assert job_token({}) == "" == job_token(TORCHRUN)
-    assert job_token({"PACELINE_RUN_ID": "p", "TORCHELASTIC_RUN_ID": "t", **STEP}) == "p"
-    assert job_token({"TORCHELASTIC_RUN_ID": "t", **STEP}) == "t"
-    assert job_token({**STEP, **translate_to_torchrun(STEP)}) == "4711.2"
-    assert job_token({**STEP, **TORCHRUN}) == ""  # by hand in two steps of one job: no step in common
-    assert job_token(OPEN_MPI) == "400752641"
+    assert launcher_job_id({}) == "" == launcher_job_id(TORCHRUN)
+    assert launcher_job_id({"PACELINE_RUN_ID": "p", "TORCHELASTIC_RUN_ID": "t", **STEP}) == "p"
+    assert launcher_job_id({"TORCHELASTIC_RUN_ID": "t", **STEP}) == "t"
+    assert launcher_job_id({**STEP, **translate_slurm_mpi_variables(STEP)}) == "4711.2"
+    assert launcher_job_id({**STEP, **TORCHRUN}) == ""  # by hand in two steps of one job: no step in common
+    assert launcher_job_id(OPEN_MPI) == "400752641"
 
 
 def test_half_a_job_does_not_run_as_a_whole_one() -> None:

@@ -18,7 +18,7 @@ from tests.rank.guard_ranks import calls
 from tests.run_ranks import run_ranks
 from torch import nn
 
-from paceline.collectives.tree import LeafPartition
+from paceline.collectives.sum_tree import LeafPartition
 from paceline.rank.collective_recorder import GroupRecord
 from paceline.rank.guard import HangGuard
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from paceline.protocol.facts import ScriptFacts, SeenStep
+from paceline.protocol.facts import OptimizerStep, ScriptFacts
 from paceline.protocol.marks import read_findings
 from paceline.protocol.status_page import StatusPage, make_status_page
 from paceline.rank.check.loaders import LoaderRecorder
@@ -271,7 +271,7 @@ def test_a_closure_that_is_called_more_often_than_before_leaves_no_step_out() ->
     page.close()
 
 
-def windows_of_three(rank: int, size: int, how: str) -> list[SeenStep]:
+def windows_of_three(rank: int, size: int, how: str) -> list[OptimizerStep]:
     """Two epochs of 13 batches, as Lightning's Trainer goes: the last backward of a window is in the step's closure."""
     facts = ScriptFacts(rank, size, size, "n1", cores=2)
     loading = LoaderRecorder(facts)

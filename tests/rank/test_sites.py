@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tests import warm
 
-from paceline.guard.sentences import format_position
-from paceline.protocol.code_locations import BY, format_stack_location, is_calling, native_frames
+from paceline.guard.sentences import format_rank_state
+from paceline.protocol.code_locations import BY, format_stack_location, is_stack_in_op, parse_faulthandler_stack
 from paceline.protocol.evidence import Evidence, Frame, Op, Stack
 from paceline.rank.sites import SITE_CHARS, call_site, frame_record, user_frame_of_error
 
@@ -55,7 +55,7 @@ def test_the_line_is_the_users_and_beside_it_that_of_a_library(lines: list[str],
             stack.append(frame_record(frame))
             frame = frame.f_back
         files = "".join(f'  File "{line.rpartition(":")[0]}", line {line.rpartition(":")[2]} in f\n' for line in lines)
-        return [site, format_stack_location(stack), format_stack_location(native_frames(files))]
+        return [site, format_stack_location(stack), format_stack_location(parse_faulthandler_stack(files))]
 
     assert [said.replace(" in <lambda>", "").replace(" in f", "") for said in nested(lines, told)] == [words] * 3
 
@@ -72,8 +72,8 @@ def test_a_rank_stands_at_a_call_only_in_the_same_line_of_the_library() -> None:
     here = Evidence(0, "n1", 1, stacks=(Stack("main", frames),))
     for at, stands in ((3700, True), (2100, False)):
         op = Op("0", 1, "all_reduce", site=f"train.py:40 in main, by transformers/trainer.py:{at}")
-        assert is_calling(here, op) is stands
-    assert f"train.py:40{BY}transformers/trainer.py:3700" in format_position(here)
+        assert is_stack_in_op(here, op) is stands
+    assert f"train.py:40{BY}transformers/trainer.py:3700" in format_rank_state(here)
 
 
 def test_an_error_has_the_users_innermost_line_or_else_that_of_the_caller() -> None:

@@ -14,7 +14,7 @@ from tests.errors import raises
 from tests.rendered import rendered
 
 from paceline.cli import logs
-from paceline.report.analysis import EXAMPLES, Analysis, ParsedLine, log_figures, parse_log_line
+from paceline.report.analysis import EXAMPLES, Analysis, ParsedLine, figures_from_logs, parse_log_line
 from paceline.report.run import read_run
 from paceline.runs.attempt import LogTimesWriter
 from paceline.runs.events import Ended, Evaluated, Skipped, Started, Step
@@ -30,7 +30,7 @@ def classic(epoch: int, number: int, loss: float) -> str:
 
 def analyzed(folder: Path, lines: Iterable[str]) -> Analysis:
     (folder / "train.log").write_text("".join(f"{line}\n" for line in lines))
-    return logs.read_analysis(str(folder / "train.log"))
+    return logs.analyze_log_or_run(str(folder / "train.log"))
 
 
 def test_the_loss_is_that_of_one_rank_and_the_throughput_of_all(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_memory_is_bounded_by_the_length_of_lines(tmp_path: Path) -> None:
     log = tmp_path / "train.log"
     log.write_text("x" * 10_000_000 + "\nloss: 1 " + "y" * 3_000_000 + "\n10%|#| 1/9 [0:1<0:1]\r20%|#| 2/9 [0:1<0:1]\n")
     tracemalloc.start()
-    found = logs.read_analysis(str(log))
+    found = logs.analyze_log_or_run(str(log))
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak_bytes < 4_000_000
@@ -121,10 +121,10 @@ def test_a_script_under_launch_has_the_times_that_its_agent_noted(
             writer.record_growth(last=True)
             now += 2.0
     writer.close()
-    rates = logs.read_analysis(str(run)).values["samples/s (counted)"]
+    rates = logs.analyze_log_or_run(str(run)).values["samples/s (counted)"]
     assert len(rates) == 33 + 2
     assert rates == pytest.approx([32] * len(rates))
-    figures, sentence = log_figures(read_run(run))
+    figures, sentence = figures_from_logs(read_run(run))
     assert [figure.y for figure in figures] == ["loss"] and "32 samples/s (counted)" in sentence
 
 
@@ -149,7 +149,7 @@ def test_the_log_of_a_classic_script_under_torchrun(tmp_path: Path) -> None:
     assert done.returncode == 0, log.read_text()
     plain.write_text(re.sub(r"^\[default\d\]:", "", log.read_text(), flags=re.MULTILINE))  # as without --tee
     for path, ranks in ((log, ["0", "1"]), (plain, [])):
-        found = logs.read_analysis(str(path))
+        found = logs.analyze_log_or_run(str(path))
         assert found.ranks == ranks
         assert {"classic", "key and value"} == {*found.formats}
         assert len(found.values["samples/s"]) >= 4

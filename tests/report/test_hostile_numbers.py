@@ -18,7 +18,7 @@ from paceline.cli.report import trace, trace_events
 from paceline.errors import UsageError
 from paceline.report import run as reading
 from paceline.report.analysis import LogAnalyzer
-from paceline.report.figures import make_drawings
+from paceline.report.figures import make_diagrams
 from paceline.report.page import render_html
 from paceline.report.run import read_run
 from paceline.runs.console import sparkline
@@ -62,7 +62,7 @@ def test_odd_numbers_end_in_a_page_that_is_not_large(case: str, tmp_path: Path) 
     kind, changed = CASES[case]
     folder = edit(make_run(tmp_path / "run", steps=12, notices=("hello",)), kind, **changed)
     run = read_run(folder)
-    assert len(render_html([run], "", make_drawings(run)).encode()) < MOST_PAGE_BYTES
+    assert len(render_html([run], "", make_diagrams(run)).encode()) < MOST_PAGE_BYTES
     assert b"NaN" not in msgspec.json.encode([*trace_events(run)])
     analyzer = LogAnalyzer("run")
     analyzer.add_run(folder)

@@ -9,7 +9,7 @@ from tests.errors import raises
 
 from paceline.cli import logs
 from paceline.report.logs import MAX_MERGED_LINES, SAME_LINE_SECONDS, LineFilter, RankLine, RankLogs, merge_line_stream
-from paceline.runs.attempt import TIME_RECORD, LogTimeIndex, LogTimesWriter, times_path
+from paceline.runs.attempt import TIME_RECORD, LogTimeIndex, LogTimesWriter, log_times_path
 from paceline.runs.folder import create_attempt_dir
 
 NOW = 1_780_000_000.0
@@ -24,7 +24,7 @@ def write(log: Path, *lines: tuple[float, str]) -> None:
     text = b""
     for seconds, line in lines:
         text += f"{line}\n".encode()
-        with times_path(log).open("ab") as file:
+        with log_times_path(log).open("ab") as file:
             file.write(TIME_RECORD.pack(len(text), NOW + seconds))
     log.write_bytes(text)
 
@@ -74,7 +74,7 @@ def test_all_ranks_are_merged_by_time(run: Path, capsys: pytest.CaptureFixture[s
 def test_without_times_the_order_is_that_of_the_ranks_and_that_is_said(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    times_path(run / "attempt-1" / "rank-1.log").unlink()
+    log_times_path(run / "attempt-1" / "rank-1.log").unlink()
     assert logs.main(["mine"]) == 0
     out, err = capsys.readouterr()
     ahead = ["[0-2] begin", "[1] loss nan", "[0-2] step 1", "[2] late", "[0,1] end"]
@@ -126,13 +126,13 @@ def test_the_agents_notes_say_when_a_byte_was_written(tmp_path: Path, monkeypatc
         writer.record_growth(last=True)
         writer.record_growth(last=True)  # nothing has come: nothing is noted
         if number == 50:  # a full disk may tear a record: the next one is written over it
-            with times_path(log).open("ab") as file:
+            with log_times_path(log).open("ab") as file:
                 file.write(b"torn")
     writer.record_growth()
     writer.close()
-    assert times_path(log).stat().st_size == 100 * TIME_RECORD.size
+    assert log_times_path(log).stat().st_size == 100 * TIME_RECORD.size
     times = LogTimeIndex(log)
     assert [times.time_at(10 * number + 9) for number in (3, 99, 50, 0)] == [NOW + number for number in (3, 99, 50, 0)]
     assert [times.offset(NOW + number - 0.5) for number in (0, 50)] == [0, 500]
-    times_path(log).write_bytes(TIME_RECORD.pack(5, float("nan")) * 3)  # written by others
+    log_times_path(log).write_bytes(TIME_RECORD.pack(5, float("nan")) * 3)  # written by others
     assert LogTimeIndex(log).time_at(0) == 0.0

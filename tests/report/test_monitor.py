@@ -10,7 +10,7 @@ import pytest
 from tests import warm
 
 from paceline.cli import main
-from paceline.cli.monitor import Monitor
+from paceline.cli.monitor import NodeUsageSampler
 
 
 def test_the_machine_and_the_rank_that_is_busy_are_seen() -> None:
@@ -18,7 +18,7 @@ def test_the_machine_and_the_rank_that_is_busy_are_seen() -> None:
     words = [sys.executable, "-c", "while True: pass", "secret"]
     with subprocess.Popen(words, env=env) as busy:
         try:
-            monitor = Monitor()
+            monitor = NodeUsageSampler()
             found = None
             while found is None or not found.cores:
                 now = monitor.sample()

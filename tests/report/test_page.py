@@ -13,7 +13,7 @@ from tests.report.folders import make_run
 
 from paceline.cli import report
 from paceline.errors import UsageError
-from paceline.report.figures import make_drawings
+from paceline.report.figures import make_diagrams
 from paceline.report.page import render_html, results_table
 from paceline.report.run import read_run
 from paceline.runs.events import Samples
@@ -50,7 +50,7 @@ class Elements(html.parser.HTMLParser):
 
 def made(*folders: Path) -> tuple[str, Elements]:
     runs = [read_run(folder) for folder in folders]
-    text = render_html(runs, "paceline report", make_drawings(runs[0]) if len(runs) == 1 else ())
+    text = render_html(runs, "paceline report", make_diagrams(runs[0]) if len(runs) == 1 else ())
     return text, Elements(text)
 
 
@@ -158,7 +158,7 @@ def test_the_command_writes_into_the_run_and_over_nothing_else(
 
 
 def test_the_drawings_show_this_run(tmp_path: Path) -> None:
-    found = make_drawings(read_run(make_run(tmp_path / "run", ranks=3)))
+    found = make_diagrams(read_run(make_run(tmp_path / "run", ranks=3)))
     stages, step, samples = (Elements(one.svg).found for one in found)
     assert [tag for tag, _ in stages].count("path") == 4 * 3
     rendered(texts(found[0].svg))
@@ -172,11 +172,11 @@ def test_the_drawings_show_this_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("strategy", ["zero", "fsdp"])
 def test_the_stages_are_those_of_the_strategy(strategy: str, tmp_path: Path) -> None:
-    rendered(texts(make_drawings(read_run(make_run(tmp_path / "run", strategy=strategy)))[0].svg))
+    rendered(texts(make_diagrams(read_run(make_run(tmp_path / "run", strategy=strategy)))[0].svg))
 
 
 def test_one_rank_exchanges_nothing(tmp_path: Path) -> None:
-    found = make_drawings(read_run(make_run(tmp_path / "run", ranks=1, strategy="single")))
+    found = make_diagrams(read_run(make_run(tmp_path / "run", ranks=1, strategy="single")))
     rendered(texts(found[0].svg))
     assert not [a for _, a in Elements(found[1].svg).found if a.get("height") == "7"]
 
@@ -194,7 +194,7 @@ def test_a_collective_ends_where_it_was_needed(tmp_path: Path) -> None:
                 late = [[f"<img src={n}>", begins + n / 1000, -1.0, 5000] for n in range(2)]  # their ends were not seen
                 one["calls"] = [*late, ["totals of the step", begins, 0.001, 72]]
         path.write_text("".join(json.dumps(one) + "\n" for one in records))
-    svg = next(one.svg for one in make_drawings(read_run(folder)) if one.title.startswith("Step "))
+    svg = next(one.svg for one in make_diagrams(read_run(folder)) if one.title.startswith("Step "))
     assert "img" not in {tag for tag, _ in Elements(svg).found}
     rects = [a for tag, a in Elements(svg).found if tag == "rect"]
     calls = [a for a in rects if a["height"] == "7"]
@@ -210,7 +210,7 @@ def test_samples_of_virtual_ranks_are_listed(tmp_path: Path) -> None:
     for rank in range(2):
         with EventWriter(folder / f"events-{rank}.jsonl") as writer:
             writer.write(Samples(1, 0, rank, 0, [10 * rank + n for n in range(9)]))
-    svg = make_drawings(read_run(folder))[2].svg
+    svg = make_diagrams(read_run(folder))[2].svg
     assert "v1: rank 1; 10, 11, 12, 13, 14, 15</title>" in svg
 
 

@@ -8,7 +8,7 @@ from tests.errors import raises
 
 from paceline.runs import writing
 from paceline.runs.events import Evaluated, Samples, Started, Step, read_events
-from paceline.runs.folder import create_attempt_dir, open_run_dir
+from paceline.runs.folder import create_attempt_dir, set_up_run_dir
 from paceline.runs.summary import Summary, read_summary, write_summary
 from paceline.runs.writers import EventWriter
 
@@ -90,23 +90,23 @@ def test_a_full_disk_is_an_error(tmp_path, monkeypatch):
 
 def test_run_folders_are_never_shared(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    first, second = (open_run_dir(None, "a/b:c") for _ in range(2))
+    first, second = (set_up_run_dir(None, "a/b:c") for _ in range(2))
     assert first != second
     assert first.parent == tmp_path / "runs"
     assert first.stat().st_mode & 0o077 == 0
     assert create_attempt_dir(first) == (1, first / "attempt-1")
     assert create_attempt_dir(first) == (2, first / "attempt-2")
-    assert open_run_dir(first, "x") == first  # two starts that never came to a first step
+    assert set_up_run_dir(first, "x") == first  # two starts that never came to a first step
     (first / "events-0.jsonl").touch()
     with raises("run-dir-not-empty"):
-        open_run_dir(first, "x")
-    assert open_run_dir(tmp_path / "new", "x") == tmp_path / "new"
+        set_up_run_dir(first, "x")
+    assert set_up_run_dir(tmp_path / "new", "x") == tmp_path / "new"
 
 
 def test_a_run_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with raises("run-dir-not-writable"):
-        open_run_dir(tmp_path / "file" / "run", "x")
+        set_up_run_dir(tmp_path / "file" / "run", "x")
 
 
 def test_summaries(tmp_path):

@@ -18,7 +18,7 @@ from paceline.runs.folder import (
     create_attempt_dir,
     lock_run_dir,
     move_summary_to_attempt,
-    open_run_dir,
+    set_up_run_dir,
 )
 
 
@@ -152,15 +152,15 @@ def filled(folder: Path, names: list[str]) -> Path:
 @pytest.mark.parametrize("names", NEVER_BEGAN, ids=str)
 def test_a_start_that_failed_before_its_first_step_can_be_tried_again(tmp_path, names):
     folder = filled(tmp_path / "run", names)
-    assert open_run_dir(folder, "task") == folder
-    assert open_run_dir(folder, "task", resume=True) == folder
+    assert set_up_run_dir(folder, "task") == folder
+    assert set_up_run_dir(folder, "task", resume=True) == folder
 
 
 @pytest.mark.parametrize("names", BEGAN, ids=str)
 def test_what_could_be_lost_is_never_written_over(tmp_path, names):
     folder = filled(tmp_path / "run", names)
     with raises("run-dir-holds-run" if "config.toml" in names else "run-dir-not-empty") as caught:
-        open_run_dir(folder, "task")
+        set_up_run_dir(folder, "task")
     assert ("--resume auto" in str(caught.value)) == ("config.toml" in names)
     assert all((folder / name).exists() for name in names)
 
@@ -169,15 +169,15 @@ def test_what_could_be_lost_is_never_written_over(tmp_path, names):
 def test_something_else_is_not_resumed(tmp_path, names):
     folder = filled(tmp_path / "run", names)
     with raises("not-a-run"):
-        open_run_dir(folder, "task", resume=True)
+        set_up_run_dir(folder, "task", resume=True)
     assert all((folder / name).exists() for name in names)
 
 
 def test_resuming_makes_the_folder_that_is_not_there_yet(tmp_path):
-    folder = open_run_dir(tmp_path / "a" / "b", "task", resume=True)
+    folder = set_up_run_dir(tmp_path / "a" / "b", "task", resume=True)
     assert folder.is_dir() and list(folder.iterdir()) == []
     with raises("resume-without-run-dir"):
-        open_run_dir(None, "task", resume=True)
+        set_up_run_dir(None, "task", resume=True)
 
 
 def test_what_a_fresh_beginning_would_write_over_is_moved_aside_and_never_onto_others(tmp_path):

@@ -10,7 +10,7 @@ COMMANDS = ("run_state", "status", "logs", "hang", "cancel", "ledger", "checkpoi
 OF_RUNS = (
     *(f"cli/{name}.py" for name in COMMANDS), "runs/*.py", "checkpoint/*.py", "train/*.py",
     "config/settings.py", "launch/output.py", "launch/plan.py", "host/sweep.py",
-    "host/machine_log.py", "report/*.py",
+    "host/node_utilization.py", "report/*.py",
     "guard/report.py", "rank/attach.py", "launch/agent/*.py", "lab/ranks/ledger.py", "lab/scale.py",
 )  # fmt: skip
 DOOR = {SOURCE / "runs" / f"{name}.py" for name in ("owners", "reading", "writing")}
@@ -30,7 +30,7 @@ ALLOWED = {
     ("launch/agent/monitor.py", "rmtree"): "a diagnosis that could not be written whole",
     ("train/consistency.py", "read_bytes"): "the user's own code, compared between ranks",
     ("train/determinism.py", "read_text"): "/proc",
-    ("host/machine_log.py", "read_text"): "/proc",
+    ("host/node_utilization.py", "read_text"): "/proc",
     ("runs/folder.py", "read_bytes"): "/proc",
     ("cli/monitor.py", "read_bytes"): "/proc",
     ("cli/monitor.py", "read_text"): "/proc",

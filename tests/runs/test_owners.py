@@ -10,7 +10,7 @@ import pytest
 from tests.errors import raises
 
 from paceline.errors import UsageError
-from paceline.runs.owners import NotOwnedError, UnreadableFileError, check_owned_by_us, open_file, other_writers
+from paceline.runs.owners import UnreadableFileError, UntrustedFileError, check_owned_by_us, open_file, other_writers
 
 OTHER = 65432  # a user without a name
 
@@ -99,7 +99,7 @@ def test_a_file_is_judged_as_it_is_opened(place: Path) -> None:
     with open_file(file, must_be_ours=True) as it:
         assert stat.S_ISREG(it.status.st_mode) and it.other_writers_message == ""
     file.chmod(0o666)
-    with pytest.raises(NotOwnedError, match="can be written by all users"), open_file(file, must_be_ours=True):
+    with pytest.raises(UntrustedFileError, match="can be written by all users"), open_file(file, must_be_ours=True):
         pass
     with open_file(file) as it:  # to look at it
         assert "all users" in it.other_writers_message

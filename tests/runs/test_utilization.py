@@ -8,7 +8,7 @@ import pytest
 from paceline.runs import utilization
 from paceline.runs.events import Event, RolledBack, Started, Step
 from paceline.runs.summary import RunState, Summary
-from paceline.runs.utilization import format_flops, format_speed, goodput, speed_values
+from paceline.runs.utilization import format_flops, format_speed, goodput, throughput_and_mfu
 from paceline.runs.writers import EventWriter
 
 
@@ -29,12 +29,12 @@ def run(folder: Path, *events: Event) -> Path:
 
 
 def test_mfu_is_flops_per_second_by_the_peak_of_all_devices() -> None:
-    assert speed_values(100.0, 512.0, 1e9, 0.1, 4) == {
+    assert throughput_and_mfu(100.0, 512.0, 1e9, 0.1, 4) == {
         "samples_per_second": 100.0, "tokens_per_second": 51_200.0, "flops_per_second": 1e11, "mfu": 0.25
     }  # fmt: skip
-    assert speed_values(100.0, 0.0, 0.0, 0.1, 4) == {"samples_per_second": 100.0}
-    assert speed_values(100.0, 0.0, 1e9, 0.0, 4).keys() == {"samples_per_second", "flops_per_second"}
-    assert speed_values(None, 1.0, 1e9, 0.1, 4) == {}
+    assert throughput_and_mfu(100.0, 0.0, 0.0, 0.1, 4) == {"samples_per_second": 100.0}
+    assert throughput_and_mfu(100.0, 0.0, 1e9, 0.0, 4).keys() == {"samples_per_second", "flops_per_second"}
+    assert throughput_and_mfu(None, 1.0, 1e9, 0.1, 4) == {}
 
 
 def test_only_what_is_known_is_shown() -> None:

@@ -13,7 +13,7 @@ from paceline.runs import writing
 from paceline.runs.events import Checkpointed, Notice, RolledBack, Started, Step, read_events
 from paceline.runs.machine import ClockOffset, NodeUtilization, decode_record, node_log_files, node_log_name
 from paceline.runs.reading import read_lines
-from paceline.runs.writers import BoundedWriter, EventWriter, merge_steps
+from paceline.runs.writers import BoundedWriter, EventWriter, merge_consecutive_steps
 
 
 def use(at: int) -> NodeUtilization:
@@ -88,11 +88,11 @@ def covered(steps: list[Step]) -> list[int]:
 
 
 def test_two_become_one_that_stands_for_both():
-    (one,) = found(merge_steps(lines(step(1), step(2))))
+    (one,) = found(merge_consecutive_steps(lines(step(1), step(2))))
     assert (one.step, one.steps, one.samples, one.consumed) == (2, 2, 128, 64)
     assert one.loss == pytest.approx(0.75) and one.seconds == pytest.approx(0.2)
     assert one.phase_seconds == {"forward": 0.1} and one.fingerprint == f"{(3 * 0x9E3779B97F4A7C15) % 2**64:016x}"
-    (again,) = found(merge_steps(lines(one, step(3))))
+    (again,) = found(merge_consecutive_steps(lines(one, step(3))))
     assert (again.steps, again.samples) == (3, 192) and again.loss == pytest.approx((1 + 1 / 2 + 1 / 3) / 3)
 
 
@@ -108,20 +108,20 @@ BORDERS = {
 
 @pytest.mark.parametrize("name", BORDERS)
 def test_what_somebody_may_ask_for_stays(name):
-    assert merge_steps(lines(*BORDERS[name])) == lines(*BORDERS[name])
+    assert merge_consecutive_steps(lines(*BORDERS[name])) == lines(*BORDERS[name])
 
 
 def test_a_step_to_which_the_run_went_back_ends_its_record():
-    kept = found(merge_steps(lines(step(2), step(3), step(4), step(5)), lines(RolledBack(9, 3))))
+    kept = found(merge_consecutive_steps(lines(step(2), step(3), step(4), step(5)), lines(RolledBack(9, 3))))
     assert [(one.step, one.steps) for one in kept] == [(3, 2), (5, 2)]
-    shifted = found(merge_steps(lines(step(3), step(4), step(5)), lines(RolledBack(9, 3))))
+    shifted = found(merge_consecutive_steps(lines(step(3), step(4), step(5)), lines(RolledBack(9, 3))))
     assert [(one.step, one.steps) for one in shifted] == [(3, 1), (5, 2)]
 
 
 def test_steps_of_an_earlier_start_stay_as_they_are():
     old, again = lines(step(1), step(2), step(3)), lines(Started(2, 0, 1, "h", 1, "cpu", 0.0, start_step=2))
-    assert merge_steps(old, again) == old
-    assert merge_steps([*old, *again, *lines(step(3), step(4))])[:-1] == [*old, *again]
+    assert merge_consecutive_steps(old, again) == old
+    assert merge_consecutive_steps([*old, *again, *lines(step(3), step(4))])[:-1] == [*old, *again]
 
 
 @given(seed=st.integers(0, 10**6))
@@ -135,7 +135,7 @@ def test_nothing_is_lost_and_nothing_counted_twice(seed):
             events.append(Notice("between"))
     for _ in range(4):
         before = len(events)
-        events = found(merge_steps(lines(*events)))
+        events = found(merge_consecutive_steps(lines(*events)))
         steps = [one for one in events if isinstance(one, Step)]
         assert covered(steps) == [*range(1, 201)] and sum(one.samples for one in steps) == 64 * 200
         assert len(events) <= before
@@ -155,8 +155,8 @@ def test_a_file_stays_below_its_limit_and_its_newer_half_whole(tmp_path: Path):
 
 def test_a_file_full_of_what_is_no_step_grows_on(tmp_path: Path, monkeypatch):
     path, thinned = tmp_path / "events-0.jsonl", []
-    whole = event_writer.merge_steps
-    monkeypatch.setattr(event_writer, "merge_steps", lambda *told: thinned.append(1) or whole(*told))
+    whole = event_writer.merge_consecutive_steps
+    monkeypatch.setattr(event_writer, "merge_consecutive_steps", lambda *told: thinned.append(1) or whole(*told))
     with EventWriter(path, limit_bytes=5_000) as writer:
         for number in range(1000):
             writer.write(Checkpointed(number, "", 0.0, 0.0, 0))

@@ -9,13 +9,13 @@ from tests.errors import ended_with
 
 from paceline.cli import logs, status
 from paceline.cli.live import _newest_diagnosis
-from paceline.cli.run_state import attempts, run_folder_locked_by_agent, run_state
+from paceline.cli.run_state import list_attempt_dirs, run_folder_locked_by_agent, run_state
 from paceline.errors import ExitCode
 from paceline.report.outcome import root_failures
 from paceline.report.page import repeat_command
 from paceline.report.run import read_run
 from paceline.runs.attempt import AttemptEnd, write_attempt_end
-from paceline.runs.folder import LAUNCH_FILE, create_attempt_dir, find_attempt_dir_with_logs
+from paceline.runs.folder import LAUNCH_FILE, create_attempt_dir, resolve_launch_attempt_dir
 from paceline.runs.reading import read_toml
 from paceline.runs.summary import Summary, write_summary
 
@@ -99,7 +99,9 @@ def test_a_session_in_the_folder_of_its_launch_uses_the_same_attempt(tmp_path: P
     done = launch(tmp_path, "launched")
     assert done.returncode == 0, done.stdout + done.stderr
     run = tmp_path / "launched"
-    assert [path.name for path in attempts(run)] == ["attempt-1"] and not (run / "attempt-1" / LAUNCH_FILE).exists()
+    assert [path.name for path in list_attempt_dirs(run)] == ["attempt-1"] and not (
+        run / "attempt-1" / LAUNCH_FILE
+    ).exists()
     assert run_state(run).state == "done" and (run / "model.safetensors").is_file()
 
 
@@ -116,7 +118,7 @@ def test_a_session_that_resumes_starts_again_in_the_folder_of_its_launch(tmp_pat
     assert launch(tmp_path, "launched").returncode == ExitCode.USAGE
     for name, script in (("other.py", resumes), ("plain.py", "print('started')")):
         ended_with(launch(tmp_path, "launched", script=script, name=name), "run-dir-holds-run")
-    assert len(attempts(run)) == 3
+    assert len(list_attempt_dirs(run)) == 3
     assert (run / "model.safetensors").read_bytes() == weights and run_state(run).state == "done"
 
 
@@ -125,7 +127,7 @@ def test_reports_of_hangs_are_those_of_the_launch(tmp_path: Path) -> None:
     (tmp_path / "launched" / "attempt-3" / "diagnosis-1" / "diagnosis.json").touch()
     (tmp_path / "own").mkdir()
     create_attempt_dir(tmp_path / "own", tmp_path / "launched" / "attempt-3")
-    assert attempts(tmp_path / "own") == [tmp_path / "launched" / "attempt-3"]
+    assert list_attempt_dirs(tmp_path / "own") == [tmp_path / "launched" / "attempt-3"]
     assert _newest_diagnosis(tmp_path / "own") == tmp_path / "launched" / "attempt-3" / "diagnosis-1"
 
 
@@ -149,4 +151,4 @@ def test_what_is_no_attempt_is_not_followed(tmp_path: Path, text: str | bytes) -
     (tmp_path / "attempt-2").touch()
     told = text.replace("{file}", str(tmp_path / "attempt-2")).encode() if isinstance(text, str) else text
     (attempt / LAUNCH_FILE).write_bytes(told)
-    assert find_attempt_dir_with_logs(attempt) == attempt
+    assert resolve_launch_attempt_dir(attempt) == attempt

@@ -15,7 +15,7 @@ from tests.run_script import run_script
 from tests.sessions import wrong
 
 import paceline
-from paceline.sessions.state import copy_through_json
+from paceline.sessions.state import copy_json_values
 
 TOLD = {
     "torchs_own_backward": ("torch-backward", "s.backward(loss)"),
@@ -150,11 +150,11 @@ with paceline.session("run") as s:
 )
 def test_what_a_file_would_give_back_as_something_else_is_not_saved(value: Any) -> None:
     right = {"best": 0.5, "seen": [1, True, None, "x", {"a": []}]}
-    found = copy_through_json(right, strict=True)
+    found = copy_json_values(right, strict=True)
     assert found == right and found["seen"] is not right["seen"]
     with raises("saved-not-plain", name="odd"):
-        copy_through_json({**right, "odd": value}, strict=True)
-    assert copy_through_json({**right, "odd": value}, strict=False) == right
+        copy_json_values({**right, "odd": value}, strict=True)
+    assert copy_json_values({**right, "odd": value}, strict=False) == right
 
 
 def test_what_cannot_be_saved_is_named_and_the_rest_is_saved(tmp_path: Path) -> None:

@@ -11,17 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.rank.guard import open_sockets
+from paceline.rank.guard import list_open_sockets
 
 rank, store, lives, step = int(os.environ["RANK"]), dist.FileStore(sys.argv[1], 2), 1, 0
-before = open_sockets()
+before = list_open_sockets()
 dist.init_process_group("gloo", store=dist.PrefixStore("1", store), rank=rank, world_size=2)
 torch.manual_seed(0)
 net = nn.Linear(6, 1)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
 while step < 24:
     if rank == 1 and step == 20 and lives == 1:
-        for name, descriptor in open_sockets().items():
+        for name, descriptor in list_open_sockets().items():
             if name not in before:
                 with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
                     one.getpeername()  # raises, where it only listens

@@ -11,7 +11,7 @@ from tests.silent.soak_silent import planted
 
 from paceline.errors import ExitCode
 from paceline.guard.report import read_diagnosis
-from paceline.protocol.evidence import StopKind
+from paceline.protocol.evidence import DiagnosisKind
 from paceline.runs.attempt import read_notices
 
 pytestmark = pytest.mark.sample(3)
@@ -58,7 +58,7 @@ def test_a_batch_that_is_nan_in_the_closure_of_a_step_is_told_as_one_before_it(r
     one = run("nan in a closure", steps=10_000)
     assert one.finish() == ExitCode.NOT_FINITE, one.stderr
     told = read_diagnosis(one.folder / "diagnosis-1").diagnosis
-    assert (told.kind, told.causes, told.step) == (StopKind.NOT_FINITE, (1,), 12)
+    assert (told.kind, told.causes, told.step) == (DiagnosisKind.NOT_FINITE, (1,), 12)
     line = next(n for n, text in enumerate(SCRIPT.read_text().splitlines(), 1) if text.endswith("# told: loss"))
     assert f"ddp.py:{line} in closure, batch 12 " in one.stderr
 
@@ -96,7 +96,7 @@ def test_a_collective_that_fails_at_the_end_of_a_run_and_is_swallowed_ends_it_wi
     one = run(how, script=script)
     assert one.finish() == ExitCode.MISMATCH, one.stderr
     told = read_diagnosis(one.folder / "diagnosis-1").diagnosis
-    assert (told.kind, told.causes, told.step) == (StopKind.SWALLOWED, (1,), 39)
+    assert (told.kind, told.causes, told.step) == (DiagnosisKind.SWALLOWED, (1,), 39)
     assert all(any(f"rank {rank} swallowed" in words for words in told.sentences) for rank in (0, 2))
     assert f"skipped.py:{line}" in told.sentences[0]
     assert any(words.startswith("rank 1 skipped a batch") and "step 25" in words for words in told.sentences)

@@ -13,8 +13,8 @@ from tests.errors import raises
 
 from paceline.errors import ExitCode
 from paceline.protocol.status_page import StatusPage, make_status_page
-from paceline.rank import frameworks
-from paceline.rank.stops import RECORD, StepStopHandler, StoppableTraining
+from paceline.rank import framework_stops
+from paceline.rank.stops import RECORD, ResumableTraining, StepStopHandler
 
 
 @pytest.fixture(autouse=True)
@@ -39,13 +39,13 @@ def command(*argv: str) -> StepStopHandler:
     return StepStopHandler(StatusPage(make_status_page(0)), argv)
 
 
-def opened(stops: StepStopHandler, folder: Path) -> StoppableTraining:
+def opened(stops: StepStopHandler, folder: Path) -> ResumableTraining:
     training = stops.open(folder)
     assert training is not None
     return training
 
 
-def stopped(folder: Path, *argv: str, step: int = 7, files: tuple[str, ...] = ()) -> StoppableTraining:
+def stopped(folder: Path, *argv: str, step: int = 7, files: tuple[str, ...] = ()) -> ResumableTraining:
     """A training of this command that was stopped after this step."""
     training = opened(command(*argv), folder)
     training.record(step, files)
@@ -121,7 +121,7 @@ def test_nodes_with_different_folders_are_an_error(folder: Path, monkeypatch: py
 class State:
     def __init__(self, step: int, *, mark: object = None, epoch: float = 0.5) -> None:
         self.global_step, self.max_steps, self.epoch = step, 100, epoch
-        self.stateful_callbacks = {} if mark is None else {frameworks.MARK: mark}
+        self.stateful_callbacks = {} if mark is None else {framework_stops.MARK: mark}
 
     @classmethod
     def load_from_json(cls, path: str) -> State:
@@ -155,14 +155,14 @@ def test_trainer_resumes_from_the_newest_whole_checkpoint_of_its_own(folder: Pat
     save(folder, 14, None)  # a start without paceline
     save(folder, 100, [name, 100])  # its last step, in the middle of an epoch
     stops = command("train.py")
-    assert frameworks._checkpoint_of_stop(stops, opened(stops, folder)) == own
+    assert framework_stops._checkpoint_of_stop(stops, opened(stops, folder)) == own
 
 
 def test_trainer_says_that_it_has_no_checkpoint_of_its_own(folder: Path, transformers: None, capfd: Any) -> None:
     stopped(folder, "train.py")
     save(folder, 7, None)
     stops = command("train.py")
-    assert frameworks._checkpoint_of_stop(stops, opened(stops, folder)) is None
+    assert framework_stops._checkpoint_of_stop(stops, opened(stops, folder)) is None
     assert "not resumed" in capfd.readouterr().err
 
 
@@ -190,7 +190,7 @@ def callback_of(stops: StepStopHandler, folder: Path) -> tuple[Any, Any, list[st
         callback_handler=SimpleNamespace(callbacks=[], on_train_end=lambda *_: done.append("end")),
     )
     control = SimpleNamespace(should_save=False, should_evaluate=False, should_training_stop=False)
-    return frameworks._trainer_callback(stops, trainer, opened(stops, folder)), control, done
+    return framework_stops._trainer_callback(stops, trainer, opened(stops, folder)), control, done
 
 
 def test_trainer_saves_after_the_chosen_step_with_its_mark(folder: Path, transformers: None) -> None:
@@ -200,7 +200,7 @@ def test_trainer_saves_after_the_chosen_step_with_its_mark(folder: Path, transfo
     assert not control.should_save
     callback.on_step_end(None, state := State(2), control)
     assert control.should_save and not control.should_training_stop
-    assert state.stateful_callbacks[frameworks.MARK][1] == 2
+    assert state.stateful_callbacks[framework_stops.MARK][1] == 2
     with pytest.raises(SystemExit) as ended:
         callback.on_save(None, state, control)
     assert ended.value.code == ExitCode.SAVED and done == ["barrier", "end"] and (folder / RECORD).exists()
@@ -237,7 +237,7 @@ def test_callbacks_of_trainer_continue_with_their_last_state() -> None:
 
     callbacks = [Patience(), object(), Patience()]
     states = [{"args": {}, "attributes": {"counter": number}} for number in range(4)]  # of two checkpoints
-    frameworks._restore_callbacks(callbacks, {"Patience": states, "Other": states[0]})
+    framework_stops._restore_callbacks(callbacks, {"Patience": states, "Other": states[0]})
     assert [callbacks[0].counter, callbacks[2].counter] == [2, 3]
 
 
@@ -258,7 +258,7 @@ def test_accelerate_stops_after_a_save_of_rank_0_alone_and_not_in_a_window(
     monkeypatch.setitem(sys.modules, "accelerate.accelerator", SimpleNamespace(Accelerator=accelerator_class))
     stops = Requested(StatusPage(make_status_page(0)), ["train.py"])
     stops.last_step = 1
-    frameworks.patch_accelerate(stops, "accelerate.accelerator")
+    framework_stops.patch_accelerate(stops, "accelerate.accelerator")
     accelerator = accelerator_class()
     assert accelerator.save_state("state-1") == "state-1" and "window" in capfd.readouterr().err
     accelerator.sync_gradients = True

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 from paceline import ArrayDataset, BatchPlan, LoadingOptions, World, evaluate, load_steps, train_step
-from paceline.checkpoint.shards import gather_full_state, sha256_of
+from paceline.checkpoint.shards import gather_full_state, hash_tensors
 from paceline.collectives.communicator import make_communicator
 from paceline.compute.precision import autocast_bf16
 from paceline.data.plan import virtual_ranks_of
@@ -83,7 +83,7 @@ def clipped(rank: int, size: int) -> dict[str, Any]:
         gradients = gather_full_state(replica.gradients(), replica.world)
         squares = sum(float(g.double().square().sum()) for g in gradients.values())
         assert squares**0.5 == pytest.approx(0.01, rel=1e-3)
-        found[name] = (norms, sha256_of(gradients), sha256_of(gather_full_state(replica.state(), replica.world)))
+        found[name] = (norms, hash_tensors(gradients), hash_tensors(gather_full_state(replica.state(), replica.world)))
     return found
 
 
@@ -205,9 +205,9 @@ def the_whole_on_request(rank: int, size: int, folder: str) -> None:
             torch.testing.assert_close(replica.model(x), plain(x), rtol=1e-9, atol=1e-12)
     assert parameters_now(model) < held_bytes([*plain.parameters()]) * 0.6  # and thrown away again
     train(replica, 1)
-    before = sha256_of(gather_full_state(replica.state(), world))
+    before = hash_tensors(gather_full_state(replica.state(), world))
     assert save_weights_on_one_rank(replica, Path(folder)) and not [*Path(folder).glob("*-rescued.safetensors")]
-    assert sha256_of(gather_full_state(replica.state(), world)) == before
+    assert hash_tensors(gather_full_state(replica.state(), world)) == before
 
 
 class Attending(nn.Module):
@@ -264,7 +264,7 @@ def rounded_on_the_way(rank: int, size: int) -> None:
         train(replica, 4)
         state = replica.state()
         assert {held.tensor.dtype for held in state if held.tensor.is_floating_point()} == {torch.float32}
-        digests[name] = sha256_of(gather_full_state(state, replica.world))
+        digests[name] = hash_tensors(gather_full_state(state, replica.world))
     assert digests["fsdp"] == digests["bucketed"]
     norms = {"1.weight", "1.bias", "4.weight", "4.bias"}
     assert {name for name, kind in types.items() if kind == torch.float32} == norms
@@ -280,7 +280,7 @@ def fsdps_bits(rank: int, world_size: int, folder: str) -> dict[int, Any]:
             prepare(model := Mixed())
             replica = made("fsdp", model, world_of(rank, size), size, wrap="blocks.*,attention")
             train(replica, 3, accumulation=2)
-            digests.append(sha256_of(gather_full_state(replica.state(), replica.world)))
+            digests.append(hash_tensors(gather_full_state(replica.state(), replica.world)))
         memory = make_communicator().memory
         found[size] = (memory is not None and memory.bulk.tick > 100, digests)
     return found
@@ -306,7 +306,7 @@ def bits_in_bf16(rank: int, size: int) -> dict[str, str]:
         autocast_bf16(model, CPU)
         replica = made(name, model, world_of(rank, size), 6)
         train(replica, 3)
-        digests[name] = sha256_of(gather_full_state(replica.state(), replica.world))
+        digests[name] = hash_tensors(gather_full_state(replica.state(), replica.world))
     return digests
 
 
@@ -325,13 +325,13 @@ def what_one_rank_sees_all_know(rank: int, size: int) -> None:
     plan, share = BatchPlan(22, 10, size), virtual_ranks_of(size, rank, size)
     for name in ("exact", "zero", "fsdp"):
         replica = made(name, Odd(), world_of(rank, size), size)
-        before = sha256_of(gather_full_state(replica.state(), replica.world))
+        before = hash_tensors(gather_full_state(replica.state(), replica.world))
         for max_norm in (None, 1.0):
             (step,) = load_steps(data(), plan, share, LoadingOptions(CPU), start=0, stop=1)
             found = train_step(replica, step, squared, max_norm=max_norm, may_skip=True).skip_cause
             assert found is not None and len(found.samples) == 10, (name, found)
             assert "gradient of odd" in found.message and "loss is finite" in found.message, (name, found)
-            assert sha256_of(gather_full_state(replica.state(), replica.world)) == before
+            assert hash_tensors(gather_full_state(replica.state(), replica.world)) == before
 
 
 def everything(rank: int, world_size: int, folder: str) -> dict[int, Any]:

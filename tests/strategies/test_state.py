@@ -21,7 +21,7 @@ from paceline.checkpoint.shards import (
     make_shard_layout,
     read_shard_file_metadata,
     select_shards_to_save,
-    write_shard_file,
+    serialize_shard_file,
 )
 from paceline.checkpoint.state import TensorShard
 from paceline.data.plan import virtual_ranks_of
@@ -90,7 +90,7 @@ def save(held: list[TensorShard], path: Path, rank: int = 0, world_size: int = 1
     """As `train.checkpointing` does: this rank's part as a file of its own."""
     places = make_shard_layout(select_shards_to_save(held, rank, world_size))
     buffer = torch.zeros(places.total_bytes, dtype=torch.uint8)
-    write_shard_file(buffer, places, {})
+    serialize_shard_file(buffer, places, {})
     path.write_bytes(buffer.numpy().tobytes())
 
 

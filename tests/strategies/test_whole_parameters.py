@@ -20,14 +20,14 @@ from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline import BatchPlan, LoadingOptions, World, load_steps, train_step
-from paceline.checkpoint.shards import ShardedParameter, gather_full_state, sha256_of
+from paceline.checkpoint.shards import ParameterShard, gather_full_state, hash_tensors
 from paceline.collectives.owners import update_cost
 from paceline.config.mesh import Mesh
 from paceline.data.plan import virtual_ranks_of
 from paceline.rank.world import create_mesh_groups
 from paceline.strategies import STRATEGIES, Strategy
 from paceline.strategies.optimizer_scope import find_update_scope
-from paceline.train.parallelism import ParallelPlan
+from paceline.train.parallelism import ModelParallelPlan
 
 CPU, STEPS = torch.device("cpu"), 4
 
@@ -180,8 +180,8 @@ def test_what_cannot_be_divided_is_refused_before_the_first_step(world: World, n
 
 
 def test_a_shard_of_tensor_parallelism_is_not_a_whole_parameter(world: World) -> None:
-    sharded = {"0.weight": ShardedParameter(torch.Size((9, 9)), 0, ((0, 7),))}
-    plan = ParallelPlan(sharded)
+    sharded = {"0.weight": ParameterShard(torch.Size((9, 9)), 0, ((0, 7),))}
+    plan = ModelParallelPlan(sharded)
     model = layers()
     with raises("optimizer-needs-whole", kind="Muon", name="0.weight"):
         plan.apply(STRATEGIES["bucketed"], model, lambda _: Muon(matrices(model)), world, 1)
@@ -215,7 +215,7 @@ def train(replica: Strategy, virtual_ranks: int) -> None:
 
 def state_of(replica: Strategy) -> tuple[str, dict[str, Tensor]]:
     state = gather_full_state(replica.state(), replica.world)
-    return sha256_of(state), {name: tensor.clone() for name, tensor in state.items()}
+    return hash_tensors(state), {name: tensor.clone() for name, tensor in state.items()}
 
 
 def divided(rank: int, size: int) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import pytest
 from tests.errors import raises
 
 from paceline.errors import UsageError
-from paceline.tasks.registry import check_task, is_session_loop, load_function, load_task
+from paceline.tasks.registry import check_task_without_import, is_session_loop, load_function, load_task
 
 
 def written(folder: Path, name: str, text: str) -> str:
@@ -64,7 +64,7 @@ def test_a_syntax_error_is_found_before_anything_is_started(tmp_path: Path) -> N
     task = written(tmp_path, "wrong_syntax", "x = 1\ndef task(:\n    pass\n")
     line = f"{tmp_path}/wrong_syntax.py:2: def task(:"
     with raises("syntax-error", line=line, reason="invalid syntax"):
-        check_task(task, {})
+        check_task_without_import(task, {})
     helped = written(tmp_path, "imports_wrong_syntax", "import wrong_syntax\n")
     with raises("import-failed") as caught:
         load_task(helped, {})

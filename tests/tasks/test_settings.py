@@ -10,7 +10,7 @@ from tests.errors import codes, ended_with, raises
 
 from paceline.config.settings import TrainConfig, dump, load
 from paceline.tasks.registry import load_task
-from paceline.tasks.settings import all_settings, convert_settings, parse_task_settings, settings_help
+from paceline.tasks.settings import all_settings, convert_settings, parse_settings_from_source, settings_help
 
 TASK = """
 import sys
@@ -78,7 +78,7 @@ NAME = "with_settings.py:task"
     ],
 )
 def test_a_value_gets_the_type_of_its_annotation(mine, given, value):
-    found = convert_settings(NAME, parse_task_settings(NAME), {"width": "1", **given})[next(iter(given))]
+    found = convert_settings(NAME, parse_settings_from_source(NAME), {"width": "1", **given})[next(iter(given))]
     assert (found, type(found)) == (value, type(value))
 
 
@@ -97,7 +97,7 @@ def test_a_value_gets_the_type_of_its_annotation(mine, given, value):
 def test_what_is_wrong_is_told(mine, given, code, fields):
     with raises(code, **fields):
         convert_settings(
-            NAME, parse_task_settings(NAME), given if given in ({}, {"widht": "4"}) else {"width": "1", **given}
+            NAME, parse_settings_from_source(NAME), given if given in ({}, {"widht": "4"}) else {"width": "1", **given}
         )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Task
-from paceline.tasks.registry import check_task
+from paceline.tasks.registry import check_task_without_import
 
 
 def data(split: str) -> TensorDataset:
@@ -62,10 +62,10 @@ def test_a_file_without_a_name_suggests_the_tasks_in_it(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     Path("base.py").write_text(FILE)
     with raises("task-is-a-file", value="base.py", tasks="base.py:task or base.py:other"):
-        check_task("base.py", {})
+        check_task_without_import("base.py", {})
     Path("empty.py").write_text("import os")
     with raises("task-is-a-file", tasks="empty.py:NAME"):
-        check_task("empty.py", {})
+        check_task_without_import("empty.py", {})
 
 
 NAMES = (
@@ -88,9 +88,9 @@ def test_a_name_that_the_file_does_not_define_is_refused_before_anything_starts(
     monkeypatch.chdir(tmp_path)
     Path("base.py").write_text(NAMES)
     with raises("unknown-name", value=name, allowed=TASKS_IN_IT):
-        check_task(f"base.py:{name}", {})
+        check_task_without_import(f"base.py:{name}", {})
     for there in (*TASKS_IN_IT, "by_hand", "Task"):  # what it is, only the ranks know
-        check_task(f"base.py:{there}", {})
+        check_task_without_import(f"base.py:{there}", {})
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_a_name_that_only_an_import_would_tell_is_left_to_the_ranks(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("base.py").write_text(f"{FILE}{line}\n")
-    check_task("base.py:tusk", {})
+    check_task_without_import("base.py:tusk", {})
 
 
 @pytest.mark.parametrize("more", ["", "from os import *"])

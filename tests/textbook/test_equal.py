@@ -19,7 +19,7 @@ from tensor import SharedMLP
 from tests.collectives.odd_model import over_torch
 from tests.collectives.one_backward import one_backward
 from tests.collectives.test_reducer import DIVISORS, Mixed, assert_sums, used_on, values_of
-from tests.collectives.test_tree import bits, cuts
+from tests.collectives.test_sum_tree import bits, cuts
 from tests.run_ranks import run_ranks
 from tests.worlds import worlds
 from torch import nn
@@ -32,7 +32,7 @@ from paceline.collectives.norm import ShardedNorm
 from paceline.collectives.reducer import make_shard_reducer
 from paceline.collectives.replicate import broadcast_module
 from paceline.collectives.shards import ParameterShards
-from paceline.collectives.tree import LeafPartition, subtrees
+from paceline.collectives.sum_tree import LeafPartition, split_into_subtrees
 from paceline.data.plan import BatchPlan, virtual_ranks_of
 
 SIZES = (2, 3)
@@ -53,7 +53,7 @@ def test_samples_are_dealt_as_the_products(samples, ranks, batch):
 def test_the_tree_is_cut_as_the_products(owned):
     leaves = owned[-1][1]
     for run in owned:
-        assert tree.complete_subtrees(run, (0, leaves)) == subtrees(run, leaves)
+        assert tree.complete_subtrees(run, (0, leaves)) == split_into_subtrees(run, leaves)
 
 
 @pytest.mark.parametrize("size", [1, 64, 65, 1000, 6400])

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from tests.bit_flips import Flip, Flipper, Part
 from torch import Tensor, nn
 
-from paceline.checkpoint.shards import sha256_of
+from paceline.checkpoint.shards import hash_tensors
 from paceline.data.arrays import ArrayDataset
 from paceline.data.loader import LoadingOptions, load_micro_batch_for_audit, load_steps, split_inputs_and_targets
 from paceline.data.plan import BatchPlan
@@ -100,7 +100,7 @@ class Training:
 
     def digest(self) -> str:
         """Of the weights, the buffers and the optimizer's state on this rank."""
-        return sha256_of({shard.name: shard.tensor for shard in self.replica.state()})
+        return hash_tensors({shard.name: shard.tensor for shard in self.replica.state()})
 
 
 BITS = {"sign": [31], "exponent": [*range(23, 31)], "mantissa": [*range(8, 23)]}

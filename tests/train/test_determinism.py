@@ -10,7 +10,7 @@ from tests.errors import raises
 
 from paceline.errors import PacelineError, TrainingError, UsageError
 from paceline.train import determinism
-from paceline.train.determinism import explain_missing_kernel, hardware_facts, use_deterministic_kernels
+from paceline.train.determinism import convert_missing_kernel_error, hardware_facts, use_deterministic_kernels
 
 CPU = torch.device("cpu")
 
@@ -78,7 +78,7 @@ def test_an_operation_without_a_deterministic_kernel_is_named_with_what_to_do():
     with (
         raises("no-deterministic-kernel", operation="put_"),
         use_deterministic_kernels(),
-        explain_missing_kernel(UsageError),
+        convert_missing_kernel_error(UsageError),
     ):
         scattered()
 

@@ -18,7 +18,7 @@ from paceline.data.loader import MicroBatch
 from paceline.data.plan import MicroBatchPlan
 from paceline.errors import TrainingError
 from paceline.strategies import STRATEGIES, Strategy
-from paceline.train.checkpointing import must_save_on_this_rank, save_on_one_rank
+from paceline.train.checkpointing import must_save_after_failure, save_on_one_rank
 
 CONTENT = TrainerState(24, {"loss": 0.5}, {"seed": 0}, 3)
 
@@ -27,14 +27,14 @@ CONTENT = TrainerState(24, {"loss": 0.5}, {"seed": 0}, 3)
 def test_exactly_one_rank_saves_and_never_a_guilty_one(world_size, data):
     causes = data.draw(st.sets(st.integers(0, world_size - 1)))
     word = json.dumps({"kind": "BEHIND", "page": "...", "exit_code": 3, "causes": [*causes]})
-    writers = [rank for rank in range(world_size) if must_save_on_this_rank(word, rank, world_size)]
+    writers = [rank for rank in range(world_size) if must_save_after_failure(word, rank, world_size)]
     assert len(writers) == (len(causes) < world_size)
     assert not causes & {*writers}
 
 
 @pytest.mark.parametrize("word", ["", "{}", "{", "[]", '{"causes": 1}', '{"causes": null}', '{"causes": ["a"]}'])
 def test_without_a_word_that_says_who_is_guilty_nobody_saves(word):
-    assert not must_save_on_this_rank(word, 0, 2)
+    assert not must_save_after_failure(word, 0, 2)
 
 
 # ---- writing -----------------------------------------------------------------------------------------------------

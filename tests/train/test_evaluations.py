@@ -13,7 +13,7 @@ from tests.ended import ended
 from tests.errors import raises
 from tests.run_script import run_script
 
-from paceline.checkpoint.shards import sha256_of
+from paceline.checkpoint.shards import hash_tensors
 from paceline.config.choices import parse_checkpoint_interval
 from paceline.errors import ExitCode
 from paceline.runs import events, trackers
@@ -124,9 +124,9 @@ def test_a_tracker_that_fails_or_hangs_costs_the_run_nothing_and_is_told_once(
 
 
 def test_a_tracker_that_is_not_there_is_refused() -> None:
-    assert trackers.tracker_names(None) == []
+    assert trackers.parse_report_to(None) == []
     with raises("unknown-name", kind="tracker", value="wandv"):
-        trackers.tracker_names("wandv")
+        trackers.parse_report_to("wandv")
 
 
 def test_evaluated_every_few_steps_it_keeps_the_best_and_ends_alike_on_all_ranks(tmp_path: Path) -> None:
@@ -140,8 +140,8 @@ def test_evaluated_every_few_steps_it_keeps_the_best_and_ends_alike_on_all_ranks
     summary = ended(run)
     assert (summary.steps, summary.exit, summary.best) == (9, ExitCode.DONE, {"step": 3, "constant": 1.0})
     assert " 3 evaluations" in str(summary.ended_early)
-    assert sha256_of(load_file(run / "model.safetensors")) == summary.weights_sha256
-    best = sha256_of(load_file(run / "model-best.safetensors"))
+    assert hash_tensors(load_file(run / "model.safetensors")) == summary.weights_sha256
+    best = hash_tensors(load_file(run / "model-best.safetensors"))
     again = train(tmp_path, "judged", "--steps", 3, "--run-dir", "short", "--schedule", "constant")
     assert again.returncode == 0 and ended(tmp_path / "short").weights_sha256 == best
 

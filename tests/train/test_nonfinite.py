@@ -18,9 +18,9 @@ from tests.worlds import worlds
 from torch import Tensor, nn
 
 from paceline import BatchPlan, LoadingOptions, World, load_steps, train_step
-from paceline.checkpoint.shards import sha256_of
+from paceline.checkpoint.shards import hash_tensors
 from paceline.collectives import control as finite
-from paceline.collectives.control import are_finite, resolve_deferred, scale_gradients
+from paceline.collectives.control import are_finite, resolve_deferred, scale_and_check_gradients
 from paceline.data.arrays import ArrayDataset
 from paceline.data.plan import virtual_ranks_of
 from paceline.errors import PacelineError, TrainingError
@@ -34,7 +34,7 @@ BAD = (3, 17)  # whose output is exactly 0, where the root has no slope
 
 def scaled(gradients: list[torch.Tensor], factor: torch.Tensor) -> bool:
     parameters: Any = [SimpleNamespace(grad=gradient) for gradient in gradients]
-    return resolve_deferred(scale_gradients(parameters, factor, CPU))
+    return resolve_deferred(scale_and_check_gradients(parameters, factor, CPU))
 
 
 def dataset() -> ArrayDataset:
@@ -86,7 +86,7 @@ def batches(world: World, virtual_ranks: int, *, batch: int = 24) -> list[Any]:
 
 def bits(replica: Strategy) -> str:
     """Of all that this rank holds, buffers and optimizer included."""
-    return sha256_of({held.name: held.tensor for held in replica.state()})
+    return hash_tensors({held.name: held.tensor for held in replica.state()})
 
 
 # ---- looking -----------------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ def of_ranks(rank: int, size: int, folder: str) -> dict[str, Any]:
             for step, loss in zip(batches(world, 2, batch=8), (good, rooted, good), strict=True):
                 result = train_step(replica, step, loss, may_skip=True)
             with replica.use_merged_buffers():
-                found[f"{name} {number}"] = sha256_of(replica.model.state_dict())
+                found[f"{name} {number}"] = hash_tensors(replica.model.state_dict())
         if number == 2:
             for name in MANY:
                 replica = made(name, world, 2)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline.config.settings import OptimizerConfig
 from paceline.runs.events import Step, read_events
-from paceline.seeding import derive_seed, seeded_random_stream
+from paceline.seeding import derive_seed, fork_rng_with_seed
 from paceline.train.optimizer import configured_optimizer_maker, make_lr_schedule
 
 TASK = """
@@ -118,7 +118,7 @@ def definition(folder: Path) -> dict:
 
 def by_hand(mine: ModuleType, make_optimizer, make_schedule, steps: int = 6) -> tuple[dict[str, Tensor], list[float]]:
     """The weights and learning rates that torch alone comes to, from the weights that the run began with."""
-    with seeded_random_stream(derive_seed(0, "model"), torch.device("cpu")):
+    with fork_rng_with_seed(derive_seed(0, "model"), torch.device("cpu")):
         model = mine.model()
     data, optimizer = mine.data("train"), make_optimizer(model)
     schedule, seen = make_schedule(optimizer, steps), []

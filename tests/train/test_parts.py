@@ -13,8 +13,8 @@ from paceline.data.loader import LoadingOptions
 from paceline.runs.progress import WARMUP_STEPS, Throughput
 from paceline.train.optimizer import Schedule, scaled_lr
 from paceline.train.prepare import try_loss_on_first_samples
-from paceline.train.step import weighted_losses
-from paceline.train.weights import save, save_in_any_folder
+from paceline.train.step import compute_losses_and_weights
+from paceline.train.weights import save, save_with_fallback_folders
 
 
 def test_schedules_warm_up_and_fall():
@@ -61,18 +61,18 @@ def test_throughput_leaves_out_the_warm_up_and_pauses():
 def test_losses_must_be_one_per_sample():
     outputs, targets = torch.zeros(4, 3), torch.zeros(4, dtype=torch.long)
     with raises("loss-of-batch", shape=()):
-        weighted_losses(nn.functional.cross_entropy, outputs, targets)
+        compute_losses_and_weights(nn.functional.cross_entropy, outputs, targets)
     with raises("loss-of-batch", shape=(12,), samples=4):
-        weighted_losses(lambda o, t: o.flatten(), outputs, targets)
+        compute_losses_and_weights(lambda o, t: o.flatten(), outputs, targets)
     with raises("loss-weights-shape", weights=(4,)):
-        weighted_losses(lambda o, t: (o, torch.ones(4)), outputs, targets)
-    losses, weights = weighted_losses(lambda o, t: (o, torch.ones(4, 3)), outputs, targets)
+        compute_losses_and_weights(lambda o, t: (o, torch.ones(4)), outputs, targets)
+    losses, weights = compute_losses_and_weights(lambda o, t: (o, torch.ones(4, 3)), outputs, targets)
     assert losses.shape == weights.shape == (4, 3)
 
 
 def test_losses_in_half_precision_are_added_up_in_float32():
     outputs, targets = torch.ones(257, dtype=torch.bfloat16), torch.zeros(257)
-    losses, weights = weighted_losses(lambda o, t: (o, torch.ones_like(o)), outputs, targets)
+    losses, weights = compute_losses_and_weights(lambda o, t: (o, torch.ones_like(o)), outputs, targets)
     assert weights is not None
     assert losses.sum() == weights.sum() == 257  # 256 in bfloat16
 
@@ -115,7 +115,7 @@ def test_rescued_weights_lie_somewhere_else(tmp_path, monkeypatch):
     run_dir = tmp_path / "runs" / "a-run"  # does not exist: cannot be written
     (tmp_path / "cwd").mkdir()
     monkeypatch.chdir(tmp_path / "cwd")
-    told = save_in_any_folder(nn.Linear(1, 1).state_dict(), run_dir)
+    told = save_with_fallback_folders(nn.Linear(1, 1).state_dict(), run_dir)
     assert (tmp_path / "cwd" / "a-run-rescued.safetensors").is_file()
     assert "rescued to" in told
 
@@ -125,7 +125,7 @@ def test_weights_that_cannot_be_rescued_are_said_to_be_lost(tmp_path, monkeypatc
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("paceline.train.weights.save", full)
-    assert "LOST" in save_in_any_folder(nn.Linear(1, 1).state_dict(), tmp_path)
+    assert "LOST" in save_with_fallback_folders(nn.Linear(1, 1).state_dict(), tmp_path)
 
 
 class MadeLate(nn.Linear):

@@ -12,7 +12,7 @@ from tests.worlds import worlds
 from torch import Tensor, nn
 
 from paceline import BatchPlan, LoadingOptions, World, load_steps
-from paceline.checkpoint.shards import sha256_of
+from paceline.checkpoint.shards import hash_tensors
 from paceline.compute.precision import autocast_fp16
 from paceline.data.arrays import ArrayDataset
 from paceline.data.plan import virtual_ranks_of
@@ -57,7 +57,7 @@ def trained(replica: Strategy, scale: LossScale | None, world: World) -> list[st
 
 def bits(replica: Strategy) -> str:
     with replica.use_merged_buffers():
-        return sha256_of({held.name: held.tensor for held in replica.state()})
+        return hash_tensors({held.name: held.tensor for held in replica.state()})
 
 
 def test_a_scale_that_fits_changes_no_bit(world: World) -> None:
@@ -114,7 +114,7 @@ def of_ranks(rank: int, size: int, folder: str) -> dict[str, Any]:
             scale, replica = LossScale(), made(name, world)
             words = trained(replica, scale, world)
             with replica.use_merged_buffers():
-                found[f"{name} {number}"] = [words, scale.value, sha256_of(replica.weights())]
+                found[f"{name} {number}"] = [words, scale.value, hash_tensors(replica.weights())]
     return found
 
 

@@ -18,7 +18,7 @@ from paceline import BatchPlan, LoadingOptions, Strategy, World, load_steps, tra
 from paceline.data.arrays import ArrayDataset
 from paceline.data.loader import MicroBatch
 from paceline.protocol.evidence import Phase
-from paceline.stepping.hooks import TensorHookTracker, describe_user_autograd_function, describe_user_module_hook
+from paceline.stepping.hooks import TensorHookTracker, describe_user_autograd_function, describe_user_backward_hook
 from paceline.strategies import STRATEGIES
 from paceline.train.step import TaskSteps
 
@@ -141,4 +141,4 @@ def test_a_hook_is_the_users_also_without_a_function_of_its_own(hook: Any) -> No
         tracker.remove()
     model = torch.nn.Linear(2, 1)
     model.register_full_backward_hook(hook)
-    assert tracker.changed and describe_user_module_hook([model])
+    assert tracker.changed and describe_user_backward_hook([model])

@@ -16,8 +16,8 @@ from paceline.cli import ledger
 from paceline.config.settings import BatchSizes, TrainConfig
 from paceline.data.loader import LoadingOptions
 from paceline.rank.world import World
-from paceline.seeding import derive_seed, seeded_random_stream
-from paceline.train.prepare import make_stream
+from paceline.seeding import derive_seed, fork_rng_with_seed
+from paceline.train.prepare import make_data_stream
 
 TASK = """
 import os, signal
@@ -128,7 +128,7 @@ def test_two_passes_give_what_a_plain_loop_gives_and_the_tail_is_weighted_right(
     found = summary(tmp_path / "run")
     assert (found["steps"], found["samples_seen"]) == (10, 78)
     module = executed()
-    with seeded_random_stream(derive_seed(0, "model"), torch.device("cpu")):
+    with fork_rng_with_seed(derive_seed(0, "model"), torch.device("cpu")):
         model = module["model"]()
     for _ in range(2):
         for inputs, targets in DataLoader(module["Counted"](), batch_size=8):
@@ -163,10 +163,10 @@ def test_what_no_stream_can_have_is_refused_by_name(change: dict[str, Any], code
     world, loading = World(0, 1, 0, 1, torch.device("cpu"), "gloo"), LoadingOptions(torch.device("cpu"))
     data = task.make_dataset("train") if data is None else data
     with raises(code, **fields):
-        make_stream(replace(CONFIG, **change), task, data, BatchSizes(8, 2, 1), loading, world)
+        make_data_stream(replace(CONFIG, **change), task, data, BatchSizes(8, 2, 1), loading, world)
     longer = replace(CONFIG, run=replace(CONFIG.run, steps=9))  # then the schedules know their end
     assert (
-        make_stream(
+        make_data_stream(
             longer, task, task.make_dataset("train"), BatchSizes(8, 2, 1), loading, world
         ).plan.known_steps_per_epoch
         == 0

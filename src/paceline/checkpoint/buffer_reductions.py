@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.state import Source
-from paceline.collectives.tree import LeafPartition, add_optional
+from paceline.collectives.sum_tree import LeafPartition, add_optional
 
 UNDECLARED = "open"  # not declared: inferred at each merge
 UNCHANGED = "unchanged"  # all virtual ranks still have the initial value
@@ -19,7 +19,7 @@ MAX_CALLS = 3  # of one module in one micro-batch, if its writes cannot be count
 
 
 @dataclass(frozen=True)
-class BufferHistory:
+class BufferChangeCounts:
     """The changes of an integer buffer by one virtual rank, since its initial value."""
 
     micro_batches: int = 0
@@ -39,11 +39,11 @@ class BufferObservation:
     step: int | None
     """Integer buffers: the difference of all changed elements from their initial value; None if they differ."""
     decreased: bool  # integer and bool buffers: whether an element is smaller than before
-    seen: BufferHistory
+    seen: BufferChangeCounts
     by_samples: bool | None = None  # floating-point and complex buffers: `may_depend_on_sample_count` of the last step
 
 
-def possible_reductions(buffer: Tensor) -> tuple[str, ...]:
+def reductions_for_dtype(buffer: Tensor) -> tuple[str, ...]:
     if buffer.is_complex():
         return ("sum", "mean", "first")
     if buffer.is_floating_point():
@@ -52,7 +52,7 @@ def possible_reductions(buffer: Tensor) -> tuple[str, ...]:
 
 
 def observe_buffer(
-    own: Tensor, initial: Tensor, before: Tensor | None, seen: BufferHistory, *, changed: bool
+    own: Tensor, initial: Tensor, before: Tensor | None, seen: BufferChangeCounts, *, changed: bool
 ) -> BufferObservation:
     """The facts about one value. `before` is an older value; `changed`: whether it differs from `initial`."""
     if not changed:
@@ -71,9 +71,9 @@ def digest_of(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
-def load_buffer_history(source: Source, virtual_rank: int, name: str) -> BufferHistory:
+def load_buffer_history(source: Source, virtual_rank: int, name: str) -> BufferChangeCounts:
     saved = source.tensor(f"seen/{virtual_rank}/{name}")
-    return BufferHistory() if saved is None else BufferHistory(*saved.tolist())
+    return BufferChangeCounts() if saved is None else BufferChangeCounts(*saved.tolist())
 
 
 def infer_saved_reduction(source: Source, name: str, values: Mapping[int, Tensor], initial: Tensor) -> str:

@@ -10,8 +10,8 @@ from paceline.checkpoint.buffer_reductions import (
     UNCHANGED,
     UNDECLARED,
     infer_saved_reduction,
-    possible_reductions,
     reduce_buffer,
+    reductions_for_dtype,
 )
 from paceline.checkpoint.shards import ShardFileSource
 from paceline.checkpoint.state import PrefixedSource, Source
@@ -82,7 +82,7 @@ def state_dict_from_source(source: Source, names: Mapping[str, Sequence[str]], v
         if reduction == UNDECLARED:
             reduction = infer_saved_reduction(source, name, by_rank, initial)
             if not reduction:
-                fitting, *others = possible_reductions(first)
+                fitting, *others = reductions_for_dtype(first)
                 raise UsageError(
                     code="export-undeclared-buffer", name=name, leaf=name.rpartition(".")[2], count=len(by_rank),
                     fitting=fitting, others=others,

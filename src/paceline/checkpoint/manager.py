@@ -96,7 +96,7 @@ class PublishFence:
     def _locked(self, *, make: bool = False) -> Generator[int]:
         descriptor = writing.open_or_create(self._path, make=make)
         try:
-            if not writing.lock(descriptor, LOCK_SECONDS):
+            if not writing.try_lock(descriptor, LOCK_SECONDS):
                 raise TrainingError(code="fence-locked", path=self._path)
             try:
                 yield descriptor
@@ -117,7 +117,7 @@ def _read_claim(descriptor: int, path: Path) -> PublishClaim | None:
     return PublishClaim(int(match[1]), int(match[2]))
 
 
-class CheckpointFolder(NamedTuple):
+class UnverifiedCheckpoint(NamedTuple):
     """A folder with a checkpoint's name, whose content is not checked."""
 
     step: int
@@ -141,11 +141,12 @@ class Checkpoints:
 
     # ---- read
 
-    def entries(self) -> list[CheckpointFolder]:
+    def entries(self) -> list[UnverifiedCheckpoint]:
         """The folders with a checkpoint's name, the newest first. Empty without a folder of checkpoints."""
         steps = {name: step_of(name) for name in list_names(self.root)}
         return sorted(
-            (CheckpointFolder(step, self.root / name) for name, step in steps.items() if step is not None), reverse=True
+            (UnverifiedCheckpoint(step, self.root / name) for name, step in steps.items() if step is not None),
+            reverse=True,
         )
 
     def check(self, path: Path, files: Collection[str] | None = None) -> Manifest:

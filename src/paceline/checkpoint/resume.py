@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from paceline.checkpoint.manager import Checkpoints, MessageCallback
+from paceline.checkpoint.memory_snapshots import broadcast_snapshot, inherited_memory_files, newest_snapshot
 from paceline.checkpoint.shards import ShardFileSource
-from paceline.checkpoint.snapshots import broadcast_snapshot, inherited_memory_files, newest_snapshot
-from paceline.collectives.control import all_gather_object, raise_on_all_ranks, report_on_one_rank
+from paceline.collectives.control import all_gather_object, error_for_this_rank, raise_on_all_ranks
 from paceline.errors import UsageError
 from paceline.protocol.control import WorkerSpec, has_separate_folder, restart_count, transfer
 from paceline.rank.guard import HangGuard
@@ -107,7 +107,7 @@ def find_newest_checkpoint(
     if paths and after < 0:
         first, folder = "\n".join(complaints[:3]), checkpoints.root
         error = UsageError(code="no-whole-checkpoint", count=len(paths), folder=folder, complaints=first)
-        raise report_on_one_rank(error, world)
+        raise error_for_this_rank(error, world)
     return None
 
 
@@ -140,7 +140,7 @@ def lock_run_folder(
     try:
         with raise_on_all_ranks(world):
             if world.rank == 0:
-                folder = prepared or run_folder.open_run_dir(asked, name, resume=resume or is_restarted, trust=trust)
+                folder = prepared or run_folder.set_up_run_dir(asked, name, resume=resume or is_restarted, trust=trust)
                 if launched_dir is not None and (prepared is not None or launched_dir.parent == folder):
                     attempt_dir = launched_dir  # the agent has locked the folder and created the attempt
                 else:

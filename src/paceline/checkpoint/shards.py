@@ -20,10 +20,10 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from paceline.checkpoint.state import Source, TensorShard, view_ranges
+from paceline.checkpoint.state import Source, TensorShard, make_strided_view
 from paceline.collectives.buckets import assign_items_to_least_loaded
 from paceline.collectives.control import all_gather_object
-from paceline.collectives.tree import round_up
+from paceline.collectives.sum_tree import round_up
 from paceline.errors import UsageError
 from paceline.rank.world import World
 from paceline.runs.checkpoint_format import (
@@ -53,7 +53,7 @@ def select_shards_to_save(shards: Sequence[TensorShard], rank: int, world_size: 
 
 
 @dataclass(frozen=True)
-class ShardLayout:
+class ShardFileLayout:
     """A rank's part of a state as a file. `part[i]` is at byte `offsets[i]` after a header of `header_bytes`."""
 
     shards: tuple[TensorShard, ...]
@@ -71,7 +71,7 @@ class ShardLayout:
         return json.dumps(table, separators=(",", ":")).encode()
 
 
-def make_shard_layout(part: Iterable[TensorShard], *, room_bytes: int = 4096) -> ShardLayout:
+def make_shard_layout(part: Iterable[TensorShard], *, room_bytes: int = 4096) -> ShardFileLayout:
     """Lay out a part, large elements first, so that each is aligned. `room_bytes` are reserved for metadata."""
     ordered = tuple(sorted(part, key=lambda h: (-h.tensor.element_size(), h.name)))
     for entry in ordered:
@@ -79,7 +79,7 @@ def make_shard_layout(part: Iterable[TensorShard], *, room_bytes: int = 4096) ->
             allowed = ", ".join(DTYPE_NAMES.values())
             raise UsageError(code="type-not-saved", name=entry.name, dtype=entry.tensor.dtype, allowed=allowed)
     *offsets, data_bytes = itertools.accumulate((entry.tensor.nbytes for entry in ordered), initial=0)
-    shard = ShardLayout(ordered, tuple(map(_piece, ordered)), tuple(offsets), 0, 0)
+    shard = ShardFileLayout(ordered, tuple(map(_piece, ordered)), tuple(offsets), 0, 0)
     header = round_up(
         HEADER_LENGTH_FIELD_BYTES + len(shard.header({"pieces": _encoded(shard.pieces)})) + room_bytes, ALIGNED_BYTES
     )
@@ -99,7 +99,7 @@ def _piece(shard: TensorShard) -> Piece:
 
 
 @torch.no_grad()
-def write_shard_file(buffer: Tensor, shard: ShardLayout, meta: Mapping[str, Any]) -> None:
+def serialize_shard_file(buffer: Tensor, shard: ShardFileLayout, meta: Mapping[str, Any]) -> None:
     """Write the file into `buffer`, (total_bytes,) uint8.
 
     The length of the header, in the first bytes of the buffer, is zero until the rest is complete. The partial file of
@@ -127,7 +127,7 @@ def write_shard_file(buffer: Tensor, shard: ShardLayout, meta: Mapping[str, Any]
 
 
 def read_shard_file_metadata(path: Path | str) -> tuple[Any, tuple[Piece, ...]] | None:
-    """The metadata and the pieces of a file of `write_shard_file`; None for any other file, or an incomplete one."""
+    """Metadata and pieces of a file of `serialize_shard_file`; None for any other file, or an incomplete one."""
     try:
         with safe_open(str(path), "pt") as file:
             metadata = file.metadata()
@@ -190,7 +190,7 @@ class ShardFileSource:
             raise DamagedCheckpoint(f"{name}: {problem or first.dtype}")
         full_tensor = torch.empty(math.prod(first.shape), dtype=DTYPES_BY_NAME[first.dtype])
         for path, piece in pieces:
-            target = view_ranges(full_tensor, piece.start, piece.stop - piece.start, piece.count, piece.apart)
+            target = make_strided_view(full_tensor, piece.start, piece.stop - piece.start, piece.count, piece.apart)
             target.copy_(self._read(path, piece).view(piece.count, -1))
         return full_tensor
 
@@ -236,7 +236,7 @@ def gather_full_state(held: Sequence[TensorShard], world: World) -> dict[str, Te
     return dict(sorted(state.items()))
 
 
-def sha256_of(tensors: Mapping[str, Tensor]) -> str:
+def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
     """SHA-256 of the names, types, shapes and all bits, in the order of names."""
     sha = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
@@ -250,7 +250,7 @@ def sha256_of(tensors: Mapping[str, Tensor]) -> str:
 
 
 @dataclass(frozen=True)
-class ShardedParameter:
+class ParameterShard:
     """This rank's shard of a parameter: the ranges [start, stop) of dimension `dim`.
 
     If a weight contains query, key and value one after the other, a rank has three ranges, a part of each.
@@ -311,25 +311,25 @@ def find_parameter_of_tensor(name: str, known: Mapping[str, object]) -> str | No
     return owner if prefix == "optimizer" and owner in known else None
 
 
-def find_sharded_parameter_of_tensor(name: str, sharded: Mapping[str, ShardedParameter]) -> ShardedParameter | None:
+def find_parameter_shard_of_tensor(name: str, sharded: Mapping[str, ParameterShard]) -> ParameterShard | None:
     return sharded.get(find_parameter_of_tensor(name, sharded) or "")
 
 
 class LocalShardSource:
     """A `Source` of this rank's shards, from a source of full parameters."""
 
-    def __init__(self, source: Source, sharded: Mapping[str, ShardedParameter]) -> None:
+    def __init__(self, source: Source, sharded: Mapping[str, ParameterShard]) -> None:
         self._source, self._sharded = source, sharded
 
     def names(self, prefix: str) -> Iterable[str]:
         return self._source.names(prefix)
 
     def shape(self, name: str) -> torch.Size:
-        sharded, shape = find_sharded_parameter_of_tensor(name, self._sharded), self._source.shape(name)
+        sharded, shape = find_parameter_shard_of_tensor(name, self._sharded), self._source.shape(name)
         return shape if sharded is None or sharded.full_shape != shape else sharded.shape  # a counter is not sharded
 
     def tensor(self, name: str, start: int = 0, stop: int | None = None) -> Tensor | None:
-        sharded = find_sharded_parameter_of_tensor(name, self._sharded)
+        sharded = find_parameter_shard_of_tensor(name, self._sharded)
         if sharded is None or name not in self._source.names(name) or sharded.full_shape != self._source.shape(name):
             return self._source.tensor(name, start, stop)
         full_tensor = self._source.tensor(name)

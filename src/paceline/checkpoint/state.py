@@ -46,10 +46,10 @@ class TensorShard:
 
     def view_in(self, flat: Tensor) -> Tensor:
         """A view, (count, elements of each), of these elements in the full tensor `flat`."""
-        return view_ranges(flat, self.start, self.tensor.numel() // self.count, self.count, self.range_stride)
+        return make_strided_view(flat, self.start, self.tensor.numel() // self.count, self.count, self.range_stride)
 
 
-def view_ranges(flat: Tensor, start: int, length: int, count: int, apart: int) -> Tensor:
+def make_strided_view(flat: Tensor, start: int, length: int, count: int, apart: int) -> Tensor:
     """A view, (count, length), of `count` ranges of elements of the contiguous tensor `flat`."""
     return flat.as_strided((count, length), (apart or length or 1, 1), flat.storage_offset() + start)
 
@@ -96,7 +96,7 @@ def read_matching_tensor(source: Source, name: str, like: Tensor, *, any_type: b
 
 
 @torch.no_grad()
-def load_into(source: Source, shard: TensorShard) -> None:
+def load_shard(source: Source, shard: TensorShard) -> None:
     """Copy the saved tensor, or its range of elements, into `shard`."""
     if shard.unsharded_shape is None:
         shard.tensor.copy_(read_matching_tensor(source, shard.name, shard.tensor))

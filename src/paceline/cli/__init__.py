@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.errors import ExitCode, unknown_name_error
 from paceline.protocol.control import WorkerSpec, hold_standard_descriptors
-from paceline.rank.environment import translate_to_torchrun
+from paceline.rank.environment import translate_slurm_mpi_variables
 
 if TYPE_CHECKING:
-    from paceline.cli.options import CommandLine
+    from paceline.cli.options import CommandParser
 
 
 class Command(NamedTuple):
@@ -27,7 +27,7 @@ class Command(NamedTuple):
     arguments: str  # fields of the settings that are positional arguments
     examples: tuple[str, str]  # the prefix `paceline NAME` is left out
     main: str = "main"  # its function `main(arguments) -> exit code` in that module
-    usage_suffix: str = ""  # this and the other fields: see `CommandLine`
+    usage_suffix: str = ""  # this and the other fields: see `CommandParser`
     common_options: str = ""
     config_help: str = ""
 
@@ -163,21 +163,21 @@ usage: paceline COMMAND [OPTIONS]
 """
 
 
-def command_line(name: str) -> CommandLine:
-    from paceline.cli.options import CommandLine
+def make_parser(name: str) -> CommandParser:
+    from paceline.cli.options import CommandParser
 
     command = COMMANDS[name]
     module, _, settings = command.settings.partition(".")
     settings_class = getattr(import_module(f"paceline.cli.{module}"), settings)
     examples = tuple(text if "paceline" in text else f"paceline {name} {text}".rstrip() for text in command.examples)
     arguments = tuple(command.arguments.split())
-    return CommandLine(
+    return CommandParser(
         f"paceline {name}", settings_class, arguments, examples, command.usage_suffix,
         command.common_options, command.config_help,
     )  # fmt: skip
 
 
-def command_main(name: str) -> Callable[[Sequence[str]], int]:
+def load_command_main(name: str) -> Callable[[Sequence[str]], int]:
     command = COMMANDS[name]
     return getattr(import_module(f"paceline.cli.{command.settings.partition('.')[0]}"), command.main)
 
@@ -230,9 +230,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         serve_fork_orders(spec, lambda: import_without_gc(TRAINING_MODULES))
     if spec is not None:  # before anything slow: a worker must not outlive its agent
-        from paceline.rank.attach import attach
+        from paceline.rank.attach import bind_to_agent
 
-        attach()
+        bind_to_agent()
     if not arguments or arguments[0] in ("-h", "--help", "--help-all"):
         groups = (
             [f"{title}:", *(f"  {name:11}{group[name].help_line}" for name in group)] for title, group in GROUPS.items()
@@ -246,12 +246,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return ExitCode.DONE
     try:
         # srun's and mpirun's variables for rank and world become torchrun's here, once, before anything reads them
-        os.environ.update(translate_to_torchrun(os.environ))
+        os.environ.update(translate_slurm_mpi_variables(os.environ))
         if arguments[0] not in COMMANDS:
             raise unknown_name_error("command", arguments[0], COMMANDS)
         if spec is not None and arguments[:2] == ["train", "--config"] and len(arguments) == 3:
             return _train_as_rank(Path(arguments[2]))
-        return command_main(arguments[0])(arguments[1:])
+        return load_command_main(arguments[0])(arguments[1:])
     except (Exception, KeyboardInterrupt) as error:
         if spec is None and isinstance(error, BrokenPipeError) and _reader_is_gone():
             return 128 + signal.SIGPIPE

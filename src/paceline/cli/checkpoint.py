@@ -12,8 +12,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
-from paceline.checkpoint.manager import CheckpointFolder, Checkpoints
-from paceline.cli import command_line
+from paceline.checkpoint.manager import Checkpoints, UnverifiedCheckpoint
+from paceline.cli import make_parser
 from paceline.cli.options import check_out_file, check_positive
 from paceline.errors import ExitCode, PacelineError, UsageError, first_few, plural, unknown_name_error
 from paceline.runs import writing
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
     typed = [argument for argument in arguments if not argument.startswith("-")]
     if typed and typed[0] not in ("list", "verify") and (len(typed) == 1 or is_folder(Path(typed[0]))):
         raise UsageError(code="checkpoint-without-action", run=shlex.quote(typed[0]), allowed=["list", "verify"])
-    config: CheckpointsConfig = command_line("checkpoint").parse(arguments)
+    config: CheckpointsConfig = make_parser("checkpoint").parse(arguments)
     run = real_path(config.run)
     if not is_folder(run):
         raise UsageError(code="no-such-folder", folder=run)
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str]) -> int:
     return _verify(checkpoints, entries, is_foreign=is_foreign)
 
 
-def _list(checkpoints: Checkpoints, entries: Sequence[CheckpointFolder]) -> int:
+def _list(checkpoints: Checkpoints, entries: Sequence[UnverifiedCheckpoint]) -> int:
     from rich.table import Table
     from rich.text import Text
 
@@ -111,7 +111,7 @@ def _list(checkpoints: Checkpoints, entries: Sequence[CheckpointFolder]) -> int:
     return ExitCode.DONE
 
 
-def _verify(checkpoints: Checkpoints, entries: Sequence[CheckpointFolder], *, is_foreign: bool) -> int:
+def _verify(checkpoints: Checkpoints, entries: Sequence[UnverifiedCheckpoint], *, is_foreign: bool) -> int:
     from rich.text import Text
 
     console, damaged = table_console(), 0
@@ -151,14 +151,14 @@ def _modification_time(path: Path) -> str:
 def export(arguments: Sequence[str]) -> int:
     from paceline.cli.run_state import find_run
 
-    config: ExportConfig = command_line("export").parse(arguments)
+    config: ExportConfig = make_parser("export").parse(arguments)
     check_positive(config, "model")
     run_dir, out = find_run(config.run), real_path(config.out)
     if not config.trust:
         check_owned_by_us(run_dir)
     file_format = config.format or ("safetensors" if out.suffix == ".safetensors" else "torch")
     _check_out(config, out, file_format)
-    from paceline.checkpoint.shards import sha256_of  # imports torch
+    from paceline.checkpoint.shards import hash_tensors  # imports torch
     from paceline.train.weights import save
 
     # before minutes of reading weights
@@ -176,7 +176,7 @@ def export(arguments: Sequence[str]) -> int:
             save({name: tensor.clone() for name, tensor in weights.items()}, out)
     except OSError as error:
         raise PacelineError(str(error)) from None
-    print(f"{origin}: {plural(len(weights), 'tensor')} written to {config.out}\nweights {sha256_of(weights)}")
+    print(f"{origin}: {plural(len(weights), 'tensor')} written to {config.out}\nweights {hash_tensors(weights)}")
     return ExitCode.DONE
 
 
@@ -228,14 +228,14 @@ def _weights(config: ExportConfig, run_dir: Path) -> tuple[Weights, str]:
         if newest is None:
             raise UsageError(code="nothing-to-export", run_dir=run_dir)
         from paceline.checkpoint.export import state_dict_from_checkpoint
-        from paceline.checkpoint.shards import sha256_of
+        from paceline.checkpoint.shards import hash_tensors
 
         weights = state_dict_from_checkpoint(*newest, config.model)
         if final is not None:  # the training has changed nothing but the adapter
             adapters = _adapters(config, run_dir)
             weights |= adapters.read(adapter, ours=not config.trust)
             sha256 = final.weights_sha256 if config.model == 1 else None
-            if sha256 is not None and sha256_of({name: weights[name] for name in adapters.names}) != sha256:
+            if sha256 is not None and hash_tensors({name: weights[name] for name in adapters.names}) != sha256:
                 raise UsageError(code="weights-damaged", name=adapter.name)
             return weights, f"the final weights of {run_dir.name}"
         return weights, f"step {newest[1].step} of {run_dir.name}"
@@ -245,14 +245,14 @@ def _weights(config: ExportConfig, run_dir: Path) -> tuple[Weights, str]:
 
 
 def _saved_weights(config: ExportConfig, run_dir: Path, name: str, sha256: str | None = None) -> Weights:
-    from paceline.checkpoint.shards import sha256_of
+    from paceline.checkpoint.shards import hash_tensors
     from paceline.train.weights import load as load_weights
 
     saved = [name for name in list_names(run_dir) if name.startswith("model") and name.endswith(".safetensors")]
     if name not in saved:
         raise unknown_name_error("weights of the run", name, saved or ["(it has saved none)"])
     weights = load_weights(run_dir / name, require_trusted_owner=not config.trust)
-    if sha256 is not None and sha256_of(weights) != sha256:
+    if sha256 is not None and hash_tensors(weights) != sha256:
         raise UsageError(code="weights-damaged", name=name)
     return weights
 
@@ -267,7 +267,7 @@ def _transformers() -> Any:
 
 def _hugging_face_model(run_dir: Path, folder: Path | None, *, trust: bool) -> Any:
     from paceline.config.settings import load, task_options
-    from paceline.tasks.registry import TASKS, check_task, load_task
+    from paceline.tasks.registry import TASKS, check_task_without_import, load_task
 
     transformers = _transformers()
     if folder is not None:
@@ -283,7 +283,7 @@ def _hugging_face_model(run_dir: Path, folder: Path | None, *, trust: bool) -> A
     task, options = str(settings.task), task_options(settings)
     if task not in TASKS and ":" not in task:
         raise UsageError(code="session-without-model", run_dir=run_dir, task=task, advice=advice)
-    check_task(task, options)
+    check_task_without_import(task, options)
     models: dict[str, Any] = {}
     for name, module in load_task(task, options).make_model().named_modules():
         is_inner = any(name.startswith(f"{outer}." if outer else "") for outer in models)

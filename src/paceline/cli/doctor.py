@@ -10,8 +10,8 @@ from typing import Literal, NoReturn
 
 from rich.console import Console
 
-from paceline.cli import command_line
-from paceline.cli.options import check_positive, split_command
+from paceline.cli import make_parser
+from paceline.cli.options import check_positive, parse_shell_command
 from paceline.errors import ExitCode, UsageError
 from paceline.lab.doctor.report import as_json, print_checks, run_checks
 from paceline.lab.doctor.survey import PROGRAM, PlannedRun, start_program_on_each_host, survey_hosts
@@ -55,7 +55,7 @@ class DoctorConfig:
 
 
 def main(arguments: Sequence[str]) -> int:
-    config: DoctorConfig = command_line("doctor").parse(arguments)
+    config: DoctorConfig = make_parser("doctor").parse(arguments)
     _check(config)
     if config.on == "slurm" and "SLURM_JOB_ID" not in os.environ:
         _in_allocation(config, arguments)
@@ -91,7 +91,7 @@ def _host_commands(config: DoctorConfig) -> tuple[tuple[Command, ...], tuple[int
     program = (config.python or sys.executable, *PROGRAM)
     if config.on == "ssh":
         hosts = parse_hosts(str(config.hosts))
-        ssh = split_command("--ssh", config.ssh)
+        ssh = parse_shell_command("--ssh", config.ssh)
         if shutil.which(ssh[0]) is None:
             raise UsageError(
                 f"--ssh {config.ssh!r}: no such program. Install an OpenSSH client, or use a different one"

@@ -11,21 +11,21 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from paceline.cli.options import check_positive, split_command
+from paceline.cli.options import check_positive, parse_shell_command
 from paceline.config.choices import LauncherName, launchers_supporting_setting
 from paceline.config.settings import ClusterConfig
 from paceline.errors import ExitCode, UsageError
-from paceline.host.shell_environment import parse_env
+from paceline.host.shell_environment import parse_env_options
 from paceline.launch.by_hand import format_commands, plan_by_hand
 from paceline.launch.plan import (
     Plan,
     SubmitRecord,
     format_plan,
-    next_submit_dir,
+    make_submit_dir,
     parse_hosts,
     plan_local,
     write_plan_files,
-    write_submission,
+    write_submit_record,
 )
 from paceline.launch.slurm import queue
 from paceline.launch.slurm.plan import SCRIPT_FILE, plan_slurm
@@ -33,9 +33,9 @@ from paceline.launch.ssh.plan import plan_ssh, rsync_commands, run_rsync
 from paceline.launch.supervise import run
 from paceline.protocol.balance import AUTO, expand_to_rank_speeds, parse_balance
 from paceline.protocol.control import SECRET_NAME
-from paceline.protocol.job import CORES_PER_GPU_RANK, Allocation, Host, JobSpec
+from paceline.protocol.job import CORES_PER_GPU_RANK, AllocationRequest, Host, JobSpec
 from paceline.runs.console import print_to_stderr
-from paceline.runs.folder import archive_checkpoints, lock_run_dir, new_run_dir, open_run_dir
+from paceline.runs.folder import archive_checkpoints, lock_run_dir, new_run_dir_path, set_up_run_dir
 
 PlanFunction = Callable[[JobSpec], Plan]
 LAUNCHERS: dict[LauncherName, PlanFunction] = {
@@ -89,14 +89,14 @@ def make_job_spec(cluster: ClusterConfig, nproc: int | None) -> JobSpec:
         join_seconds=cluster.join_timeout,
         cwd=str(Path.cwd()),
         python=cluster.python or sys.executable,
-        env=parse_env(cluster.env, os.environ),
+        env=parse_env_options(cluster.env, os.environ),
         modules=cluster.module,
         activate=cluster.activate or "",
         on_event=cluster.on_event or "",
         balance=cluster.balance or "",
         detached=cluster.detach,
-        ssh=split_command("--ssh", cluster.ssh),
-        slurm=Allocation(
+        ssh=parse_shell_command("--ssh", cluster.ssh),
+        slurm=AllocationRequest(
             minutes=cluster.time,
             partition=cluster.partition or "",
             gpus_per_node=cluster.gpus_per_node or 0,
@@ -108,11 +108,11 @@ def make_job_spec(cluster: ClusterConfig, nproc: int | None) -> JobSpec:
     )
 
 
-def check_balance(job: JobSpec) -> None:
+def check_balance_option(job: JobSpec) -> None:
     if job.balance == AUTO and job.hang_timeout.off:
         raise UsageError(code="balance-without-guard", value=job.balance)
     if speeds := parse_balance(job.balance or None):
-        expand_to_rank_speeds(speeds, ranks_of_nodes(job))
+        expand_to_rank_speeds(speeds, nproc_by_node(job))
 
 
 def _nodes(nodes: str | None, hosts: tuple[Host, ...]) -> tuple[int, int]:
@@ -130,14 +130,14 @@ def _nodes(nodes: str | None, hosts: tuple[Host, ...]) -> tuple[int, int]:
     return int(min_nodes), int(max_nodes)
 
 
-def ranks_of_nodes(job: JobSpec) -> list[int]:
+def nproc_by_node(job: JobSpec) -> list[int]:
     """The number of processes on each node, including nodes that may join later."""
     slots = [host.slots or job.nproc for host in job.hosts]
     return [*slots, *[job.nproc] * (job.nodes - len(slots))]
 
 
-def dry_run_job(job: JobSpec, asked: Path | None, name: str) -> JobSpec:
-    run_dir = (asked or new_run_dir(name)).absolute()
+def make_dry_run_job(job: JobSpec, asked: Path | None, name: str) -> JobSpec:
+    run_dir = (asked or new_run_dir_path(name)).absolute()
     return replace(job, run_dir=str(run_dir), submit_dir=str(run_dir / "submit-1"))
 
 
@@ -152,7 +152,7 @@ def locked_run_dir(
     asked: Path | None, name: str, *, trust: bool, resume: bool = False, restart: bool = False
 ) -> Generator[tuple[Path, int]]:
     """The folder of the run to start, and its lock, held inside the context. `restart` moves earlier results aside."""
-    run_dir = open_run_dir(asked, name, resume=resume, trust=trust)
+    run_dir = set_up_run_dir(asked, name, resume=resume, trust=trust)
     lock = lock_run_dir(run_dir)
     try:
         if restart:
@@ -162,9 +162,9 @@ def locked_run_dir(
         os.close(lock)
 
 
-def add_submit_dir_to_job(job: JobSpec, settings: str = "") -> JobSpec:
+def create_submit_dir(job: JobSpec, settings: str = "") -> JobSpec:
     """Make the submit folder of this start. `settings`: the text of config.toml for the workers; empty: write none."""
-    submit_dir = next_submit_dir(Path(job.run_dir))
+    submit_dir = make_submit_dir(Path(job.run_dir))
     if settings:
         write_plan_files(submit_dir, {"config.toml": settings})
     return replace(job, submit_dir=str(submit_dir))
@@ -194,7 +194,7 @@ def _start_slurm(cluster: ClusterConfig, job: JobSpec) -> int:
         cores = min(CORES_PER_GPU_RANK, queue.cores_per_rank(allocation, job, os.environ))
         job = replace(job, slurm=replace(job.slurm, cpus_per_rank=cores))
     if allocation is not None:
-        queue.check_allocation(allocation, job)
+        queue.check_job_fits_allocation(allocation, job)
     plan = plan_slurm(job)
     write_plan_files(submit_dir, plan.files)
     if allocation is None:
@@ -223,7 +223,7 @@ def _record(cluster: ClusterConfig, job: JobSpec, slurm_job: str = "") -> None:
         command=_without_secrets(sys.argv),
         cwd=job.cwd,
     )
-    write_submission(Path(job.submit_dir), submission)
+    write_submit_record(Path(job.submit_dir), submission)
 
 
 def _without_secrets(command: Sequence[str]) -> tuple[str, ...]:

@@ -15,24 +15,24 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
-from paceline.cli import command_line, jobs
+from paceline.cli import jobs, make_parser
 from paceline.cli.options import HELP_OPTIONS, check_positive, resolve_auto_nproc, resolve_threads_per_rank, usable_gpus
 from paceline.cli.torchrun import LaunchArguments, read_arguments
 from paceline.config.choices import untested_torch_notice
 from paceline.config.settings import ClusterConfig, load
 from paceline.errors import ExitCode, UsageError
-from paceline.lab.check.report import check_findings, count_mistakes, render_report
+from paceline.lab.check.report import collect_findings, count_mistakes, render_report
 from paceline.launch.plan import plan_local
 from paceline.launch.supervise import run
 from paceline.protocol.control import BOOTSTRAP, CHECK_OPTION
 from paceline.protocol.facts import MAX_STEPS, RECORDED_EPOCHS, SHORTENED_EPOCH_BATCHES, ScriptFacts, facts_file
 from paceline.protocol.job import HangTimeout, JobSpec
 from paceline.rank.bootstrap import worker_command
-from paceline.rank.environment import is_launched
+from paceline.rank.environment import has_launcher_variables
 from paceline.runs import reading, writing
 from paceline.runs.attempt import read_notices
 from paceline.runs.console import print_to_stderr, remove_control_characters
-from paceline.runs.folder import CONFIG, create_attempt_dir, new_run_dir
+from paceline.runs.folder import CONFIG, create_attempt_dir, new_run_dir_path
 
 FINDINGS_NAME = "check.json"
 MAX_FACTS_BYTES = 64 << 20
@@ -85,15 +85,15 @@ NPROC_OPTION_NAMES = ("--nproc", "--nproc-per-node", "--nproc_per_node")
 
 
 def main(arguments: Sequence[str]) -> int:
-    typed = read_arguments(arguments, os.environ, launch_options())
+    typed = read_arguments(arguments, os.environ, takes_value_by_option())
     by_torchrun = typed.script_words and typed.need_torchrun
     ours = typed.paceline_options if by_torchrun else typed.paceline_arguments
-    options: ScriptLaunchConfig = command_line("launch").parse(ours)
+    options: ScriptLaunchConfig = make_parser("launch").parse(ours)
     script = typed.script
     _check_script(options.script)
     if by_torchrun:
         return _exec_torchrun(typed, dry_run=options.cluster.dry_run)
-    if is_launched(os.environ):  # otherwise each rank of a run would start a run
+    if has_launcher_variables(os.environ):  # otherwise each rank of a run would start a run
         rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
         raise UsageError(code="launch-within-launcher", rank=rank, world_size=world_size)
     for line in untested_torch_notice():
@@ -110,16 +110,16 @@ def main(arguments: Sequence[str]) -> int:
             f"{script[0]} is not a Python script: the hang guard cannot watch it. To use the guard, pass the .py file"
         )
     _check_collectives(options, job)
-    jobs.check_balance(job)
+    jobs.check_balance_option(job)
     cluster, run_dir, log_dir = options.cluster, options.script.run_dir, typed.torchrun.get("--log-dir")
     if run_dir is None and log_dir is not None:
-        run_dir = new_run_dir(job.name, Path(log_dir))
+        run_dir = new_run_dir_path(job.name, Path(log_dir))
     if options.script.check:
         job = add_script_check_to_job(job, cluster, script)
     if cluster.dry_run:
-        return jobs.show_plan(cluster, jobs.dry_run_job(job, run_dir, job.name))
+        return jobs.show_plan(cluster, jobs.make_dry_run_job(job, run_dir, job.name))
     is_local, code = cluster.on == "local" and not cluster.detach, ExitCode.DONE
-    resume = contains_session_run(job, run_dir, trust=options.script.trust)
+    resume = run_dir_holds_session(job, run_dir, trust=options.script.trust)
     with jobs.locked_run_dir(run_dir, job.name, trust=options.script.trust, resume=resume) as (run_dir, lock):
         job = replace(job, run_dir=str(run_dir))
         if is_local:
@@ -129,14 +129,14 @@ def main(arguments: Sequence[str]) -> int:
                 code = report_findings(job, code)
         else:
             # with the lock held: a refused start must not look like the active run
-            job = jobs.add_submit_dir_to_job(job)
+            job = jobs.create_submit_dir(job)
     if not is_local:
         code = jobs.start(cluster, job)  # node 0's agent takes the lock
     print_to_stderr(f"run folder {run_dir}")
     return code
 
 
-def contains_session_run(job: JobSpec, run_dir: Path | None, *, trust: bool) -> bool:
+def run_dir_holds_session(job: JobSpec, run_dir: Path | None, *, trust: bool) -> bool:
     """Whether the folder holds the run of a session in this script. A session with resume=True resumes that run.
 
     A session without resume=True raises an error. Under --check no session resumes its run.
@@ -151,9 +151,9 @@ def contains_session_run(job: JobSpec, run_dir: Path | None, *, trust: bool) -> 
     return load(config, must_own=not trust).task in names  # the task of a session is the name of its file
 
 
-def launch_options() -> dict[str, bool]:
+def takes_value_by_option() -> dict[str, bool]:
     """The options of `paceline launch`, and whether each takes a value."""
-    takes_value = {name: not option.is_flag for option in command_line("launch").options() for name in option.names}
+    takes_value = {name: not option.is_flag for option in make_parser("launch").options() for name in option.names}
     return takes_value | dict.fromkeys(HELP_OPTIONS, False)
 
 
@@ -263,7 +263,7 @@ def report_findings(job: JobSpec, code: int) -> int:
     if len(ranks) < job.nproc or not any(facts.steps or facts.loaders for facts in ranks):
         print_to_stderr("--check found no training: no step of a torch optimizer, no DataLoader")
         return code or ExitCode.FAILED
-    findings = check_findings(ranks, [*read_notices(attempt_dir)])
+    findings = collect_findings(ranks, [*read_notices(attempt_dir)])
     with suppress(OSError):  # with a full disk, print the report anyway
         writing.replace_file(attempt_dir / FINDINGS_NAME, msgspec.json.encode(findings))
     print(remove_control_characters(render_report(job.name, ranks, findings, code)), flush=True)

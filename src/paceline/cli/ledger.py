@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from paceline.cli import command_line
+from paceline.cli import make_parser
 from paceline.cli.options import check_out_file, write_json
 from paceline.config.settings import check_values, load, resolve_batch_sizes
 from paceline.errors import ExitCode, UsageError, plural
@@ -38,7 +38,7 @@ class LedgerConfig:
 
 
 def main(arguments: Sequence[str]) -> int:
-    config: LedgerConfig = command_line("ledger").parse(arguments)
+    config: LedgerConfig = make_parser("ledger").parse(arguments)
     check_out_file("--json", config.json)
     run_dir = real_path(config.run)
     if is_folder(run_dir):
@@ -52,11 +52,11 @@ def main(arguments: Sequence[str]) -> int:
     check_values(train_config)
 
     from paceline.lab.ranks.ledger import check_sample_use
-    from paceline.train.prepare import make_plan  # imports torch
+    from paceline.train.prepare import make_batch_plan  # imports torch
 
     # All settings are in config.toml: no default depends on the world size
     result = check_sample_use(
-        run_dir, partial(make_plan, train_config, resolve_batch_sizes(train_config.data, world_size=1))
+        run_dir, partial(make_batch_plan, train_config, resolve_batch_sizes(train_config.data, world_size=1))
     )
     if config.json:
         write_json(config.json, result)

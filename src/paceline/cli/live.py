@@ -16,12 +16,12 @@ import msgspec
 from rich.console import Console
 
 from paceline.checkpoint.manager import Checkpoints
-from paceline.cli import command_line, run_state
+from paceline.cli import make_parser, run_state
 from paceline.cli.options import check_positive, print_json
 from paceline.errors import ExitCode, TrainingError, UsageError
-from paceline.guard.report import DiagnosisRecord, describe_rank, diagnosis_file, format_report, read_diagnosis
-from paceline.launch.output import find_last_lines, read_lines
-from paceline.launch.plan import SubmitRecord, last_submission
+from paceline.guard.report import DiagnosisRecord, diagnosis_file, format_evidence, format_report, read_diagnosis
+from paceline.launch.output import last_lines_range, read_lines
+from paceline.launch.plan import SubmitRecord, read_last_submission
 from paceline.launch.slurm import queue
 from paceline.protocol.evidence import CHECKPOINT_ASK, Evidence
 from paceline.protocol.job import GRACE_PERIOD_SECONDS, NodePlan
@@ -49,7 +49,7 @@ LOG_LINES = 40
 
 
 @dataclass(frozen=True)
-class CancelConfig(run_state.RunFlags):
+class CancelConfig(run_state.RunAccessConfig):
     """Stop a run after it has saved its state. The run does not requeue itself."""
 
     now: bool = False
@@ -57,7 +57,7 @@ class CancelConfig(run_state.RunFlags):
 
 
 @dataclass(frozen=True)
-class JoinConfig(run_state.RunFlags):
+class JoinConfig(run_state.RunAccessConfig):
     """Add this machine as a node to a running job that was started with --nodes MIN:MAX and has fewer than MAX nodes.
 
     Run the command on the new node, in a folder from which RUN is the same folder as on the other nodes. The run
@@ -70,7 +70,7 @@ class JoinConfig(run_state.RunFlags):
 
 
 def cancel(arguments: Sequence[str]) -> int:
-    config: CancelConfig = command_line("cancel").parse(arguments)
+    config: CancelConfig = make_parser("cancel").parse(arguments)
     run_dir, access = run_state.resolve_run_access(config, act=True)
     state, details, *_ = run_state.read_run_status(run_dir, access)
     if state not in LIVE_STATES:
@@ -83,7 +83,7 @@ def cancel(arguments: Sequence[str]) -> int:
 
 def request_run_stop(run_dir: Path, access: run_state.RunAccess, *, now: bool = False) -> None:
     """Ask Slurm or the agent to end the run after it has saved, or `now` without saving. Do not wait for the end."""
-    folder, submission = last_submission(run_state.run_folder_locked_by_agent(run_dir))
+    folder, submission = read_last_submission(run_state.run_folder_locked_by_agent(run_dir))
     slurm_job = submission.slurm_job if submission is not None else ""
     if slurm_job and (job := queue.query_job_state(slurm_job)) is not None and job.lives:
         if not queue.job_writes_to(slurm_job, folder):
@@ -131,12 +131,14 @@ def _wait_for_end(run_dir: Path, access: run_state.RunAccess) -> int:
 
 
 def join(arguments: Sequence[str]) -> int:
-    config: JoinConfig = command_line("join").parse(arguments)
+    config: JoinConfig = make_parser("join").parse(arguments)
     check_positive(config, "nproc")
     # its plan is executed here: no other user may have written it
     run_dir, access = run_state.resolve_run_access(config, act=True)
     run = shlex.quote(str(run_dir))
-    file = next((attempt / JOIN_FILE for attempt in reversed(run_state.attempts(run_dir))), run_dir / JOIN_FILE)
+    file = next(
+        (attempt / JOIN_FILE for attempt in reversed(run_state.list_attempt_dirs(run_dir))), run_dir / JOIN_FILE
+    )
     try:
         read_json(file, NodePlan, limit_bytes=MAX_INVITATION_BYTES, ours=True)
     except FileNotFoundError:
@@ -153,7 +155,7 @@ def join(arguments: Sequence[str]) -> int:
 
 
 @dataclass(frozen=True)
-class HangConfig(run_state.NewestRunFlags):
+class HangConfig(run_state.OptionalRunFlags):
     """Show which rank is blocking a run, with the stack of every rank. Exit code 0 for any result."""
 
     json: bool = False
@@ -172,7 +174,7 @@ class HangReport(msgspec.Struct, frozen=True):
 
 
 def hang(arguments: Sequence[str]) -> int:
-    config: HangConfig = command_line("hang").parse(arguments)
+    config: HangConfig = make_parser("hang").parse(arguments)
     report = _hang_report(*run_state.resolve_run_access(config))
     if config.json:
         print_json(report)
@@ -184,7 +186,7 @@ def hang(arguments: Sequence[str]) -> int:
 def _hang_report(run_dir: Path, access: run_state.RunAccess) -> HangReport:
     """A new diagnosis of the run's agent, if it runs, may be queried and answers. Otherwise the newest recorded one."""
     state = run_state.read_run_status(run_dir, access).state
-    starts = run_state.attempts(run_dir)
+    starts = run_state.list_attempt_dirs(run_dir)
     if not starts:
         raise UsageError(code="not-started", run_dir=run_dir)
     may_ask = bool(access)  # a request is a file, and paceline writes no file into a run of another user
@@ -210,7 +212,7 @@ def _hang_report(run_dir: Path, access: run_state.RunAccess) -> HangReport:
 
 def _newest_diagnosis(run_dir: Path) -> Path | None:
     """The folder of the newest diagnosis of all attempts. Folders without a complete diagnosis are skipped."""
-    for attempt in reversed(run_state.attempts(run_dir)):
+    for attempt in reversed(run_state.list_attempt_dirs(run_dir)):
         matches = (re.fullmatch(r"(?:diagnosis|verdict)-([0-9]{1,9})", name) for name in list_names(attempt))
         for _, name in sorted(((int(m[1]), m[0]) for m in matches if m), reverse=True):
             if os.path.lexists(diagnosis_file(attempt / name)):
@@ -241,7 +243,7 @@ def request_diagnosis(attempt: Path) -> DiagnosisRecord | None:
 
 def _rank_text(evidence: Evidence, most_ops: int) -> str:
     """The evidence on a rank, with limits because a file of another user may contain any number of lines."""
-    text = describe_rank(evidence, most_ops=most_ops, most_stacks=1)[:MAX_STACK_CHARS]
+    text = format_evidence(evidence, most_ops=most_ops, most_stacks=1)[:MAX_STACK_CHARS]
     return "\n".join(text.splitlines()[:MOST_LINES])
 
 
@@ -271,7 +273,7 @@ def _show_hang(report: HangReport) -> None:
 
 
 @dataclass(frozen=True)
-class WatchConfig(run_state.NewestRunFlags):
+class WatchConfig(run_state.OptionalRunFlags):
     """Watch a run live, rank by rank, until it ends.
 
     Keys show stacks and logs, save a checkpoint and stop the run. q leaves the view; the run continues.
@@ -279,7 +281,7 @@ class WatchConfig(run_state.NewestRunFlags):
 
 
 def watch(arguments: Sequence[str]) -> int:
-    config: WatchConfig = command_line("watch").parse(arguments)
+    config: WatchConfig = make_parser("watch").parse(arguments)
     run_dir, access = run_state.resolve_run_access(config)
     run = _Run(run_dir, access)
     try:
@@ -316,7 +318,7 @@ class _Run:
         return self._reader.read(self._attempt), self.standing
 
     def _read_state(self) -> RunState:
-        self._attempt = next(reversed(run_state.attempts(self.run_dir)), None)
+        self._attempt = next(reversed(run_state.list_attempt_dirs(self.run_dir)), None)
         self._state_read = time.monotonic()
         return run_state.run_state(self.run_dir, self.access)
 
@@ -333,7 +335,7 @@ class _Run:
         if self._attempt is None:
             return "nothing yet"
         path = self._attempt / f"rank-{rank}.log"
-        start, end = find_last_lines(path, LOG_LINES)
+        start, end = last_lines_range(path, LOG_LINES)
         return "\n".join(line.text for line in read_lines(path, start, end))[-MAX_STACK_CHARS:] or "nothing yet"
 
     def save(self) -> str:

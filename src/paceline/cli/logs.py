@@ -15,13 +15,13 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from paceline.cli import command_line
+from paceline.cli import make_parser
 from paceline.cli.options import print_json
-from paceline.cli.run_state import NewestRunFlags, find_run, read_run_status, resolve_run_access
+from paceline.cli.run_state import OptionalRunFlags, find_run, read_run_status, resolve_run_access
 from paceline.errors import ExitCode, UsageError, plural
 from paceline.guard.sentences import format_ranks
-from paceline.launch.output import LogTail
-from paceline.launch.plan import last_submission
+from paceline.launch.output import LogFollower
+from paceline.launch.plan import read_last_submission
 from paceline.report.logs import MAX_SHOWN_BYTES, LineFilter, MergedLine, RankLine, RankLogs, merge_lines, rank_logs
 from paceline.runs.console import format_timestamp, join_ranges, remove_control_characters, sparkline
 from paceline.runs.folder import attempt_dirs
@@ -41,7 +41,7 @@ UNITS = {"s": "seconds", "min": "minutes", "m": "minutes", "h": "hours", "d": "d
 
 
 @dataclass(frozen=True)
-class LogsConfig(NewestRunFlags):
+class LogsConfig(OptionalRunFlags):
     """Show the output of a run's ranks, ordered by time; equal lines of several ranks appear once.
 
     For a job that is queued or failed before its start, the output of the Slurm job is shown.
@@ -74,7 +74,7 @@ class AnalyzeConfig:
 
 
 def main(arguments: Sequence[str]) -> int:
-    config: LogsConfig = command_line("logs").parse(arguments)
+    config: LogsConfig = make_parser("logs").parse(arguments)
     viewer = _LogViewer(config, _ranks(config.rank), _line_filter(config))
     try:
         viewer.print_all()
@@ -143,7 +143,7 @@ class _LogViewer:
         """The log of each selected rank. Without an attempt: the output of the Slurm job, as rank 0's."""
         folders, attempt = attempt_dirs(self._run_dir), self._config.attempt
         folder = folders.get(max(folders, default=0) if attempt is None else attempt)
-        submit_dir, submission = last_submission(self._run_dir)
+        submit_dir, submission = read_last_submission(self._run_dir)
         paths: dict[int, Path] = {}
         if folder is not None:
             paths = rank_logs(folder)
@@ -182,7 +182,7 @@ class _LogViewer:
         sys.stdout.flush()
 
     def follow(self) -> None:
-        tails = {rank: LogTail(path, self._logs.ends[rank]) for rank, path in self._logs.logs.items()}
+        tails = {rank: LogFollower(path, self._logs.ends[rank]) for rank, path in self._logs.logs.items()}
         pattern, waiting, last_check = self._filter.pattern, list[RankLine](), 0.0
 
         def show(*, to_the_end: bool = False) -> None:
@@ -204,7 +204,7 @@ class _LogViewer:
             if {path.parent for path in newest.values()} - {tail.path.parent for tail in tails.values()}:  # new attempt
                 show(to_the_end=True)
                 tails.clear()
-            tails |= {rank: LogTail(path) for rank, path in newest.items() if rank not in tails}
+            tails |= {rank: LogFollower(path) for rank, path in newest.items() if rank not in tails}
             show(to_the_end=ended)
             if ended:
                 return
@@ -212,10 +212,10 @@ class _LogViewer:
 
 
 def analyze(arguments: Sequence[str]) -> int:
-    config: AnalyzeConfig = command_line("analyze").parse(arguments)
+    config: AnalyzeConfig = make_parser("analyze").parse(arguments)
     if not config.logs:
         raise UsageError(code="no-log-named")
-    analyses = [read_analysis(log) for log in config.logs]
+    analyses = [analyze_log_or_run(log) for log in config.logs]
     if config.json:
         print_json(analyses)
     else:
@@ -223,7 +223,7 @@ def analyze(arguments: Sequence[str]) -> int:
     return ExitCode.DONE
 
 
-def read_analysis(asked: str) -> Analysis:
+def analyze_log_or_run(asked: str) -> Analysis:
     from paceline.report.analysis import EXAMPLES, LogAnalyzer
 
     analyzer = LogAnalyzer(asked)

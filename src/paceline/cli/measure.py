@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 import psutil
 
-from paceline.cli import command_line, options
+from paceline.cli import make_parser, options
 from paceline.config import settings as configuration
 from paceline.config.choices import torch_unsupported_reason
 from paceline.config.mesh import BATCH_DIMENSIONS, Mesh, enumerate_meshes, format_strategy, resolve_mesh
@@ -36,7 +36,7 @@ from paceline.lab.scale import MeasuredSetup, NetworkSpeed, Runs, ScalePoint
 from paceline.report.step_parts import RecordedSteps
 from paceline.runs.reading import real_path
 from paceline.runs.utilization import format_speed
-from paceline.tasks.registry import check_optimizer, check_task
+from paceline.tasks.registry import check_optimizer_reference, check_task_without_import
 
 MIN_STEPS = 5
 MAX_BATCH_MULTIPLE = 16  # limit of the batch of one process in strong scaling, in multiples of --batch-size
@@ -95,8 +95,8 @@ def train_config(task: str, how: MeasurementConfig, *, num_workers: int | None =
     values = {dest: value for dest, value in values.items() if value is not None} | {"strategy": None}
     config: configuration.TrainConfig = options.build_settings(configuration.TrainConfig, values, default)
     configuration.check_values(config)
-    check_task(config.task, configuration.task_options(config))
-    check_optimizer(config.optimizer.optimizer)
+    check_task_without_import(config.task, configuration.task_options(config))
+    check_optimizer_reference(config.optimizer.optimizer)
     return config
 
 
@@ -157,7 +157,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 def compare(arguments: Sequence[str]) -> int:
-    config: CompareConfig = command_line("compare").parse(arguments)
+    config: CompareConfig = make_parser("compare").parse(arguments)
     how = config.how
     options.check_positive(config, "nproc")
     check_measurement_options(how)
@@ -169,7 +169,7 @@ def compare(arguments: Sequence[str]) -> int:
     gpus = options.usable_gpus(settings.launch.device)
     cores = usable_cores()
     nproc = config.nproc or options.resolve_auto_nproc(settings.launch.device)
-    options.check_gpus(f"--nproc {nproc}", nproc, gpus, settings.launch.backend)
+    options.check_enough_gpus(f"--nproc {nproc}", nproc, gpus, settings.launch.backend)
     asked_threads = how.threads_per_rank or settings.launch.threads_per_rank
     threads = asked_threads or threads_per_rank(cores, nproc)
     reasons = {name: _strategy_obstacle(name, nproc) for name in strategies}
@@ -303,7 +303,7 @@ class ScaleConfig:
 
 
 def scale(arguments: Sequence[str]) -> int:
-    config: ScaleConfig = command_line("scale").parse(arguments)
+    config: ScaleConfig = make_parser("scale").parse(arguments)
     network = None if config.network is None else scaling.parse_network(config.network)
     copy, copies = _check_scale(config)
     return _scale_runs(config, config.runs, network) if config.runs else _scale_task(config, network, copy, copies)
@@ -345,7 +345,7 @@ def _check_scale(config: ScaleConfig) -> tuple[Mesh, list[int]]:
 def _scale_runs(config: ScaleConfig, folders: str, network: NetworkSpeed | None) -> int:
     paths = [Path(folder.strip()) for folder in folders.split(",")]
     runs = scaling.read_runs(paths, skip=config.how.warmup)
-    weak, strong = scaling.comparable_batches(runs)
+    weak, strong = scaling.weak_and_strong_batches(runs)
     size = scaling.estimate_exchanged_bytes(paths)
     # The number of cores is unknown: assume one for each rank
     cores, on_cpus = sum(at.ranks for at in runs), any(run.on_cpus for points in runs.values() for run in points)
@@ -361,7 +361,7 @@ def _scale_task(config: ScaleConfig, network: NetworkSpeed | None, copy: Mesh, c
         launch = replace(settings.launch, mesh=_copies_mesh(config, copy, copies[-1]))
         configuration.check_values(replace(settings, launch=launch, strategy=config.strategy))
     gpus, processes = options.usable_gpus(settings.launch.device), copies[-1] * copy.size
-    options.check_gpus(f"--ranks {config.ranks}", processes, gpus, settings.launch.backend)
+    options.check_enough_gpus(f"--ranks {config.ranks}", processes, gpus, settings.launch.backend)
     cores = usable_cores()
     configured = how.threads_per_rank or settings.launch.threads_per_rank
     threads = configured or (
@@ -405,7 +405,7 @@ def _publish_scaling(
     `alone` are the runs without communication; empty if that was not measured. `batches` are the samples of each rank
     (weak scaling), and of all ranks together (strong scaling).
     """
-    parts = scaling.split_steps_by_point(runs, alone)
+    parts = scaling.step_parts_by_point(runs, alone)
     modes = [(mode, batch) for mode, batch in zip(("weak", "strong"), batches, strict=True) if batch]
     lost = [row for mode, batch in modes for row in scaling.compute_scaling_losses(runs, parts, setup, mode, batch)]
     estimates = scaling.estimate_scaling(parts, setup, *batches, network) if network else []

@@ -17,10 +17,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from paceline.cli import command_line
-from paceline.cli.options import print_json, split_command, ssh_command
+from paceline.cli import make_parser
+from paceline.cli.options import parse_shell_command, print_json, ssh_command
 from paceline.errors import ExitCode, UsageError
-from paceline.host.machine_log import NodeUtilizationReader
+from paceline.host.node_utilization import NodeUtilizationReader
 from paceline.protocol.control import RUN_ID
 from paceline.report.watch_lines import format_gpu_use
 from paceline.runs.console import format_size, shorten, table_console
@@ -49,7 +49,7 @@ class NodeUsage(msgspec.Struct, frozen=True):
     failure: str = ""
 
 
-class Monitor:
+class NodeUsageSampler:
     """Samples this machine. Rates are averages since the previous sample."""
 
     def __init__(self) -> None:
@@ -106,12 +106,12 @@ class MonitorConfig:
 
 
 def main(arguments: Sequence[str]) -> int:
-    config: MonitorConfig = command_line("monitor").parse(arguments)
-    ssh = split_command("--ssh", config.ssh)
+    config: MonitorConfig = make_parser("monitor").parse(arguments)
+    ssh = parse_shell_command("--ssh", config.ssh)
     hosts = [host.strip() for host in config.hosts.split(",") if host.strip()]
     if (config.hosts and not hosts) or any(host.startswith("-") for host in hosts):
         raise UsageError(code="hosts-not-names", value=config.hosts)
-    monitor = None if hosts else Monitor()
+    monitor = None if hosts else NodeUsageSampler()
 
     def look() -> list[NodeUsage]:
         if monitor is not None:

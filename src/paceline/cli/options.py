@@ -35,7 +35,7 @@ from paceline.config.choices import check_not_renamed
 from paceline.errors import UsageError, plural, unknown_name_error
 from paceline.host.cgroup import usable_cores
 from paceline.host.gpus import GPU_SHARING_BACKENDS, count_gpus
-from paceline.runs.console import escape_control_characters
+from paceline.runs.console import escape_json_control_characters
 from paceline.runs.reading import real_path
 
 HELP_WIDTH = 100  # most columns of the help
@@ -173,7 +173,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 @dataclass(frozen=True)
-class CommandLine:
+class CommandParser:
     prog: str  # the command as typed, e.g. paceline train
     settings: type
     arguments: tuple[str, ...] = ()  # fields that are positional arguments, in this order
@@ -351,7 +351,7 @@ def parse_names(kind: str, text: str, choices: Collection[str]) -> list[str]:
     return names
 
 
-def split_command(flag: str, text: str) -> tuple[str, ...]:
+def parse_shell_command(flag: str, text: str) -> tuple[str, ...]:
     try:
         command = tuple(shlex.split(text))
     except ValueError as error:
@@ -390,7 +390,7 @@ def resolve_auto_nproc(device: str) -> int:
     return gpus or usable_cores()
 
 
-def check_gpus(option: str, nproc: int, gpus: int | None, backend: str = "auto") -> None:
+def check_enough_gpus(option: str, nproc: int, gpus: int | None, backend: str = "auto") -> None:
     if gpus and nproc > gpus and backend not in GPU_SHARING_BACKENDS:
         processes = plural(gpus, "process", "processes")
         raise UsageError(code="too-few-gpus", option=option, nproc=nproc, gpus=gpus, processes=processes)
@@ -418,4 +418,4 @@ def write_json(path: Path, results: object) -> None:
 
 def print_json(results: object) -> None:
     text = msgspec.json.format(msgspec.json.encode(results), indent=2).decode()
-    sys.stdout.write(escape_control_characters(text) + "\n")
+    sys.stdout.write(escape_json_control_characters(text) + "\n")

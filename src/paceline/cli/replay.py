@@ -16,7 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 import paceline
-from paceline.cli import command_line
+from paceline.cli import make_parser
 from paceline.cli.options import check_out_file, check_positive, write_json
 from paceline.cli.run_state import find_run
 from paceline.config import settings as configuration
@@ -25,13 +25,13 @@ from paceline.config.strategies import EXACT_STRATEGIES
 from paceline.errors import ExitCode, PacelineError, UsageError, first_few
 from paceline.lab import replay as reports
 from paceline.lab.replay import Difference, RecordRequest, ReplayRequest, ReplaySource, StepRecording
-from paceline.rank.environment import rank_counts
+from paceline.rank.environment import read_rank_variables
 from paceline.runs.events import Step
 from paceline.runs.folder import CONFIG
 from paceline.runs.owners import check_owned_by_us
 from paceline.runs.reading import is_file, read_json_if_readable
 from paceline.runs.summary import read_summary
-from paceline.tasks.registry import check_optimizer, check_task, is_session_script
+from paceline.tasks.registry import check_optimizer_reference, check_task_without_import, is_session_script
 
 Device = Literal["auto", "cpu", "cuda", "xpu"]
 RECORDING, TENSOR = "recording.json", "tensor.pt"
@@ -71,10 +71,10 @@ class ReplayConfig:
 
 def main(arguments: Sequence[str]) -> int:
     separator = [*arguments, "--"].index("--")
-    config: ReplayConfig = command_line("replay").parse(arguments[:separator])
+    config: ReplayConfig = make_parser("replay").parse(arguments[:separator])
     check_positive(config, "step", "top")
     check_out_file("--json", config.json)
-    rank, size, *_ = rank_counts(os.environ)
+    rank, size, *_ = read_rank_variables(os.environ)
     if size > 1:
         raise UsageError(code="launch-within-launcher", rank=rank, world_size=size)
     request = ReplayRequest(config.step, _indices(config.without), config.find_nonfinite, config.pdb, config.check)
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str]) -> int:
     run = open_replay_source(
         config.run, config.step, device=config.device, eager=config.find_nonfinite, trust=config.trust
     )
-    check_replayed_code(run, config.script, arguments[separator + 1 :])
+    check_replayed_script(run, config.script, arguments[separator + 1 :])
 
     from paceline.rank.imports import TRAINING_MODULES, import_without_gc
 
@@ -121,7 +121,7 @@ def open_replay_source(run: str, step: int, *, device: Device | None, eager: boo
     environment: dict[str, Any] = read_json_if_readable(run_dir / "environment.json", dict[str, Any]) or {}
     paths = (run_dir / f"attempt-{logged.attempt}" / CONFIG, run_dir / CONFIG)
     path = next((path for path in paths if is_file(path)), paths[-1])
-    trained = configuration.config_to_record(configuration.load(path, must_own=not trust))
+    trained = configuration.drop_start_only_settings(configuration.load(path, must_own=not trust))
     if trained.network != configuration.NetworkConfig():
         raise UsageError(code="replay-slow-network")
     launch, compute = trained.launch, trained.compute
@@ -134,13 +134,13 @@ def open_replay_source(run: str, step: int, *, device: Device | None, eager: boo
     return ReplaySource(run_dir, trained, logged, environment, trust)
 
 
-def check_replayed_code(run: ReplaySource, script: Path | None, arguments: Sequence[str]) -> None:
+def check_replayed_script(run: ReplaySource, script: Path | None, arguments: Sequence[str]) -> None:
     task = str(run.config.task)
     if not is_session_script(task):
         if script is not None or arguments:
             raise UsageError(code="replay-script-of-task", task=task)
-        check_task(task, configuration.task_options(run.config))
-        check_optimizer(run.config.optimizer.optimizer)
+        check_task_without_import(task, configuration.task_options(run.config))
+        check_optimizer_reference(run.config.optimizer.optimizer)
         return
     if script is None:
         raise UsageError(code="replay-needs-script", script=task, run_dir=run.run_dir)
@@ -191,7 +191,7 @@ class ComparedRun:
 
 def diff(arguments: Sequence[str]) -> int:
     ours, *of_scripts = _split(arguments)
-    config: DiffConfig = command_line("diff").parse(ours)
+    config: DiffConfig = make_parser("diff").parse(ours)
     check_positive(config, "step", "steps")
     check_out_file("--json", config.json)
     if config.against_python and config.other.endswith(".py") and config.script is None:
@@ -214,7 +214,7 @@ def diff(arguments: Sequence[str]) -> int:
         result.only_weights = steps_a == steps_b and None not in (weights_a, weights_b)
     if config.json:
         write_json(config.json, result)
-    reports.print_difference(result, (sides[0].label, sides[1].label))
+    reports.print_run_difference(result, (sides[0].label, sides[1].label))
     return ExitCode.DONE if result.loss_step is None and not result.only_weights else ExitCode.FAILED
 
 
@@ -245,7 +245,7 @@ def _sides(config: DiffConfig, arguments: Sequence[list[str]]) -> tuple[tuple[Co
         run = open_replay_source(str(run_dir), first, device=config.device, eager=True, trust=config.trust)
         its_script = config.script_b if of_b and config.script_b else script
         script_args = tuple(arguments[min(number * (not python), len(arguments) - 1)] if arguments else ())
-        check_replayed_code(run, its_script, script_args)
+        check_replayed_script(run, its_script, script_args)
         if run.config.strategy not in EXACT_STRATEGIES:
             allowed = ", ".join(EXACT_STRATEGIES)
             raise UsageError(code="diff-not-exact", run_dir=run_dir, strategy=run.config.strategy, allowed=allowed)
@@ -305,7 +305,7 @@ def _measure_difference(
     a: StepRecording,
 ) -> None:
     """Repeat the steps again, to fetch the tensor that differs."""
-    from paceline.lab.ranks.diff import measure_first_difference
+    from paceline.lab.ranks.diff import measure_tensor_difference
 
     first = result.first
     assert first is not None
@@ -313,7 +313,7 @@ def _measure_difference(
         _record(side, folder, fetch=position)
     place = (first.step, first.place[:2])
     batches = (r.samples for r in a.records if r.kind == "samples" and (r.step, r.place[:2]) == place)
-    measure_first_difference(result, [folder / TENSOR for folder in folders], next(batches, ()))
+    measure_tensor_difference(result, [folder / TENSOR for folder in folders], next(batches, ()))
 
 
 def _record(side: ComparedRun, folder: Path, *, fetch: int | None = None) -> StepRecording:

@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
-from paceline.cli import command_line
+from paceline.cli import make_parser
 from paceline.cli.options import resolve_output_path
 from paceline.cli.run_state import find_run, newest_run, read_run_status
 from paceline.errors import ExitCode, PacelineError, UsageError
-from paceline.report.figures import make_drawings
+from paceline.report.figures import make_diagrams
 from paceline.report.page import PAGE_MARK, render_html
 from paceline.report.run import PHASES, RankLog, RunData, pick_evenly, read_run
 from paceline.runs import writing
@@ -58,7 +58,7 @@ class TraceConfig:
 def main(arguments: Sequence[str]) -> int:
     import webbrowser
 
-    config: ReportConfig = command_line("report").parse(arguments)
+    config: ReportConfig = make_parser("report").parse(arguments)
     if len(config.runs) > MOST_RUNS:
         raise UsageError(f"name 1 to {MOST_RUNS} runs, got {len(config.runs)}: paceline report RUN [RUN ...]")
     if config.explain and len(config.runs) > 1:
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
     _check_out(out)
     runs = [_read(folder) for folder in folders]
     command = shlex.join(("paceline", "report", *(folder.name for folder in folders)))
-    text = render_html(runs, command, make_drawings(runs[0]) if config.explain else ())
+    text = render_html(runs, command, make_diagrams(runs[0]) if config.explain else ())
     try:
         writing.replace_file(out, text.encode("utf-8", "replace"))
     except OSError as error:
@@ -103,7 +103,7 @@ def _read(folder: Path) -> RunData:
 
 
 def trace(arguments: Sequence[str]) -> int:
-    config: TraceConfig = command_line("trace").parse(arguments)
+    config: TraceConfig = make_parser("trace").parse(arguments)
     folder, out = find_run(config.run), resolve_output_path("--out", config.out)
     warn_if_shared(folder)
     if os.path.lexists(out) and not config.overwrite:

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.checkpoint.manager import Checkpoints
-from paceline.cli.options import split_command, ssh_command
+from paceline.cli.options import parse_shell_command, ssh_command
 from paceline.errors import ExitCode, PacelineError, UsageError, first_few, unknown_name_error
 from paceline.host.procfs import PROC
 from paceline.host.sweep import Roster, roster_path
-from paceline.launch.plan import SubmitRecord, last_submission, submit_number
+from paceline.launch.plan import SubmitRecord, read_last_submission, submit_number
 from paceline.protocol.evidence import SUCCESS_EXIT_CODES
 from paceline.report.live import recent_rates
 from paceline.runs.attempt import read_attempt_end, read_nodes, read_notices
@@ -33,7 +33,7 @@ from paceline.runs.folder import CHECKPOINTS, CONFIG, LOCK, attempt_dirs, attemp
 from paceline.runs.owners import check_owned_by_us, open_file, warn_if_shared
 from paceline.runs.reading import is_folder, list_folders, list_names, read_json, real_path
 from paceline.runs.summary import LIVE_STATES, RunState, State, Summary, read_summary
-from paceline.runs.utilization import goodput, speed_values
+from paceline.runs.utilization import goodput, throughput_and_mfu
 
 if TYPE_CHECKING:
     from paceline.config.settings import TrainConfig
@@ -48,7 +48,7 @@ MOST_SCORES, MOST_CHARS = 20, 2000  # limits of the output: texts in a run folde
 
 
 @dataclass(frozen=True)
-class RunFlags:
+class RunAccessConfig:
     """Access to the run."""
 
     run: str
@@ -60,7 +60,7 @@ class RunFlags:
 
 
 @dataclass(frozen=True)
-class NewestRunFlags(RunFlags):
+class OptionalRunFlags(RunAccessConfig):
     """Access to the run."""
 
     run: str = ""
@@ -106,7 +106,7 @@ def is_run_folder(folder: Path) -> bool:
     return CONFIG in files or any(attempt_number(Path(name)) or submit_number(Path(name)) for name in files)
 
 
-def resolve_run_access(config: RunFlags, *, act: bool = False) -> tuple[Path, RunAccess]:
+def resolve_run_access(config: RunAccessConfig, *, act: bool = False) -> tuple[Path, RunAccess]:
     """The folder of a run, and the allowed access to it.
 
     If other users could have written the folder, paceline prints that and allows no access, or with `act` raises an
@@ -118,16 +118,16 @@ def resolve_run_access(config: RunFlags, *, act: bool = False) -> tuple[Path, Ru
             check_owned_by_us(folder)
         elif warn_if_shared(folder):
             return run_dir, NO_ACCESS
-    return run_dir, split_command("--ssh", config.ssh)
+    return run_dir, parse_shell_command("--ssh", config.ssh)
 
 
-def attempts(run_dir: Path) -> list[Path]:
+def list_attempt_dirs(run_dir: Path) -> list[Path]:
     return [*attempt_dirs(run_dir).values()]
 
 
 def run_folder_locked_by_agent(run_dir: Path) -> Path:
     """The run folder that the agent of the newest attempt has locked: for a session, that of `paceline launch`."""
-    return next((attempt.parent for attempt in attempts(run_dir)[-1:]), run_dir)
+    return next((attempt.parent for attempt in list_attempt_dirs(run_dir)[-1:]), run_dir)
 
 
 def is_locked(run_dir: Path) -> bool:
@@ -143,7 +143,7 @@ def is_locked(run_dir: Path) -> bool:
 
 
 def read_coordinator_roster(run_dir: Path) -> Roster | None:
-    for attempt in attempts(run_dir)[-1:]:
+    for attempt in list_attempt_dirs(run_dir)[-1:]:
         with suppress(OSError):
             return read_json(roster_path(attempt), Roster)
     return None
@@ -238,7 +238,7 @@ def run_state(run_dir: Path, access: RunAccess = NO_ACCESS) -> RunState:
     # a live run has the summary of an earlier attempt
     summary = (None if current.state in LIVE_STATES else read_summary(run_dir)) or Summary("", 0)
     progress = _progress(run_dir) if summary.steps is None else _Progress()
-    starts = attempts(run_dir)
+    starts = list_attempt_dirs(run_dir)
     nodes = read_nodes(starts[-1]) if starts and current.state in LIVE_STATES else None
     last_written = next(p for p in (run_dir / RANK_0_EVENTS_NAME, *starts[-1:], run_dir) if os.path.lexists(p))
     return RunState(
@@ -264,7 +264,7 @@ def _speed(run_dir: Path, progress: _Progress, *, running: bool, summary: Summar
         return speeds | {"goodput": summary.goodput or goodput(run_dir)}
     steps, counted = progress.steps, progress.counted or FlopsCounted(0.0, 0)
     tokens = sum(step.tokens for step in steps) / max(1, sum(step.consumed for step in steps))
-    speeds = speed_values(
+    speeds = throughput_and_mfu(
         recent_rates(steps)[0], tokens, counted.flops_per_sample, counted.peak_tflops, counted.devices
     )
     speeds.pop("flops_per_second", None)
@@ -304,7 +304,7 @@ def _slurm_job(submission: SubmitRecord | None, access: RunAccess) -> tuple[queu
 
 def read_run_status(run_dir: Path, access: RunAccess = NO_ACCESS) -> RunStatus:
     """The state of a run without its progress. This is cheaper than `run_state`, for commands that poll."""
-    _, submission = last_submission(run_folder_locked_by_agent(run_dir))
+    _, submission = read_last_submission(run_folder_locked_by_agent(run_dir))
     job, not_queried = _slurm_job(submission, access)
     state, details = _determine_state(run_dir, submission, job, not_queried, access)
     return RunStatus(state, details, submission, job)
@@ -321,7 +321,7 @@ def _determine_state(
     is_alive = is_agent_alive(run_dir, roster, submission, access) if roster is not None else False
     if is_alive:
         return "running", ""
-    newest = next(reversed(attempts(run_dir)), None)
+    newest = next(reversed(list_attempt_dirs(run_dir)), None)
     summary = read_summary(run_dir)
     ended = read_attempt_end(newest) if newest else None
     if summary is not None:

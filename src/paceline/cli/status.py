@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.cli import command_line, run_state
+from paceline.cli import make_parser, run_state
 from paceline.cli.options import print_json
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.report.outcome import find_bottleneck
@@ -27,7 +27,7 @@ MAX_CELL_CHARACTERS = 60  # characters of a cell
 
 
 @dataclass(frozen=True)
-class StatusConfig(run_state.NewestRunFlags):
+class StatusConfig(run_state.OptionalRunFlags):
     """Show the state of a run: queued, running at a step, or its outcome. Exit code 0 for any state."""
 
     json: bool = False
@@ -45,7 +45,7 @@ class RunsConfig:
 
 
 def main(arguments: Sequence[str]) -> int:
-    config: StatusConfig = command_line("status").parse(arguments)
+    config: StatusConfig = make_parser("status").parse(arguments)
     state = run_state.run_state(*run_state.resolve_run_access(config))
     if config.json:
         print_json(state)
@@ -114,7 +114,7 @@ def _hint(state: RunState) -> str:
 
 
 def list_runs(arguments: Sequence[str]) -> int:
-    config: RunsConfig = command_line("runs").parse(arguments)
+    config: RunsConfig = make_parser("runs").parse(arguments)
     folder = real_path(config.folder)
     if not is_folder(folder):
         raise UsageError(code="no-folder-of-runs", folder=folder)

@@ -15,8 +15,14 @@ from pathlib import Path
 from msgspec.structs import replace as replace_fields
 
 from paceline.checkpoint.manager import Checkpoints
-from paceline.cli import command_line, jobs
-from paceline.cli.options import build_settings, check_gpus, resolve_auto_nproc, resolve_threads_per_rank, usable_gpus
+from paceline.cli import jobs, make_parser
+from paceline.cli.options import (
+    build_settings,
+    check_enough_gpus,
+    resolve_auto_nproc,
+    resolve_threads_per_rank,
+    usable_gpus,
+)
 from paceline.config import settings as configuration
 from paceline.config import strategies
 from paceline.config.choices import torch_unsupported_reason, untested_torch_notice
@@ -31,7 +37,7 @@ from paceline.launch.supervise import run
 from paceline.protocol.balance import parse_balance
 from paceline.protocol.control import PRELOAD, WorkerSpec
 from paceline.protocol.job import HangTimeout, JobSpec
-from paceline.rank.environment import check_rank_counts, is_launched, rank_counts
+from paceline.rank.environment import check_rank_counts, has_launcher_variables, read_rank_variables
 from paceline.rank.imports import TRAINING_MODULES, import_without_gc
 from paceline.runs import folder as run_folder
 from paceline.runs.checkpoint_format import DamagedCheckpoint
@@ -39,8 +45,8 @@ from paceline.runs.console import print_to_stderr
 from paceline.runs.events import Step, read_events
 from paceline.runs.reading import real_path
 from paceline.runs.summary import Summary, read_summary, write_summary
-from paceline.runs.trackers import tracker_names
-from paceline.tasks.registry import check_optimizer, check_task, is_session_script
+from paceline.runs.trackers import parse_report_to
+from paceline.tasks.registry import check_optimizer_reference, check_task_without_import, is_session_script
 from paceline.tasks.settings import all_settings, settings_help
 
 
@@ -50,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
         for line in untested_torch_notice():
             print_to_stderr(line)
     windows = resolve_hang_windows(config)
-    if is_launched(os.environ):
+    if has_launcher_variables(os.environ):
         if config.cluster.balance is not None and WorkerSpec.from_environment() is None:
             raise UsageError(code="balance-without-agent", value=config.cluster.balance)
         return _train_here(config)[1]
@@ -66,8 +72,8 @@ def main(arguments: Sequence[str]) -> int:
     if nproc is None and config.cluster != ClusterConfig():
         raise UsageError(code="option-needs-nproc")
     check_training(config, nproc or 1, config.launch.min_nproc or nproc or 1)
-    jobs.check_balance(job if nproc is None else replace_fields(job, nproc=nproc))
-    check_gpus(f"--nproc {nproc or 1}", nproc or 1, gpus, config.launch.backend)
+    jobs.check_balance_option(job if nproc is None else replace_fields(job, nproc=nproc))
+    check_enough_gpus(f"--nproc {nproc or 1}", nproc or 1, gpus, config.launch.backend)
     config, job = replace(config, launch=replace(config.launch, nproc=nproc)), replace_fields(job, nproc=nproc or 1)
     if (
         nproc is None
@@ -90,7 +96,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def parse(arguments: Sequence[str]) -> TrainConfig:
     """The settings: the options, otherwise `--config FILE`, otherwise the defaults."""
-    line = command_line("train")
+    line = make_parser("train")
     values = line.values(arguments)
     help_option, path = values.pop("help", None), values.pop("config", None)
     resumed_file = None
@@ -132,10 +138,10 @@ def check_training(config: TrainConfig, nproc: int, min_nproc: int, fixed_nodes:
     """
     mesh = resolve_mesh(config.launch.mesh, nproc)
     shape = resolve_batch_sizes(config.data, mesh.replicas)
-    check_task(config.task, configuration.task_options(config))
-    check_optimizer(config.optimizer.optimizer)
+    check_task_without_import(config.task, configuration.task_options(config))
+    check_optimizer_reference(config.optimizer.optimizer)
     _check_checkpoints(config, nproc)
-    tracker_names(config.run.report_to)
+    parse_report_to(config.run.report_to)
     is_new_run = config.checkpoint.resume == "no" or config.checkpoint.restart
     if is_new_run and (path := config.model.init_from) is not None:
         if not path.exists():
@@ -229,7 +235,7 @@ def _train_here(config: TrainConfig) -> tuple[Path, int]:
         local_size = env.get("LOCAL_WORLD_SIZE", "1")
         if str(nproc) not in ("None", "auto", local_size):
             raise UsageError(code="nproc-within-launcher", value=nproc, local_size=local_size)
-        rank_counts(env)
+        read_rank_variables(env)
     import_without_gc(TRAINING_MODULES)  # the first import of torch
     from paceline.train.run import train
 
@@ -238,7 +244,7 @@ def _train_here(config: TrainConfig) -> tuple[Path, int]:
 
 def _train_elsewhere(config: TrainConfig, job: JobSpec) -> int:
     """Train on other nodes, or detached. The workers check the settings that depend on their node."""
-    on, node_sizes = config.cluster.on, jobs.ranks_of_nodes(job)
+    on, node_sizes = config.cluster.on, jobs.nproc_by_node(job)
     size, smallest_size = sum(node_sizes), sum(sorted(node_sizes)[: job.min_nodes])
     if config.launch.nproc == "auto":
         raise UsageError(code="train-nproc-of-this-machine", launcher=on)
@@ -248,7 +254,7 @@ def _train_elsewhere(config: TrainConfig, job: JobSpec) -> int:
         raise UsageError(code="min-nproc-elsewhere")
     config = replace(config, launch=replace(config.launch, nproc=job.nproc))
     check_training(config, size, smallest_size, job.fixed_nodes)
-    jobs.check_balance(job)
+    jobs.check_balance_option(job)
     if job.min_nodes < job.nodes and config.checkpoint.checkpoint_every is None:
         raise UsageError(code="nodes-without-checkpoints", value=config.cluster.nodes)
     return _show_plan(config, job) if config.cluster.dry_run else _hand_over(config, job, size)
@@ -264,7 +270,7 @@ def _locked(config: TrainConfig) -> AbstractContextManager[tuple[Path, int]]:
 def _record(config: TrainConfig, run_dir: Path) -> None:
     """Write the settings that repeat the run, unless an earlier attempt has written them."""
     if not (run_dir / run_folder.CONFIG).exists():
-        run_folder.write_settings(run_dir, configuration.dump(configuration.config_to_record(config)))
+        run_folder.write_settings(run_dir, configuration.dump(configuration.drop_start_only_settings(config)))
 
 
 def _launch(job: JobSpec, config: TrainConfig) -> tuple[Path, int]:
@@ -284,7 +290,7 @@ def _launch(job: JobSpec, config: TrainConfig) -> tuple[Path, int]:
 
 
 def _show_plan(config: TrainConfig, job: JobSpec) -> int:
-    job = jobs.dry_run_job(job, config.run.run_dir, str(config.task))
+    job = jobs.make_dry_run_job(job, config.run.run_dir, str(config.task))
     if config.cluster.on == "local":
         job = replace_fields(job, attempt_dir=f"{job.run_dir}/attempt-1")
     return jobs.show_plan(config.cluster, make_training_job(config, job))
@@ -303,7 +309,7 @@ def _hand_over(config: TrainConfig, job: JobSpec, size: int) -> int:
             cluster=ClusterConfig(nodes=shape),
         )
         config = configuration.resolve_defaults(config, size)
-        job = jobs.add_submit_dir_to_job(replace_fields(job, run_dir=str(run_dir)), configuration.dump(config))
+        job = jobs.create_submit_dir(replace_fields(job, run_dir=str(run_dir)), configuration.dump(config))
         _record(config, run_dir)
     code = jobs.start(cluster, make_training_job(config, job))
     if on == "ssh" and not job.detached and code not in (ExitCode.DONE, ExitCode.SAVED, ExitCode.USAGE):

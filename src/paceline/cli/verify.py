@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from paceline.cli import command_line
+from paceline.cli import make_parser
 from paceline.cli.options import check_out_file, check_positive, parse_names, parse_whole_numbers, write_json
 from paceline.config.mesh import Mesh
 from paceline.config.settings import parse_task_args
@@ -21,7 +21,7 @@ from paceline.lab import verify
 from paceline.launch.supervise import run_workers
 from paceline.protocol.job import AUTO, HangTimeout
 from paceline.runs.attempt import read_attempt_end
-from paceline.tasks.registry import check_task, is_session_loop
+from paceline.tasks.registry import check_task_without_import, is_session_loop
 
 WORKER = "paceline.lab.ranks.verify"
 STALL_SECONDS = 60.0  # window of the guard for a custom loop, whose epochs are short here
@@ -75,7 +75,7 @@ class VerifyConfig:
 
 def main(arguments: Sequence[str]) -> int:
     separator = [*arguments, "--"].index("--")
-    config: VerifyConfig = command_line("verify").parse(arguments[:separator])
+    config: VerifyConfig = make_parser("verify").parse(arguments[:separator])
     loop_arguments = list(arguments[separator + 1 :])
     ranks = parse_whole_numbers("--ranks", config.ranks)
     meshes, is_loop = [Mesh.parse(mesh) for mesh in config.mesh], is_session_loop(config.task)
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str]) -> int:
     check_out_file("--json", config.json)
     options = {name: str(value) for name in ("data_dir", "stem") if (value := getattr(config, name)) is not None}
     options |= parse_task_args(config.task_arg)
-    check_task(config.task, {**options, **({"data_dir": config.data_dir} if config.data_dir else {})})
+    check_task_without_import(config.task, {**options, **({"data_dir": config.data_dir} if config.data_dir else {})})
     if is_loop:
         return _verify_loop(config, ranks, strategies if config.strategies else [""], loop_arguments)
     if loop_arguments:
@@ -136,9 +136,9 @@ def _verify_loop(config: VerifyConfig, ranks: Sequence[int], strategies: Sequenc
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as name:
         folder = Path(name).resolve()
         ended = {size: _launch(spec, size, folder)[1] for size in sorted({1, *ranks})}
-        from paceline.lab.ranks.loop_findings import make_loop_reports  # imports torch
+        from paceline.lab.ranks.loop_findings import make_verify_reports  # imports torch
 
-        report, bits = make_loop_reports(folder, spec, ranks, ended)
+        report, bits = make_verify_reports(folder, spec, ranks, ended)
     print(
         f"{config.task}, {config.steps} steps: a single process compared with {', '.join(map(str, ranks))} processes "
         f"as {max_ranks} virtual ranks; short epochs with unequal batches, float64, no dropout, batch norm in eval mode"

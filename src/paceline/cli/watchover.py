@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.cli import command_line
+from paceline.cli import make_parser
 from paceline.errors import UsageError
 from paceline.protocol.control import BOOTSTRAP, WorkerSpec
 from paceline.protocol.job import HangTimeout, NodePlan, NodeRanks
 from paceline.rank.bootstrap import attach_to_agent, run_script, worker_command
-from paceline.rank.environment import RANK_VARIABLES, is_launched
+from paceline.rank.environment import RANK_VARIABLES, has_launcher_variables
 from paceline.runs.console import print_to_stderr
-from paceline.runs.folder import create_attempt_dir, open_run_dir
+from paceline.runs.folder import create_attempt_dir, set_up_run_dir
 
 OPTIONS_WITHOUT_VALUE = ("-h", "--help", "--help-all", "--end", "--no-end")
 
@@ -33,7 +33,7 @@ class WatchoverConfig:
 
 def main(arguments: Sequence[str]) -> int:
     options, script = split_options_and_script(arguments)
-    config: WatchoverConfig = command_line("watchover").parse(options)
+    config: WatchoverConfig = make_parser("watchover").parse(options)
     windows = HangTimeout.parse(config.hang_timeout)
     if not script:
         raise UsageError(code="watchover-no-script")
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
         raise UsageError(code="watchover-not-python", value=script[0])
     if WorkerSpec.from_environment() is not None:
         raise UsageError(code="watchover-of-paceline")
-    if not is_launched(os.environ):
+    if not has_launcher_variables(os.environ):
         print_to_stderr("watchover: started as a single process; nothing to watch")
     elif not windows.off:
         attach_to_agent(make_agent_plan(config, windows, os.environ), os.environ)
@@ -66,7 +66,7 @@ def make_agent_plan(config: WatchoverConfig, windows: HangTimeout, env: Mapping[
     rank, size, _, local_size = (int(env[name]) for name in RANK_VARIABLES)  # local rank 0 starts the agent
     run_dir = attempt_dir = ""
     if config.run_dir is not None and rank == 0:
-        folder = open_run_dir(config.run_dir, "watchover", resume=env.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")
+        folder = set_up_run_dir(config.run_dir, "watchover", resume=env.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")
         run_dir, attempt_dir = str(folder), str(create_attempt_dir(folder)[1])
     return NodePlan(
         argv=(),

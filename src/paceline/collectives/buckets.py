@@ -8,8 +8,8 @@ from operator import attrgetter, is_not
 import torch
 from torch import Tensor, nn
 
+from paceline.collectives.sum_tree import Grads
 from paceline.collectives.torch_collectives import Group, all_gather_json
-from paceline.collectives.tree import Grads
 from paceline.errors import UsageError
 
 BUCKET_BYTES = 25 << 20  # large enough for the full bandwidth of the network
@@ -24,13 +24,13 @@ def trainable_parameters(module: nn.Module) -> list[nn.Parameter]:
     return [p for p in module.parameters() if p.requires_grad]
 
 
-def assign_buckets(sizes: Sequence[int], capacity: int, first: int = 0) -> list[list[int]]:
+def compute_bucket_assignment(sizes: Sequence[int], capacity: int, first: int = 0) -> list[list[int]]:
     """Group item indices, last item first, into runs of at most `capacity` bytes. A larger item gets a separate run.
 
     Backward reaches the last layers first: their bucket is sent while the other layers compute. The first bucket is
     full at `first` bytes.
 
-        assign_buckets([4, 4, 4, 9, 2], capacity=8) == [[4], [3], [2, 1], [0]]
+        compute_bucket_assignment([4, 4, 4, 9, 2], capacity=8) == [[4], [3], [2, 1], [0]]
     """
     buckets: list[list[int]] = []
     room = assigned = 0
@@ -64,7 +64,7 @@ def group_into_buckets(
     for positions in by_kind.values():
         sizes = [parameters[i].numel() * parameters[i].element_size() for i in positions]
         first = FIRST_BUCKET_BYTES if bucket_bytes > FIRST_BUCKET_BYTES else 0
-        buckets += [[positions[i] for i in run] for run in assign_buckets(sizes, bucket_bytes, first)]
+        buckets += [[positions[i] for i in run] for run in compute_bucket_assignment(sizes, bucket_bytes, first)]
     buckets.sort(key=min, reverse=True)  # a bucket is full when its earliest layer has its gradient
     return [[parameters[i] for i in bucket] for bucket in buckets]
 
@@ -133,7 +133,7 @@ def divide(total: Tensor, divisor: float | Tensor) -> Tensor:
     return total.div_(divisor)
 
 
-def divide_tensors(totals: Iterable[Tensor], divisor: float | Tensor) -> None:
+def divide_in_place(totals: Iterable[Tensor], divisor: float | Tensor) -> None:
     for group, number in (
         group_tensors_by_dtype(totals, divisor) if isinstance(divisor, Tensor) or divisor != 1.0 else ()
     ):

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.collectives import memory_sum
 from paceline.collectives import shared_memory as handshake
+from paceline.collectives import shm_collectives
 from paceline.collectives.buckets import (
     BUCKET_BYTES,
     Bucket,
@@ -34,14 +34,14 @@ from paceline.collectives.buckets import (
     assign_grads,
     convert_gradients_to_layouts,
     divide,
-    divide_tensors,
+    divide_in_place,
     group_into_buckets,
     is_present,
     numels_and_dtypes,
 )
 from paceline.collectives.hosts import (
     BUNDLE_BYTES,
-    HierarchicalBucketReduction,
+    HierarchicalBucketReducer,
     NodeTopology,
     connect_nodes,
     make_leaf_order_plan,
@@ -49,7 +49,6 @@ from paceline.collectives.hosts import (
     node_group_name,
     topology_of_single_rank_nodes,
 )
-from paceline.collectives.memory_sum import MAX_TENSORS, TreeSum
 from paceline.collectives.shared_memory import (
     BULK_BYTES,
     GROUP_NAME,
@@ -58,6 +57,8 @@ from paceline.collectives.shared_memory import (
     SharedMemoryUnavailable,
     connect_shared_memory,
 )
+from paceline.collectives.shm_collectives import MAX_TENSORS, TreeSum
+from paceline.collectives.sum_tree import Grads, LeafPartition
 from paceline.collectives.torch_collectives import (
     CPU,
     Group,
@@ -65,12 +66,11 @@ from paceline.collectives.torch_collectives import (
     WaitFunction,
     all_gather_json,
     gather_shards,
-    name_collective,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
+    tag_collective,
 )
-from paceline.collectives.tree import Grads, LeafPartition
 from paceline.errors import ExitCode, ReportedByPeer, UsageError
 from paceline.protocol.control import SHARED_MEMORY
 
@@ -81,7 +81,7 @@ _SILENT_REASON_ENDINGS = ("switched off", "nodes")  # endings of the reasons tha
 MAX_BUCKET_BYTES = 25 << 20  # between hosts
 
 
-class BucketReduction(Protocol):
+class BucketReducer(Protocol):
     """Sums buckets of gradients over ranks. Every rank calls `begin` for each bucket in order, and then `end`."""
 
     buckets: Sequence[Bucket]
@@ -105,7 +105,7 @@ class BucketReduction(Protocol):
         ...
 
 
-class TorchBucketReduction:
+class TorchBucketReducer:
     """Packs each bucket into one tensor, and sums it with torch.distributed."""
 
     overlaps_backward = True
@@ -143,7 +143,7 @@ class TorchBucketReduction:
         self._used: list[list[bool]] = []
 
 
-class SharedMemoryBucketReduction:
+class SharedMemoryBucketReducer:
     """Sums one bucket in memory that all ranks share. It reads and writes gradients in place, in autograd's memory."""
 
     overlaps_backward = False  # on a CPU no core is idle during backward, and several buckets would need another copy
@@ -172,7 +172,7 @@ class SharedMemoryBucketReduction:
         if self._sum is not None:
             results = self._sum.run(own, divisor)
         elif divisor is not None:
-            divide_tensors([grad for grad in first if grad is not None], divisor)
+            divide_in_place([grad for grad in first if grad is not None], divisor)
         if divisor is not None:
             assign_grads(self._parameters, results)
         return self._sum is not None and self._sum.finite
@@ -181,7 +181,7 @@ class SharedMemoryBucketReduction:
         self._own: list[Grads | None] = []
 
 
-def can_use_shared_memory(parameters: Bucket) -> bool:
+def supports_shared_memory_sum(parameters: Bucket) -> bool:
     """Whether shared memory can sum the gradients of these parameters."""
     return 0 < len(parameters) <= MAX_TENSORS and all(p.device.type == "cpu" and not p.is_complex() for p in parameters)
 
@@ -210,7 +210,7 @@ class Communicator:
     def broadcast(self, tensors: Sequence[Tensor], src: int, name: str) -> None:
         """Copy the contiguous tensors of rank `src` into those of all ranks."""
         for tensor in tensors:  # as bytes: gloo supports few types
-            dist.broadcast(name_collective(tensor.view(-1).view(torch.uint8), name), group=self._group, group_src=src)
+            dist.broadcast(tag_collective(tensor.view(-1).view(torch.uint8), name), group=self._group, group_src=src)
 
     def all_gather_object(self, value: Any, name: str, device: torch.device = CPU) -> list[Any]:
         """The `value` (JSON) of all ranks, by rank."""
@@ -231,19 +231,19 @@ class Communicator:
 
     def all_gather(self, out: Tensor, mine: Tensor, name: str, *, async_op: bool = False) -> dist.Work | None:
         """All-gather: `mine` (s,) of rank r becomes `out`[r * s : (r + 1) * s]."""
-        return gather_shards(out, name_collective(mine, name), self._group, async_op=async_op)
+        return gather_shards(out, tag_collective(mine, name), self._group, async_op=async_op)
 
     def reduce_scatter(self, out: Tensor, flat: Tensor, name: str) -> None:
         """Reduce-scatter of `flat` (n,) into `out` (n / W,), in the order of the backend (see `ring_sum`)."""
-        dist.reduce_scatter_single(name_collective(out, name), flat, group=self._group)
+        dist.reduce_scatter_single(tag_collective(out, name), flat, group=self._group)
 
     def start_reduce_scatter(self, partition: LeafPartition, partials: Sequence[Tensor], name: str) -> WaitFunction:
         """Start a reduce-scatter over all leaves in the order of the tree. The returned function waits."""
         return start_reduce_scatter(partition, partials, name, self._group)
 
-    def make_bucket_reduction(self, parameters: Bucket, partition: LeafPartition, *, in_order: bool) -> BucketReduction:
+    def make_bucket_reducer(self, parameters: Bucket, partition: LeafPartition, *, in_order: bool) -> BucketReducer:
         """The all-reduce of gradients. `in_order`: in the order of the tree, not in the cheapest one."""
-        return TorchBucketReduction(
+        return TorchBucketReducer(
             group_into_buckets(parameters, BUCKET_BYTES), partition, in_order=in_order, group=self._group
         )
 
@@ -260,7 +260,7 @@ class MemoryCommunicator(Communicator):
 
     def broadcast(self, tensors: Sequence[Tensor], src: int, name: str) -> None:
         if all(tensor.is_cpu for tensor in tensors):
-            memory_sum.broadcast_in_memory(self._shared, tensors, src, name)
+            shm_collectives.broadcast_in_memory(self._shared, tensors, src, name)
         else:
             super().broadcast(tensors, src, name)
 
@@ -271,42 +271,42 @@ class MemoryCommunicator(Communicator):
         if not mine.is_cpu:
             return super().start_gather(mine, name)
         rows = mine.new_empty(self.size, len(mine))
-        memory_sum.all_gather(self._shared, mine, rows.view(-1), name)
+        shm_collectives.all_gather(self._shared, mine, rows.view(-1), name)
         return lambda: rows
 
     def start_sum(self, numbers: Tensor, name: str) -> WaitFunction:
         if not numbers.is_cpu or numbers.nbytes > self._shared.totals.data_bytes:
             return super().start_sum(numbers, name)
-        wait = memory_sum.AsyncAllReduce(self._shared, numbers.tolist(), name).finish
+        wait = shm_collectives.AsyncAllReduce(self._shared, numbers.tolist(), name).finish
         return lambda: torch.tensor(wait(), dtype=torch.float64)
 
     def start_float_sum(self, numbers: Sequence[float], name: str) -> Callable[[], list[float]]:
         if len(numbers) > len(self._shared.totals.floats[0][0]):
             return super().start_float_sum(numbers, name)
-        return memory_sum.AsyncAllReduce(self._shared, numbers, name).finish
+        return shm_collectives.AsyncAllReduce(self._shared, numbers, name).finish
 
     def all_gather(self, out: Tensor, mine: Tensor, name: str, *, async_op: bool = False) -> dist.Work | None:
         if not mine.is_cpu:
             return super().all_gather(out, mine, name, async_op=async_op)
-        return memory_sum.all_gather(self._shared, mine, out, name)
+        return shm_collectives.all_gather(self._shared, mine, out, name)
 
     def reduce_scatter(self, out: Tensor, flat: Tensor, name: str) -> None:
         if not flat.is_cpu:
             super().reduce_scatter(out, flat, name)
         else:
-            memory_sum.reduce_scatter(self._shared, [flat], self._partition, out, name=name, as_gloo=True)
+            shm_collectives.reduce_scatter(self._shared, [flat], self._partition, out, name=name, as_gloo=True)
 
     def start_reduce_scatter(self, partition: LeafPartition, partials: Sequence[Tensor], name: str) -> WaitFunction:
         if not partials[0].is_cpu or partials[0].is_complex():
             return super().start_reduce_scatter(partition, partials, name)
         shard = partials[0].new_empty(len(partials[0]) // self.size)
-        memory_sum.reduce_scatter(self._shared, partials, partition, shard, name=name)
+        shm_collectives.reduce_scatter(self._shared, partials, partition, shard, name=name)
         return lambda: shard
 
-    def make_bucket_reduction(self, parameters: Bucket, partition: LeafPartition, *, in_order: bool) -> BucketReduction:
-        if not can_use_shared_memory(parameters):
-            return super().make_bucket_reduction(parameters, partition, in_order=in_order)
-        return SharedMemoryBucketReduction(parameters, self._shared, partition)
+    def make_bucket_reducer(self, parameters: Bucket, partition: LeafPartition, *, in_order: bool) -> BucketReducer:
+        if not supports_shared_memory_sum(parameters):
+            return super().make_bucket_reducer(parameters, partition, in_order=in_order)
+        return SharedMemoryBucketReducer(parameters, self._shared, partition)
 
 
 class _HostsCommunicator(Communicator):
@@ -319,13 +319,13 @@ class _HostsCommunicator(Communicator):
     def node_topology(self) -> NodeTopology:
         return self._hosts
 
-    def make_bucket_reduction(self, parameters: Bucket, partition: LeafPartition, *, in_order: bool) -> BucketReduction:
-        if not can_use_shared_memory(parameters):
-            return super().make_bucket_reduction(parameters, partition, in_order=in_order)
+    def make_bucket_reducer(self, parameters: Bucket, partition: LeafPartition, *, in_order: bool) -> BucketReducer:
+        if not supports_shared_memory_sum(parameters):
+            return super().make_bucket_reducer(parameters, partition, in_order=in_order)
         plan = (make_leaf_order_plan if in_order else make_rank_order_plan)(partition, self._hosts.memory.size)
         # a rank sends its part of a bucket in one bundle
         bucket_bytes = min(MAX_BUCKET_BYTES, BUNDLE_BYTES * self._hosts.memory.size)
-        return HierarchicalBucketReduction(group_into_buckets(parameters, bucket_bytes), self._hosts, plan)
+        return HierarchicalBucketReducer(group_into_buckets(parameters, bucket_bytes), self._hosts, plan)
 
 
 _chosen: WeakKeyDictionary[dist.ProcessGroup, Communicator] = WeakKeyDictionary()

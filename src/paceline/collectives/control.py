@@ -2,7 +2,7 @@
 
 - `Deferred`: numbers that a device is still computing. A step reads all of them in one transfer, and waits for a GPU
   only once.
-- `are_finite`, `scale_gradients`: the check of gradients for infinity and NaN.
+- `are_finite`, `scale_and_check_gradients`: the check of gradients for infinity and NaN.
 - `all_gather_object`, `check_equal`, `raise_on_all_ranks`: messages, values that must be equal, shared errors.
 - `all_gather_tensors`: tensors of any number and shape.
 
@@ -204,7 +204,7 @@ def are_finite(gradients: Sequence[Tensor], device: torch.device) -> Deferred[bo
     return Deferred(found_inf, lambda bad: bad[0] == 0 or all(bool(grad.isfinite().all()) for grad in gradients))
 
 
-def flag_nonfinite(numbers: Tensor, found_inf: Tensor) -> None:
+def set_found_inf(numbers: Tensor, found_inf: Tensor) -> None:
     """Set `found_inf`, (1,) float32, to 1 if one of `numbers`, (n,), is infinite or NaN. The host does not wait.
 
     `numbers` must be float32, because CUDA rounds others to it in place.
@@ -212,7 +212,7 @@ def flag_nonfinite(numbers: Tensor, found_inf: Tensor) -> None:
     torch._amp_foreach_non_finite_check_and_unscale_([numbers], found_inf, device_constant(numbers.device, 1.0))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 
-def scale_gradients(
+def scale_and_check_gradients(
     parameters: Iterable[nn.Parameter], factor: float | Tensor, device: torch.device
 ) -> bool | Deferred[bool]:
     """Multiply all gradients on `device` by the scalar `factor`. Returns whether they were finite."""
@@ -293,7 +293,7 @@ def _user_lines() -> str:
     return ", called from ".join(format_frame(frame_record(frame)) for frame in islice(of_user, MAX_SHOWN_LINES))
 
 
-def default_group_call_sites() -> CallSiteComparison:
+def default_group_call_comparison() -> CallSiteComparison:
     """The call sites of torch's default group."""
     group = dist.group.WORLD
     assert group is not None  # torch.distributed is initialized
@@ -412,10 +412,10 @@ def check_equal(what: str, mine: Any, world: World, *, error: type[PacelineError
     else:
         minority = [rank for rank, value in enumerate(values) if value != common]
         differences = "; ".join(f"rank {rank} has {values[rank]}" for rank in minority) + f", all others {common}"
-    raise report_on_one_rank(error(code="ranks-differ", what=what, values=differences), world)
+    raise error_for_this_rank(error(code="ranks-differ", what=what, values=differences), world)
 
 
-def report_on_one_rank(error: PacelineError, world: World, *, by: int = 0) -> PacelineError:
+def error_for_this_rank(error: PacelineError, world: World, *, by: int = 0) -> PacelineError:
     """If all ranks have found the same `error`: `error` on rank `by`, which reports it, `ReportedByPeer` elsewhere."""
     return error if world.rank == by else ReportedByPeer(f"rank {by} reports the error", error.exit_code)
 
@@ -442,7 +442,7 @@ def sum_over_ranks(
     total = exchange.start_sum(torch.cat([numbers, to_device_async(hashes, numbers.device)]), name)()
     site_hashes: list[float] = total[len(numbers) :].tolist()
     gather = partial(exchange.all_gather_object, device=numbers.device, name=f"call sites of {name}")
-    default_group_call_sites().compare([int(value) for value in site_hashes], name, gather)
+    default_group_call_comparison().compare([int(value) for value in site_hashes], name, gather)
     return total[: len(numbers)]
 
 
@@ -462,7 +462,9 @@ def all_gather_tensors(value: Any, world: World, name: str, *, where: Sequence[i
     skeleton = _without_tensors(value, tensors)
     header = [skeleton, [[str(t.dtype)[6:], [*t.shape]] for t in tensors], call_site_hash(where)]
     headers = all_gather_object(header, world)
-    default_group_call_sites().compare([site for *_, site in headers], name, partial(all_gather_object, world=world))
+    default_group_call_comparison().compare(
+        [site for *_, site in headers], name, partial(all_gather_object, world=world)
+    )
     copies = [t.detach().to(world.device).clone(memory_format=torch.contiguous_format) for t in tensors]
     payload = torch.cat([torch.empty(0, dtype=torch.uint8, device=world.device), *map(_bytes, copies)])
     sizes = [[math.prod(shape) * getattr(torch, dtype).itemsize for dtype, shape in specs] for _, specs, _ in headers]

@@ -26,14 +26,14 @@ from torch.futures import Future
 from paceline.collectives.buckets import divide
 from paceline.collectives.communicator import (
     MemoryCommunicator,
-    can_use_shared_memory,
     make_communicator,
     print_on_rank_0,
+    supports_shared_memory_sum,
 )
-from paceline.collectives.memory_sum import Chunk, TreeSum, ring_sum
 from paceline.collectives.shared_memory import SharedMemory
+from paceline.collectives.shm_collectives import Chunk, TreeSum, ring_sum
+from paceline.collectives.sum_tree import LeafPartition, TreeNode
 from paceline.collectives.torch_collectives import all_gather_json
-from paceline.collectives.tree import LeafPartition, TreeNode
 from paceline.protocol.control import SHARED_MEMORY
 
 _numbers = count(1)  # of DDP instances, which all ranks create in the same order
@@ -70,7 +70,7 @@ def register_shared_memory_hook(ddp: Any, *, in_step: bool = True) -> None:
 def _obstacle(ddp: Any, size: int) -> str:
     return _first_true({
         f"{SHARED_MEMORY}=off": os.environ.get(SHARED_MEMORY) == "off",
-        "not all parameters are real numbers on the CPU": not can_use_shared_memory(ddp._module_parameters),
+        "not all parameters are real numbers on the CPU": not supports_shared_memory_sum(ddp._module_parameters),
         "torch.compile's python_reducer is in use": ddp._use_python_reducer,
         "the sums of some parameters are delayed": ddp._delay_all_reduce_params,
         "the script has registered a communication hook": getattr(ddp, "_comm_hooks", ()),

@@ -34,7 +34,8 @@ from paceline.collectives.buckets import (
     divide,
     numels_and_dtypes,
 )
-from paceline.collectives.memory_sum import (
+from paceline.collectives.shared_memory import GROUP_NAME, MemoryLayout, MemoryPeer, SharedMemory
+from paceline.collectives.shm_collectives import (
     Chunk,
     LaneAddress,
     Results,
@@ -46,9 +47,8 @@ from paceline.collectives.memory_sum import (
     spare_buffer_count,
     sum_subtrees,
 )
-from paceline.collectives.shared_memory import GROUP_NAME, MemoryLayout, MemoryPeer, SharedMemory
+from paceline.collectives.sum_tree import ALIGNMENT_ELEMENTS, Grads, LeafPartition, TreeNode
 from paceline.collectives.torch_collectives import TreeAllReduce
-from paceline.collectives.tree import ALIGNMENT_ELEMENTS, Grads, LeafPartition, TreeNode
 
 BUNDLE_BYTES = 1 << 20  # for each rank: large enough to hide gloo's latency, and the first bundle is sent early
 
@@ -110,7 +110,7 @@ class Subtree:
 
 
 @dataclass(frozen=True)
-class HierarchyPlan:
+class HierarchicalSumPlan:
     node_subtrees: Sequence[Subtree]  # the sums of this host
     max_lanes: int  # the largest number of lanes of any rank of the world
     node_partition: LeafPartition  # its ranks are the hosts
@@ -120,7 +120,7 @@ Bundle = Sequence[Chunk]
 """Chunks of one type; each rank sends its shard of all of them in one message."""
 
 
-def make_leaf_order_plan(partition: LeafPartition, size: int) -> HierarchyPlan:
+def make_leaf_order_plan(partition: LeafPartition, size: int) -> HierarchicalSumPlan:
     """The plan in the order of the tree over all leaves. `partition` has all ranks, `size` on each host."""
     nodes, number = partition.subtrees_by_rank, partition.rank // size
     firsts = range(0, len(partition.ranges), size)
@@ -132,19 +132,19 @@ def make_leaf_order_plan(partition: LeafPartition, size: int) -> HierarchyPlan:
         Subtree(stop - first, {(a - first, b - first): at for (a, b), at in lanes.items() if first <= a and b <= stop})
         for first, stop in across.subtrees_by_rank[number]
     ]
-    return HierarchyPlan(within, max(map(len, nodes)), across)
+    return HierarchicalSumPlan(within, max(map(len, nodes)), across)
 
 
-def make_rank_order_plan(partition: LeafPartition, size: int) -> HierarchyPlan:
+def make_rank_order_plan(partition: LeafPartition, size: int) -> HierarchicalSumPlan:
     """The plan in a cheaper order, over the ranks of `partition`: each host has one sum, for any number of ranks."""
     host = Subtree(size, {(rank, rank + 1): (rank, 0) for rank in range(size)})
-    return HierarchyPlan(
+    return HierarchicalSumPlan(
         [host], 1, LeafPartition.one_leaf_per_rank(len(partition.ranges) // size, partition.rank // size)
     )
 
 
-class HierarchicalBucketReduction:
-    """A `BucketReduction` in memory on each host, and over gloo between hosts.
+class HierarchicalBucketReducer:
+    """A `BucketReducer` in memory on each host, and over gloo between hosts.
 
     It sends buckets during backward, when the network is idle. To add up a bucket in memory, the ranks of a host wait
     for each other, as they would at the end of backward.
@@ -152,7 +152,7 @@ class HierarchicalBucketReduction:
 
     overlaps_backward = True
 
-    def __init__(self, buckets: Sequence[Bucket], hosts: NodeTopology, plan: HierarchyPlan) -> None:
+    def __init__(self, buckets: Sequence[Bucket], hosts: NodeTopology, plan: HierarchicalSumPlan) -> None:
         """A collective. `plan` defines the order of additions."""
         parameters = [parameter for bucket in buckets for parameter in bucket]
         scratch, layouts = ScratchBuffers(), iter(agree_on_gradient_layouts(parameters, hosts.size))
@@ -195,7 +195,7 @@ class HierarchicalSum:
     """The sum of one bucket, as `TreeSum`, but in two phases, `begin` and `end`."""
 
     def __init__(
-        self, hosts: NodeTopology, bucket: Bucket, layouts: Sequence[Layout], plan: HierarchyPlan, name: str,
+        self, hosts: NodeTopology, bucket: Bucket, layouts: Sequence[Layout], plan: HierarchicalSumPlan, name: str,
         scratch: ScratchBuffers,
     ) -> None:  # fmt: skip
         self._hosts, self._memory, self._plan, self._name = hosts, hosts.memory, plan, name

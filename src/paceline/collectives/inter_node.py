@@ -24,11 +24,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.collectives.buckets import assign_grads, assign_items_to_least_loaded, numels_and_dtypes
-from paceline.collectives.communicator import SharedMemoryBucketReduction
+from paceline.collectives.communicator import SharedMemoryBucketReducer
 from paceline.collectives.hosts import NodeTopology
-from paceline.collectives.memory_sum import TreeSum
-from paceline.collectives.torch_collectives import name_collective, start_all_gather, start_all_reduce, wait_for_result
-from paceline.collectives.tree import Grads, LeafPartition, round_up
+from paceline.collectives.shm_collectives import TreeSum
+from paceline.collectives.sum_tree import Grads, LeafPartition, round_up
+from paceline.collectives.torch_collectives import start_all_gather, start_all_reduce, tag_collective, wait_for_result
 
 CodecState = Mapping[str, Tensor]
 BLOCK = 512  # elements with one scale: 0.8 % more bytes
@@ -92,7 +92,7 @@ class QuantizedCodec:
         values[: self._size] += flatten_tensors(tensors)
         packed = code.pack(values.view(self._hosts, -1))
         received = torch.empty_like(packed)
-        work = dist.all_to_all_single(received, name_collective(packed, COLLECTIVE_NAME), group=group, async_op=True)
+        work = dist.all_to_all_single(received, tag_collective(packed, COLLECTIVE_NAME), group=group, async_op=True)
         held = values.sub_(code.unpack(packed, self._dtype).flatten())  # during the transfer
         wait_for_result(work, received)
         total = state["owed"].clone()
@@ -247,7 +247,7 @@ class InterNodeAllReduce:
         return torch.zeros(shape, dtype=self._dtype) if tensor is None else tensor.detach().to(self._dtype)
 
 
-class TwoLevelBucketReduction(SharedMemoryBucketReduction):
+class TwoLevelBucketReducer(SharedMemoryBucketReducer):
     """A transport of one bucket: sums in memory on each host, divides, and sums over hosts with `across`."""
 
     def __init__(

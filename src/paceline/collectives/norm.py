@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.collectives.control import Deferred, device_constant, is_async_device, sum_over_ranks
-from paceline.collectives.tree import TreeNode, tree_sum
+from paceline.collectives.sum_tree import TreeNode, tree_sum
 
 BLOCK_ELEMENTS = 64  # elements
 CHUNK = 1 << 18  # elements squared at a time: their squares stay in a core's cache
@@ -150,7 +150,7 @@ def split_blocks_evenly(sizes: Sequence[int], holders: int) -> list[list[ShardSl
     return shards
 
 
-def total_norm(gradients: Sequence[Tensor]) -> Deferred[float]:
+def unsharded_grad_norm(gradients: Sequence[Tensor]) -> Deferred[float]:
     """The norm of all elements. If the square of one overflows float32, it is computed again in float64."""
 
     def compute(numbers: list[float]) -> float:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from paceline.collectives.buckets import assign_items_to_least_loaded
 from paceline.collectives.communicator import print_on_rank_0
-from paceline.collectives.torch_collectives import Group, name_collective
+from paceline.collectives.torch_collectives import Group, tag_collective
 
 
 @dataclass(frozen=True)
@@ -131,13 +131,13 @@ class ParameterOwners:
         sent = torch.cat([empty, *(source.view(torch.uint8) for of_rank in sources for source in of_rank)])
         sizes = [[sum(t.nbytes for t in of_rank) for of_rank in tensors] for tensors in (targets, sources)]
         received = sent.new_empty(sum(sizes[0]))
-        dist.all_to_all_single(received, name_collective(sent, name), *sizes, group=self._group)
+        dist.all_to_all_single(received, tag_collective(sent, name), *sizes, group=self._group)
         flat = [target for of_rank in targets for target in of_rank]
         for target, values in zip(flat, received.split([t.nbytes for t in flat]), strict=True):
             target.view(torch.uint8).copy_(values)
 
 
-def replace_parameters(
+def replace_optimizer_parameters(
     optimizer: Optimizer, groups: Sequence[Sequence[str]], updated: Mapping[str, nn.Parameter]
 ) -> None:
     """Let `optimizer` train `updated` in place of the parameters in its groups, whose names are `groups`.

@@ -4,7 +4,7 @@ autograd would add virtual ranks from left to right. The reducer therefore remov
 before the backward of the next one, and adds them as a leaf of the tree (see `tree`). Several backwards of one virtual
 rank accumulate, because they run on the same rank. In this rank's last backward of a step, a bucket is sent when its
 last gradient is complete, in the same order on all ranks. A transport sums the buckets over ranks (see
-`communicator.BucketReduction`).
+`communicator.BucketReducer`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from paceline.collectives.buckets import grad_of, sparse_gradient_error, trainable_parameters
-from paceline.collectives.communicator import BucketReduction, SharedMemoryBucketReduction, make_communicator
+from paceline.collectives.communicator import BucketReducer, SharedMemoryBucketReducer, make_communicator
 from paceline.collectives.hosts import NodeTopology
-from paceline.collectives.inter_node import InterNodeAllReduce, TwoLevelBucketReduction
-from paceline.collectives.shards import ParameterShards, ShardBucketReduction
+from paceline.collectives.inter_node import InterNodeAllReduce, TwoLevelBucketReducer
+from paceline.collectives.shards import ParameterShards, ShardBucketReducer
+from paceline.collectives.sum_tree import Grads, LeafPartition, add_gradient_lists
 from paceline.collectives.torch_collectives import Group
-from paceline.collectives.tree import Grads, LeafPartition, add_gradient_lists
 from paceline.errors import UsageError
 
 
@@ -40,7 +40,7 @@ class Reducer:
     def __init__(
         self,
         partition: LeafPartition,
-        transport: BucketReduction,
+        transport: BucketReducer,
         *,
         at_start: Callable[[], None] | None = None,
         module: nn.Module | None = None,
@@ -192,22 +192,22 @@ def make_reducer(module: nn.Module, partition: LeafPartition, group: Group = Non
     """
     parameters, single_leaf = trainable_parameters(module), None if in_order else partition.ranges[partition.rank][0]
     if len(partition.ranges) == 1:
-        transport: BucketReduction = SharedMemoryBucketReduction(parameters, None, partition)
+        transport: BucketReducer = SharedMemoryBucketReducer(parameters, None, partition)
     else:
-        transport = make_communicator(group=group).make_bucket_reduction(parameters, partition, in_order=in_order)
+        transport = make_communicator(group=group).make_bucket_reducer(parameters, partition, in_order=in_order)
     return Reducer(partition, transport, module=module, single_leaf=single_leaf)
 
 
 def make_node_reducer(module: nn.Module, hosts: NodeTopology, across: InterNodeAllReduce | None = None) -> Reducer:
     """A reducer over the ranks of each host, and if there is `across`, over hosts (a collective)."""
     rank = hosts.memory.rank
-    transport = TwoLevelBucketReduction(trainable_parameters(module), hosts, across)
+    transport = TwoLevelBucketReducer(trainable_parameters(module), hosts, across)
     return Reducer(LeafPartition.one_leaf_per_rank(hosts.memory.size, rank), transport, module=module, single_leaf=rank)
 
 
 def make_shard_reducer(shards: ParameterShards, partition: LeafPartition) -> Reducer:
     """A reducer that sums in the order of the tree, and sets the gradient of each piece of this rank."""
-    return Reducer(partition, ShardBucketReduction(shards, partition), at_start=shards.begin_step, module=shards.module)
+    return Reducer(partition, ShardBucketReducer(shards, partition), at_start=shards.begin_step, module=shards.module)
 
 
 def _named(module: nn.Module | None) -> tuple[dict[nn.Parameter, str], set[nn.Parameter]]:

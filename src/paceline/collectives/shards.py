@@ -30,14 +30,14 @@ from torch.optim import Optimizer
 
 from paceline.collectives.buckets import BUCKET_BYTES, Bucket, divide, group_into_buckets, trainable_parameters
 from paceline.collectives.communicator import get_communicator
-from paceline.collectives.owners import LocalShard, ParameterOwners, replace_parameters
+from paceline.collectives.owners import LocalShard, ParameterOwners, replace_optimizer_parameters
+from paceline.collectives.sum_tree import ALIGNMENT_ELEMENTS, Grads, LeafPartition, round_up
 from paceline.collectives.torch_collectives import WaitFunction
-from paceline.collectives.tree import ALIGNMENT_ELEMENTS, Grads, LeafPartition, round_up
 from paceline.errors import UsageError
 
 
 @dataclass(frozen=True)
-class ShardRange:
+class ParameterRange:
     """The elements [start, stop) of the bucket's parameter `index`, at element `at` of a rank's shard."""
 
     parameter_index: int
@@ -53,7 +53,7 @@ class ShardedBucket:
     parameters: Sequence[nn.Parameter]
     weights: Tensor
     shard_size: int
-    ranges_by_rank: Sequence[Sequence[ShardRange]]  # by rank
+    ranges_by_rank: Sequence[Sequence[ParameterRange]]  # by rank
 
 
 class ParameterShards:
@@ -107,7 +107,7 @@ class ParameterShards:
         optimizer.register_step_pre_hook(self.copy_assigned_values)
         if whole and named:  # the parameters of a pipeline stage may all belong to other optimizers
             updated = self._owners(named, updated).attach_to(optimizer)
-        replace_parameters(optimizer, groups, {name: shard.parameter for name, shard in updated.items()})
+        replace_optimizer_parameters(optimizer, groups, {name: shard.parameter for name, shard in updated.items()})
         buckets = [number for number, bucket in enumerate(self.buckets) if trained.intersection(bucket.parameters)]
         optimizer.register_step_post_hook(partial(self.gather, buckets))
         return updated
@@ -140,7 +140,7 @@ class ParameterShards:
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         for parameter, data in zip(self._parameters, self._data, strict=True):
             if not parameter.is_set_to(data):
-                check_assigned(names.get(parameter, "a parameter"), parameter, data)
+                check_assigned_tensor(names.get(parameter, "a parameter"), parameter, data)
                 parameter.data = data.copy_(parameter.data.clone())
 
     def begin_step(self) -> None:
@@ -178,7 +178,7 @@ class ParameterShards:
                 work.wait()
 
 
-def check_assigned(name: str, values: Tensor, data: Tensor) -> None:
+def check_assigned_tensor(name: str, values: Tensor, data: Tensor) -> None:
     wanted, found = (f"{tuple(t.shape)}, {str(t.dtype).removeprefix('torch.')} on {t.device}" for t in (data, values))
     if wanted != found:
         raise UsageError(code="assigned-data-differs", name=name, found=found, wanted=wanted)
@@ -201,7 +201,7 @@ def _shard_bucket(parameters: Sequence[nn.Parameter], world_size: int) -> Sharde
     lengths = [round_up(p.numel(), ALIGNMENT_ELEMENTS) for p in parameters]
     size = round_up(sum(lengths), ALIGNMENT_ELEMENTS * world_size) // world_size
     weights = parameters[0].new_zeros(size * world_size)
-    runs: list[list[ShardRange]] = [[] for _ in range(world_size)]
+    runs: list[list[ParameterRange]] = [[] for _ in range(world_size)]
     at = 0
     for index, (parameter, length) in enumerate(zip(parameters, lengths, strict=True)):
         end = at + parameter.numel()
@@ -209,7 +209,7 @@ def _shard_bucket(parameters: Sequence[nn.Parameter], world_size: int) -> Sharde
         for rank in range(at // size if size else 0, -(-end // size) if size else 0):
             low, high = max(at, rank * size), min(end, (rank + 1) * size)
             if low < high:
-                runs[rank].append(ShardRange(index, low - at, high - at, low - rank * size))
+                runs[rank].append(ParameterRange(index, low - at, high - at, low - rank * size))
         at += length
     return ShardedBucket(parameters, weights, size, runs)
 
@@ -217,7 +217,7 @@ def _shard_bucket(parameters: Sequence[nn.Parameter], world_size: int) -> Sharde
 MAX_PENDING_BUCKETS = 2  # one is sent while the next one fills
 
 
-class ShardBucketReduction:
+class ShardBucketReducer:
     """A transport that sets the gradient of each piece of `shards`, to None if no rank has used the parameter."""
 
     overlaps_backward = True

@@ -54,8 +54,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.collectives.sum_tree import round_up
 from paceline.collectives.torch_collectives import all_gather_json
-from paceline.collectives.tree import round_up
 from paceline.errors import ExitCode, TrainingError
 from paceline.host.cgroup import usable_cores
 from paceline.host.procfs import read_process
@@ -279,7 +279,7 @@ class SharedMemory:
         self.totals, self.bulk = (
             SharedMemoryChannel(number, peers, rank, layout, self._check_wait) for number in range(NUM_CHANNELS)
         )
-        self.operation = lru_cache(256)(partial(SharedMemoryCollective, self))
+        self.operation = lru_cache(256)(partial(CollectiveContext, self))
         self.current = self.operation("", "")
         """the last collective that has begun"""
 
@@ -311,7 +311,7 @@ class SharedMemory:
         return ", ".join(f"rank {peer.rank} (pid {peer.pid})" for peer in peers)
 
 
-class SharedMemoryCollective:
+class CollectiveContext:
     """A context for the ticks of one collective in shared memory. It can be entered again.
 
     For an asynchronous collective, it wraps the ticks that start it. `work` then reports whether it is completed.

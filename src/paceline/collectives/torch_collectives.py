@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.collectives.tree import LeafPartition, tree_sum
+from paceline.collectives.sum_tree import LeafPartition, tree_sum
 from paceline.errors import ExitCode, TrainingError
 
 CPU = torch.device("cpu")
@@ -60,11 +60,11 @@ def start_all_gather(mine: Tensor, name: str, group: Group = None) -> WaitFuncti
     """
     size = dist.get_world_size(group)
     if mine.device.type != "cpu" or size * mine.nbytes > MAX_GATHER_COPY_BYTES:
-        sent, of_all = name_collective(mine, name), mine.new_empty(size * len(mine))
+        sent, of_all = tag_collective(mine, name), mine.new_empty(size * len(mine))
         work = gather_shards(of_all, sent, group)
         return lambda: wait_for_result(work, of_all, sent).view(size, len(mine))
     row = torch.cat([_header(name, mine.dtype, len(mine)), mine.detach().contiguous().view(torch.uint8)])
-    rows, received = name_collective(row.repeat(size), name), row.new_empty(size * len(row))
+    rows, received = tag_collective(row.repeat(size), name), row.new_empty(size * len(row))
     started = dist.all_to_all_single(received, rows, group=group, async_op=True)
     return lambda: _contents(wait_for_result(started, received, rows).view(size, -1), row, mine.dtype)
 
@@ -95,7 +95,7 @@ def start_all_reduce(numbers: Tensor, name: str, group: Group = None) -> WaitFun
     if numbers.device.type == "cpu" and extra_bytes <= MAX_EXTRA_BYTES:
         gathered = start_all_gather(numbers, name, group)
         return lambda: reduce(torch.add, gathered().unbind())  # in the order of ranks: all get the same bits
-    total = name_collective(numbers, name)
+    total = tag_collective(numbers, name)
     work = dist.all_reduce(total, group=group, async_op=True)
     return lambda: wait_for_result(work, total)
 
@@ -113,7 +113,7 @@ def gather_shards(flat: Tensor, mine: Tensor, group: Group, *, async_op: bool = 
     return getattr(dist, name)(flat, mine, group=group, async_op=async_op)
 
 
-def name_collective(tensor: Tensor, name: str) -> Tensor:
+def tag_collective(tensor: Tensor, name: str) -> Tensor:
     """Set the name of the collective that gets `tensor`, for the hang guard; returns `tensor`."""
     vars(tensor)["collective"] = name
     return tensor
@@ -135,7 +135,7 @@ def start_reduce_scatter(
         own = torch.stack([t.view(world_size, -1) for t in partials], 1).flatten()
     received = own.new_empty(sum(counts) * shard_size)
     work = dist.all_to_all_single(
-        received, name_collective(own, name),
+        received, tag_collective(own, name),
         [count * shard_size for count in counts], [counts[partition.rank] * shard_size] * world_size,
         group=group, async_op=True,
     )  # fmt: skip
@@ -173,7 +173,7 @@ class TreeAllReduce:
         self._scatter: WaitFunction | None = None
         counts = [len(nodes) for nodes in partition.subtrees_by_rank]
         if counts == [1, 1] or not in_order:  # a sum of two has only one order: an all-reduce is the tree
-            self._work = dist.all_reduce(name_collective(self._flat, name), group=group, async_op=True)
+            self._work = dist.all_reduce(tag_collective(self._flat, name), group=group, async_op=True)
         elif len(counts) > 1:
             self._scatter = start_reduce_scatter(partition, partials, name, group)
 
@@ -181,7 +181,7 @@ class TreeAllReduce:
         """Wait for the first half, and start to send the second: the sum of this rank's shard."""
         if self._scatter is not None:
             self._mine, self._scatter = self._scatter(), None  # keep it: the backend reads it until the work is done
-            self._work = gather_shards(self._flat, name_collective(self._mine, self._name), self._group)
+            self._work = gather_shards(self._flat, tag_collective(self._mine, self._name), self._group)
 
     def wait(self) -> Tensor:
         self.start_gather()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from paceline.compute.forward import find_matching_modules, override_class_members
+from paceline.compute.forward import assign_dynamic_subclass, find_matching_modules
 from paceline.config.choices import torch_unsupported_reason
 from paceline.errors import UsageError, first_few
 from paceline.rank.world import World
@@ -95,7 +95,7 @@ def _explain_use_outside(model: nn.Module, names: list[str], flag: str) -> None:
                 code="block-parameter-outside", blocks=first_few(names, MAX_NAMED), setting=flag
             ) from error
 
-    override_class_members(model, __call__=call_and_explain)
+    assign_dynamic_subclass(model, __call__=call_and_explain)
 
 
 def _policies(
@@ -117,7 +117,7 @@ def _policies(
 
 
 @contextmanager
-def gather_parameters(blocks: Mapping[str, FSDPModule]) -> Generator[None]:
+def keep_parameters_unsharded(blocks: Mapping[str, FSDPModule]) -> Generator[None]:
     """Inside, all parameters are gathered; forward and backward do not communicate (entering is a collective)."""
     root = blocks[""]
     for block in blocks.values():
@@ -207,7 +207,7 @@ def _repeated_layers(name: str, module: nn.Module) -> list[dict[str, nn.Module]]
 
 
 def _kind(module: nn.Module) -> tuple[str, str]:
-    """The name of its class. `forward.override_class_members` creates a class of the same name for each module."""
+    """The name of its class. `forward.assign_dynamic_subclass` creates a class of the same name for each module."""
     return type(module).__module__, type(module).__qualname__
 
 

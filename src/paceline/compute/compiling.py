@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from paceline.compute.forward import may_record_cuda_graph, override_class_members, wrap_forward
+from paceline.compute.forward import assign_dynamic_subclass, may_record_cuda_graph, wrap_forward
 from paceline.errors import TrainingError, UsageError
 from paceline.nested import tensors
 from paceline.rank import flight_recorder
-from paceline.runs.folder import create_compile_cache_folder
+from paceline.runs.folder import create_user_compile_cache
 
 MAX_REASON_CHARS = 1500
 MAX_GRAPHS = 8  # each one needs memory for all activations
@@ -51,7 +51,7 @@ def compile_model(model: nn.Module, device: torch.device) -> None:
     if why:
         raise UsageError(code="compile-not-possible", why=why)
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # the default is in /tmp, and torch unpickles what it contains
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(create_compile_cache_folder())
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(create_user_compile_cache())
     # torch does not compile frames of torch, such as the forward of nn.Sequential: it needs a frame of ours around it
     wrap_forward(model, lambda forward, args, kwargs: forward(*args, **kwargs))
     cls: Any = type(model)
@@ -65,7 +65,7 @@ def compile_model(model: nn.Module, device: torch.device) -> None:
                 raise
             raise TrainingError(code="compile-failed", reason=str(error).strip()[-MAX_REASON_CHARS:]) from error
 
-    override_class_members(model, __call__=call)
+    assign_dynamic_subclass(model, __call__=call)
     model.compile()
 
 
@@ -127,7 +127,7 @@ def use_cuda_graphs(model: nn.Module, device: torch.device) -> None:
         return graphs[key](*args)
 
     wrap_forward(model, around)
-    override_class_members(model, records_graphs=True)
+    assign_dynamic_subclass(model, records_graphs=True)
     for parameter in model.parameters():
         # the next replay overwrites the memory of the recording, so .grad must not use it
         if parameter.requires_grad:

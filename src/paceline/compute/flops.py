@@ -23,7 +23,7 @@ from paceline.compute.precision import synchronize_device
 from paceline.compute.resources import cpu_model
 from paceline.rank.world import World, device_name
 from paceline.runs.reading import read_json
-from paceline.runs.utilization import speed_values
+from paceline.runs.utilization import throughput_and_mfu
 from paceline.runs.writing import make_folder, replace_file
 
 PEAK_SECONDS, SHORT_SECONDS = 0.25, 0.02  # for all products; for a product that is too small to reach the peak
@@ -33,7 +33,7 @@ HALF_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
 
 
-class FlopCount(TorchDispatchMode):
+class FlopCounter(TorchDispatchMode):
     """Counts the FLOPs of one forward and backward, by shapes.
 
     While it is active, autograd computes some backwards differently (prod, masked_fill), so the last bits may differ.
@@ -125,11 +125,11 @@ def count_tokens(batch: Any) -> int:
 
 class Utilization:
     def __init__(
-        self, world: World, given: float | None = None, count: FlopCount | None = None, precision: str = ""
+        self, world: World, given: float | None = None, count: FlopCounter | None = None, precision: str = ""
     ) -> None:
         """`given`: the peak of one device in TFLOP/s, or 0. `precision`: bf16 or fp16, if it differs from `count`."""
         self.device, self.devices, self.given, self._peak = world.device, world.size, given, given
-        self.count, self._half = count or FlopCount(), HALF_DTYPES.get(precision)
+        self.count, self._half = count or FlopCounter(), HALF_DTYPES.get(precision)
         self.tokens = self.samples = 0  # computed by this rank so far
 
     def peak_tflops(self, *, measure: bool = False, samples_per_second: float | None = None) -> float:
@@ -145,7 +145,7 @@ class Utilization:
     def speed(self, samples_per_second: float | None) -> dict[str, float]:
         """See `utilization.speed`. The tokens per sample are the average of this rank."""
         tokens = self.tokens / max(1, self.samples)
-        return speed_values(samples_per_second, tokens, self.count.per_sample, self.peak_tflops(), self.devices)
+        return throughput_and_mfu(samples_per_second, tokens, self.count.per_sample, self.peak_tflops(), self.devices)
 
 
 def peak_tflops(device: torch.device, dtype: torch.dtype, *, measure: bool, reached: float = 0.0) -> float:

@@ -68,10 +68,10 @@ def wrap_forward(module: nn.Module, around: ForwardWrapper) -> None:
         return around(partial(cls.forward, self), args, kwargs)
 
     forward.__dict__["__wrapped__"] = cls.forward  # so that the signature does not change
-    override_class_members(module, forward=forward)
+    assign_dynamic_subclass(module, forward=forward)
 
 
-def override_class_members(module: nn.Module, **members: Any) -> None:
+def assign_dynamic_subclass(module: nn.Module, **members: Any) -> None:
     """Give `module` a subclass of its class with the same name and these `members`."""
     cls: Any = type(module)
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}

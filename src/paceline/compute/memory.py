@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.compute.blocks import find_blocks
-from paceline.compute.resources import peak_memory, read_process_memory_field
+from paceline.compute.resources import peak_resident_memory, read_process_memory_field
 from paceline.host.cgroup import free_memory
 
 NO_CPU_MEMORY = "DefaultCPUAllocator: can't allocate memory"  # torch raises a RuntimeError
@@ -50,7 +50,7 @@ class MemoryMeter:
         self.free_bytes = free_bytes  # that this rank may still allocate
 
     def start(self) -> None:
-        release_free_memory()
+        trim_host_memory()
         if self._gpu:
             torch.accelerator.reset_peak_memory_stats(self._device)
         if self._held_bytes is None:
@@ -60,7 +60,7 @@ class MemoryMeter:
 
     def peak(self) -> int:
         """The peak since `start`, in bytes."""
-        peak_bytes = torch.accelerator.max_memory_allocated(self._device) if self._gpu else peak_memory()
+        peak_bytes = torch.accelerator.max_memory_allocated(self._device) if self._gpu else peak_resident_memory()
         return max(0, peak_bytes - (self._held_bytes or 0))
 
     def set_limit(self) -> None:
@@ -93,7 +93,7 @@ class _MallInfo2(ctypes.Structure):
     _fields_ = (("others", ctypes.c_size_t * 8), ("fordblks", ctypes.c_size_t), ("keepcost", ctypes.c_size_t))
 
 
-def release_free_memory() -> None:
+def trim_host_memory() -> None:
     """Return free memory to the system, and reset the process's peak (both Linux with glibc)."""
     gc.collect()
     with suppress(OSError, AttributeError):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.compute.forward import ForwardWrapper, override_class_members, wrap_forward
+from paceline.compute.forward import ForwardWrapper, assign_dynamic_subclass, wrap_forward
 from paceline.nested import map_tensors
 
 AUTOCAST_MODULES = (
@@ -74,7 +74,7 @@ def autocast_bf16(model: nn.Module, device: torch.device) -> None:
         UsageError: the forward cannot be replaced: a ScriptModule, or a forward that was set on the instance.
     """
     _in_half(model, device, torch.bfloat16)
-    override_class_members(model, computes_in_bf16=True)
+    assign_dynamic_subclass(model, computes_in_bf16=True)
 
 
 def autocast_fp16(model: nn.Module, device: torch.device) -> None:

@@ -139,7 +139,7 @@ def tune_malloc(*, free_bytes: int | None, state_bytes: int, env: Mapping[str, s
     return "" if all(done) else "glibc rejected the settings"
 
 
-def peak_memory() -> int:
+def peak_resident_memory() -> int:
     """The largest resident memory of this process so far, in bytes; 0 if the kernel does not report it."""
     return read_process_memory_field("VmHWM")  # not ru_maxrss: a process inherits its parent's
 

@@ -28,7 +28,7 @@ RENAMED_SETTINGS = {
 _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 
-def current_name(setting: str) -> str:
+def current_setting_name(setting: str) -> str:
     """The name of a setting, or of an argument of a task (`set.width`), that may have its former name."""
     first, dot, argument = setting.partition(".")
     return f"{RENAMED_SETTINGS.get(first, first)}{dot}{argument}"
@@ -37,7 +37,7 @@ def current_name(setting: str) -> str:
 def check_not_renamed(where: str, given: str, allowed: Collection[str]) -> None:
     """Raise UsageError if `given`, an option or an argument, is the former name of one of `allowed`."""
     prefix = "--" if given.startswith("--") else ""
-    name = current_name(given.removeprefix("--").replace("-", "_"))
+    name = current_setting_name(given.removeprefix("--").replace("-", "_"))
     current = prefix + (name.replace("_", "-") if prefix else name)
     if current != given and current in allowed:
         raise UsageError(code="renamed", where=where, value=given, current=current)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from paceline.config.choices import check_not_renamed, current_name
+from paceline.config.choices import check_not_renamed, current_setting_name
 from paceline.config.strategies import EXACT_STRATEGIES, SLOW_NETWORK_SETTINGS
 from paceline.errors import UsageError, unknown_name_error
 
@@ -82,7 +82,7 @@ def parse_allowed_changes(text: str) -> list[str]:
     for name in names:
         if name in FIXED_SETTINGS:
             raise UsageError(code="change-never-allowed", value=name, never=_never(name))
-        check_not_renamed("--allow-change", name, [current_name(name)])
+        check_not_renamed("--allow-change", name, [current_setting_name(name)])
         if name not in CHANGEABLE_SETTINGS and not name.startswith(TASK_SETTING_PREFIX):
             raise unknown_name_error("setting to change", name, CHANGEABLE_SETTINGS)
     return names
@@ -96,7 +96,7 @@ def check_same_definition(
     Only names in `allowed` may differ. Returns a text for each of these differences. The error lists all other
     differences, but only the task if this differs.
     """
-    saved = ADDED_SETTING_DEFAULTS | {current_name(name): value for name, value in saved.items()}
+    saved = ADDED_SETTING_DEFAULTS | {current_setting_name(name): value for name, value in saved.items()}
     bits = saved.get("strategy") in EXACT_STRATEGIES and now.get("strategy") in EXACT_STRATEGIES
     of_task = sorted(name for name in saved if name.startswith(TASK_SETTING_PREFIX))
     compared = [n for n in (*FIXED_SETTINGS, *CHANGEABLE_SETTINGS, *of_task) if bits or n not in EXACT_ONLY_SETTINGS]

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_type_hints
 import msgspec
 import tomli_w
 
-from paceline.config.choices import LauncherName, check_not_renamed, current_name, parse_checkpoint_interval
+from paceline.config.choices import LauncherName, check_not_renamed, current_setting_name, parse_checkpoint_interval
 from paceline.config.mesh import Mesh, resolve_mesh
 from paceline.config.strategies import (
     DEFAULT_STRATEGY,
@@ -30,7 +30,7 @@ from paceline.config.strategies import (
     find_network_settings_error,
 )
 from paceline.errors import UsageError, unknown_name_error
-from paceline.runs.owners import NotOwnedError
+from paceline.runs.owners import UntrustedFileError
 from paceline.runs.reading import read_toml
 
 DEFAULT_BATCH_SIZE = 64
@@ -412,7 +412,7 @@ def make_task_path_absolute(task: str) -> str:
     return f"{Path.cwd()}:{task}" if is_here else task
 
 
-def config_to_record(config: TrainConfig) -> TrainConfig:
+def drop_start_only_settings(config: TrainConfig) -> TrainConfig:
     """Return the config to record: without the settings that apply to this start only."""
     checkpoint = dataclasses.replace(
         config.checkpoint, resume="no", restart=False, allow_change="", rehearse_preemption=None
@@ -429,7 +429,7 @@ def load(path: Path, *, must_own: bool) -> TrainConfig:
     """
     try:
         table = read_toml(path, ours=must_own)
-    except NotOwnedError as error:
+    except UntrustedFileError as error:
         raise UsageError(code="config-of-others", path=path, strerror=error.strerror) from None
     except FileNotFoundError as error:
         raise UsageError(code="config-unreadable", path=path, strerror=error.strerror) from None
@@ -452,7 +452,7 @@ def _with_current_names(table: Mapping[str, Any]) -> dict[str, Any]:
         check_not_renamed("a setting has both names", name, table)
     return {
         name: _with_current_names(value) if isinstance(value, Mapping) and name != "task_arg" else value
-        for name, value in zip(map(current_name, table), table.values(), strict=True)
+        for name, value in zip(map(current_setting_name, table), table.values(), strict=True)
     }
 
 

@@ -272,7 +272,7 @@ def permute(positions: Tensor, size: int, key: int) -> Tensor:
     return torch.from_numpy(images.astype(np.int64))
 
 
-def fingerprint(indices: Tensor) -> int:
+def fingerprint_indices(indices: Tensor) -> int:
     """The fingerprint, in [0, 2**64), of samples `indices`: int64 of any shape, none negative. 0 for no samples.
 
     If two multisets of samples differ, their fingerprints differ by the sum of c * hash(index). The integer c is how

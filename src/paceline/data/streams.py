@@ -67,7 +67,7 @@ def shard_stream(stream: Any, number: int, parts: int) -> Any:
     return stream.shard(num_shards=parts, index=number)
 
 
-class StreamCursor:
+class StreamReader:
     """Reads a stream, or one part of it, in each epoch, and numbers its samples."""
 
     def __init__(self, stream: Any, seed: int, number: int = 0, parts: int = 1) -> None:
@@ -136,7 +136,7 @@ class StreamCursor:
             yield number, sample
 
 
-class StreamBatch(NamedTuple):
+class StreamMicroBatch(NamedTuple):
     """One micro-batch of a virtual rank. A padding batch, for a rank without samples, has `counted=False`."""
 
     virtual_rank: int
@@ -151,8 +151,8 @@ class StreamBatch(NamedTuple):
         return torch.tensor(self.sample_numbers, dtype=torch.int64)
 
 
-class StreamChunk(NamedTuple):
-    micro_batches: list[StreamBatch]
+class LocalBatch(NamedTuple):
+    micro_batches: list[StreamMicroBatch]
     num_samples: int
     """The number of samples that this rank has read for this batch, including those of other ranks."""
     positions: dict[int, Position]
@@ -168,10 +168,10 @@ class StreamChunk(NamedTuple):
 
 
 @dataclass(eq=False)
-class ChunkReader(IterableDataset[StreamChunk]):
+class LocalBatchReader(IterableDataset[LocalBatch]):
     """Yields a rank's chunks, one for each global batch from `start` on. After the end, chunks have no samples."""
 
-    parts: Sequence[StreamCursor]
+    parts: Sequence[StreamReader]
     plan: StreamPlan
     virtual_ranks: range
     epoch: Tensor
@@ -200,13 +200,13 @@ class ChunkReader(IterableDataset[StreamChunk]):
         """The process that has the first batch. The previous ones begin with an empty chunk."""
         return next(iter(self.positions)) if self.positions and not self.plan.is_split else 0
 
-    def __iter__(self) -> Iterator[StreamChunk]:
+    def __iter__(self) -> Iterator[LocalBatch]:
         plan, padding, worker = self.plan, None, get_worker_info()
         self._read_epoch = int(self.epoch)
         is_first_epoch = self._read_epoch == self._first_epoch
         parts = self.parts if self.num_turns == 1 or worker is None else [self.parts[worker.id]]
         if is_first_epoch and worker is not None and worker.id < self.first_turn:
-            yield StreamChunk([], 0, {}, "")
+            yield LocalBatch([], 0, {}, "")
         saved = self.positions if is_first_epoch else {}
         positions = {part.number: saved.get(part.number, (0, None)) for part in parts}
         num_alike = plan.global_batch if self.num_turns > 1 else 0
@@ -230,15 +230,15 @@ class ChunkReader(IterableDataset[StreamChunk]):
                 micro_batches = [self._collate(self.virtual_ranks[0], 0, [padding], counted=False)]
             is_compared = number <= 2 and self.num_turns > 1 and len(probes) > 1
             is_uniform = is_compared and len({hash_samples([sample]) for sample in probes}) == 1
-            yield StreamChunk(micro_batches, num_samples, after, hash_samples(probes or [parts[0].last]), is_uniform)
+            yield LocalBatch(micro_batches, num_samples, after, hash_samples(probes or [parts[0].last]), is_uniform)
 
-    def _quota(self, part: StreamCursor) -> int:
+    def _quota(self, part: StreamReader) -> int:
         plan = self.plan
         if not plan.is_split:
             return plan.global_batch
         return len(range(part.number, plan.global_batch, plan.virtual_ranks))
 
-    def _split(self, samples: Sequence[list[tuple[int, Any]]]) -> Iterator[StreamBatch]:
+    def _split(self, samples: Sequence[list[tuple[int, Any]]]) -> Iterator[StreamMicroBatch]:
         plan = self.plan
         for index, virtual_rank in enumerate(self.virtual_ranks):
             portion = samples[index] if plan.is_split else samples[0][virtual_rank :: plan.virtual_ranks]
@@ -249,15 +249,15 @@ class ChunkReader(IterableDataset[StreamChunk]):
 
     def _collate(
         self, virtual_rank: int, part: int, samples: list[tuple[int, Any]], *, counted: bool = True
-    ) -> StreamBatch:
+    ) -> StreamMicroBatch:
         numbers = [number for number, _ in samples]
         # reading the samples of other ranks has changed the random streams
         seed_generators(derive_seed(self.plan.seed, "samples", self._read_epoch, *numbers))
         batch = (self.collate or default_collate)([sample for _, sample in samples])
-        return StreamBatch(virtual_rank, part, numbers, counted, batch)
+        return StreamMicroBatch(virtual_rank, part, numbers, counted, batch)
 
 
-def read_chunks(reader: ChunkReader, loading: LoadingOptions) -> Generator[StreamChunk]:
+def read_local_batches(reader: LocalBatchReader, loading: LoadingOptions) -> Generator[LocalBatch]:
     """Yield the chunks of a reader on the device. Loader processes, if there are any, read ahead.
 
     A process that has ended has no more turns, until all have ended.
@@ -265,7 +265,7 @@ def read_chunks(reader: ChunkReader, loading: LoadingOptions) -> Generator[Strea
     Raises:
         UsageError: if all processes read the same samples.
     """
-    turns, ended = reader.num_turns, list[StreamChunk]()
+    turns, ended = reader.num_turns, list[LocalBatch]()
     least = reader.plan.global_batch if reader.plan.last_batch == "drop" else 1
     positions = dict(reader.positions) or {part.number: (0, None) for part in reader.parts}
     with closing(_load_chunks(reader, loading)) as loaded:
@@ -294,7 +294,7 @@ def read_chunks(reader: ChunkReader, loading: LoadingOptions) -> Generator[Strea
                 yield chunk._replace(micro_batches=moved, positions=dict(positions))
 
 
-def _load_chunks(reader: ChunkReader, loading: LoadingOptions) -> Generator[StreamChunk]:
+def _load_chunks(reader: LocalBatchReader, loading: LoadingOptions) -> Generator[LocalBatch]:
     if not loading.num_workers:
         yield from iterate_loader(iter(reader), None)
         return

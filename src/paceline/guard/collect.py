@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 from msgspec.structs import asdict, replace
 
-from paceline.host.machine_log import query_gpu_problems
-from paceline.host.procfs import current_sleep_number, queued_seconds, read_process, waits_for_terminal_input
+from paceline.host.node_utilization import query_gpu_problems
+from paceline.host.procfs import main_thread_sleep_id, queued_seconds, read_process, waits_for_terminal_input
 from paceline.protocol import marks, status_page
 from paceline.protocol.evidence import Evidence, Frame, LoaderWorker, Op, Stack, WorkerAnswer, WorkerSample
 from paceline.protocol.job import SUSPENSION_GAP_SECONDS
@@ -93,7 +93,10 @@ class EvidenceCollection:
         if counters.answered == self.question or query.states[-1] in ("", "T", "t"):
             return True  # a stopped process never answers
         if query.native_bytes >= 0:
-            previous_bytes, query.native_bytes = query.native_bytes, len(status_page.read_native_stacks(query.page_fd))
+            previous_bytes, query.native_bytes = (
+                query.native_bytes,
+                len(status_page.read_faulthandler_text(query.page_fd)),
+            )
             is_complete = 0 < query.native_bytes == previous_bytes
             return is_complete or time.monotonic() - self._signalled_seconds > NATIVE_STACK_SECONDS
         is_deaf = time.monotonic() - counters.beat_ns / 1e9 > UNRESPONSIVE_SECONDS
@@ -131,10 +134,10 @@ class EvidenceCollection:
             Evidence.from_sample(worker),
             state=_state(query),
             cpu_seconds=cpu_seconds,
-            sleep=-1 if process is None else current_sleep_number(worker.pid),
-            watched=process is None or answered or status_page.has_status_page(worker.pid),
+            sleep=-1 if process is None else main_thread_sleep_id(worker.pid),
+            watched=process is None or answered or status_page.maps_status_page(worker.pid),
             answered=answered,
-            native=status_page.read_native_stacks(page_fd) if has_native else "",
+            native=status_page.read_faulthandler_text(page_fd) if has_native else "",
             loaders=tuple(_loader(loader, worker.pid) for loader in status_page.read_loader_workers(page_fd)),
             gpu=self._gpus.get(worker.pid, ""),
             calls=marks.read_calls(page_fd) if worker.orders else {},

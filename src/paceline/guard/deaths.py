@@ -75,7 +75,7 @@ def first_to_fail(samples: Iterable[WorkerSample]) -> WorkerSample | None:
     return min(failed, key=lambda s: (classify_rank_end(s), s.failed_at_seconds, s.rank), default=None)
 
 
-def diagnosis_due_seconds(samples: Sequence[WorkerSample]) -> float | None:
+def diagnosis_due_at_seconds(samples: Sequence[WorkerSample]) -> float | None:
     """The monotonic time in seconds at which the diagnosis is due; None while no rank has failed.
 
     Example: one rank raises an exception and cleans up for 3 s. The others lose it and end as victims. The record of

@@ -26,22 +26,27 @@ from typing import Literal
 from msgspec.structs import replace
 
 from paceline.guard.judge import DEADLOCK_SECONDS
-from paceline.protocol.code_locations import Activity, activity_of_source_file, imports_torch
-from paceline.protocol.evidence import Diagnosis, Evidence, Phase, StopKind, WorkerSample
+from paceline.protocol.code_locations import Activity, activity_of_source_file, is_importing_torch
+from paceline.protocol.evidence import Diagnosis, DiagnosisKind, Evidence, Phase, WorkerSample
 from paceline.protocol.job import (
     STEP_STAGES,
     SUSPENSION_GAP_SECONDS,
     WARM_UP_STEPS,
     WINDOW_BOUNDS_SECONDS,
     HangTimeout,
-    HangWindowStage,
+    RunStage,
 )
 
 PROGRESS_TOLERANCE_SECONDS = 1.5  # tolerance between two samples of a rank that has made no progress
 BUSY_CPU_SECONDS = 0.5  # per second
 IDLE_CPU_SECONDS = 0.05  # per second; a rank that imports or compiles uses more
 STEP_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
-KINDS_WITH_WAITING_CAUSES = (StopKind.MISMATCH, StopKind.DEADLOCK, StopKind.NETWORK, StopKind.UNKNOWN)
+KINDS_WITH_WAITING_CAUSES = (
+    DiagnosisKind.MISMATCH,
+    DiagnosisKind.DEADLOCK,
+    DiagnosisKind.NETWORK,
+    DiagnosisKind.UNKNOWN,
+)
 
 SAMPLE_SECONDS, SHORT_SAMPLE_SECONDS = 1.0, 0.25
 SHORT_WINDOW_SECONDS = 10.0
@@ -64,11 +69,11 @@ class StallDetector:
     def __init__(self, windows: HangTimeout) -> None:
         self.windows = windows
         self.notice = ""  # a message for the user; the caller empties it after printing
-        self._largest_gap_seconds = dict.fromkeys(HangWindowStage, 0.0)
+        self._largest_gap_seconds = dict.fromkeys(RunStage, 0.0)
         self._seen_seconds: float | None = None
         self._began_seconds = -math.inf  # times without progress are counted from here at the earliest
         self._moved_seconds: float | None = None  # time of the last progress of any rank
-        self._stage = HangWindowStage.LONG
+        self._stage = RunStage.LONG
         self._first_step: int | None = None
         self._warned = False  # about the current time without progress
         self._next_stall_seconds = 0.0
@@ -89,14 +94,14 @@ class StallDetector:
         if self._moved_seconds is None or moved_seconds > self._moved_seconds + 1e-3:  # ages are sums of floats
             self._learn(moved_seconds, math.inf if before_seconds is None else before_seconds)
         still_seconds = now_seconds - moved_seconds
-        steps = self.windows.seconds is None and self._stage in (HangWindowStage.STEP, HangWindowStage.DATA)
+        steps = self.windows.seconds is None and self._stage in (RunStage.STEP, RunStage.DATA)
         if not steps or still_seconds >= MIN_WINDOW_SECONDS:  # no window is shorter than this
             self._stage = max(self._stage_of(rank) for rank in ranks)
         window_seconds = self.windows.window_seconds(self._stage, self._largest_gap_seconds[self._stage])
         if not any(rank.waiting or rank.phase in (Phase.DATA, Phase.SYNC) for rank in ranks):
-            if self._stage is not HangWindowStage.STEP:
+            if self._stage is not RunStage.STEP:
                 return None
-            window_seconds = self.windows.window_seconds(HangWindowStage.LONG, self._largest_gap_seconds[self._stage])
+            window_seconds = self.windows.window_seconds(RunStage.LONG, self._largest_gap_seconds[self._stage])
         return self._alarm(still_seconds, window_seconds)
 
     def _learn(self, moved_seconds: float, before_seconds: float) -> None:
@@ -110,7 +115,7 @@ class StallDetector:
         for stage in STEP_STAGES if self._stage in STEP_STAGES else (self._stage,):
             self._largest_gap_seconds[stage] = max(self._largest_gap_seconds[stage], gap_seconds)
         limit = self.windows.seconds
-        if limit is not None and gap_seconds > limit and self._stage is not HangWindowStage.LONG and not self._noticed:
+        if limit is not None and gap_seconds > limit and self._stage is not RunStage.LONG and not self._noticed:
             self._noticed = True
             self.notice = (
                 f"no rank made progress for {gap_seconds:.1f} s, then the run continued: --hang-timeout {limit:g} is "
@@ -128,21 +133,21 @@ class StallDetector:
             return Alarm("warn", still_seconds, window_seconds)
         return None
 
-    def _stage_of(self, rank: WorkerSample) -> HangWindowStage:
+    def _stage_of(self, rank: WorkerSample) -> RunStage:
         if rank.phase is Phase.USER or (rank.script and rank.phase is not Phase.INIT):
-            return HangWindowStage.USER
+            return RunStage.USER
         if rank.phase is Phase.INIT or rank.stepped is False or self._first_step is None:
             self._first_step = rank.step  # a resumed run starts at any step
         if rank.phase in (Phase.INIT, Phase.EVALUATE, Phase.CHECKPOINT, Phase.CLOSE) or rank.stepped is False:
-            return HangWindowStage.LONG
+            return RunStage.LONG
         if self.windows.seconds is None and rank.step < self._first_step + WARM_UP_STEPS:
-            return HangWindowStage.WARM_UP
+            return RunStage.WARM_UP
         if rank.stepped is None and rank.step == self._first_step:
-            return HangWindowStage.LONG
-        return HangWindowStage.DATA if rank.phase is Phase.DATA else HangWindowStage.STEP
+            return RunStage.LONG
+        return RunStage.DATA if rank.phase is Phase.DATA else RunStage.STEP
 
 
-def mark_as_waiting(samples: Sequence[WorkerSample], world_size: int) -> list[WorkerSample]:
+def mark_unknown_as_waiting(samples: Sequence[WorkerSample], world_size: int) -> list[WorkerSample]:
     """Set `waiting` for scripts and for ranks before the rendezvous: their status pages do not show whether they wait.
 
     A script is in phase INIT until a rank has called a collective.
@@ -156,7 +161,7 @@ def mark_as_waiting(samples: Sequence[WorkerSample], world_size: int) -> list[Wo
     ]
 
 
-def is_stalled(evidence: Sequence[Evidence], alarm: Alarm, windows: HangTimeout) -> bool:
+def is_run_stalled(evidence: Sequence[Evidence], alarm: Alarm, windows: HangTimeout) -> bool:
     """Whether the evidence confirms the alarm: no rank has made progress since, and a rank waits.
 
     A script may also compute for a long time.
@@ -167,19 +172,19 @@ def is_stalled(evidence: Sequence[Evidence], alarm: Alarm, windows: HangTimeout)
         return False
     if not any(is_waiting(sample) for sample in running):
         is_busy = any(sample.cpu_seconds > BUSY_CPU_SECONDS for sample in running)
-        cap_seconds = WINDOW_BOUNDS_SECONDS[HangWindowStage.LONG][1] if windows.seconds is None and is_busy else 0.0
+        cap_seconds = WINDOW_BOUNDS_SECONDS[RunStage.LONG][1] if windows.seconds is None and is_busy else 0.0
         return all(sample.phase in STEP_PHASES and not sample.script for sample in running) and (
-            alarm.still_seconds >= max(windows.window_seconds(HangWindowStage.LONG), cap_seconds)
+            alarm.still_seconds >= max(windows.window_seconds(RunStage.LONG), cap_seconds)
         )
     # long work of a script may be intended: rank 0 evaluates, and the others wait in a barrier
     scripts = [sample for sample in running if sample.phase is Phase.USER or sample.script]
     is_busy = any(not is_waiting(sample) and sample.cpu_seconds > BUSY_CPU_SECONDS for sample in scripts)
-    if windows.seconds is None and is_busy and alarm.still_seconds < WINDOW_BOUNDS_SECONDS[HangWindowStage.USER][1]:
+    if windows.seconds is None and is_busy and alarm.still_seconds < WINDOW_BOUNDS_SECONDS[RunStage.USER][1]:
         return False
     # before its first collective a rank may still import torch from a slow disk or on a busy machine
     not_started = [sample for sample in running if not sample.ops and not is_waiting(sample)]
     is_idle = all(sample.cpu_seconds < IDLE_CPU_SECONDS and sample.state not in ("R", "D") for sample in not_started)
-    return is_idle or alarm.still_seconds >= windows.window_seconds(HangWindowStage.LONG)
+    return is_idle or alarm.still_seconds >= windows.window_seconds(RunStage.LONG)
 
 
 def is_waiting(rank: Evidence) -> bool:
@@ -188,7 +193,7 @@ def is_waiting(rank: Evidence) -> bool:
         return True
     main_frames = rank.stacks[0].frames if rank.stacks else ()
     is_in_wait = any(activity_of_source_file(frame.file) in (Activity.WAITS, Activity.MEETS) for frame in main_frames)
-    return is_in_wait and not imports_torch(main_frames)
+    return is_in_wait and not is_importing_torch(main_frames)
 
 
 def ranks_to_interrupt(diagnosis: Diagnosis, evidence: Sequence[Evidence]) -> tuple[int, ...]:
@@ -249,7 +254,7 @@ class SleepingRankDetector:
         before, self._before = self._before, now
         if min(sample.still_seconds for sample in evidence if sample.is_running) < SURE_SECONDS:
             return False
-        if diagnosis.kind in (StopKind.MISMATCH, StopKind.DEADLOCK):
+        if diagnosis.kind in (DiagnosisKind.MISMATCH, DiagnosisKind.DEADLOCK):
             return True
         return bool(diagnosis.causes) and all(r in now and before.get(r) == now[r] for r in diagnosis.causes)
 
@@ -463,7 +468,7 @@ MAX_DEADLOCK_SECONDS = 8.0  # upper limit of DEADLOCK_SECONDS, for runs whose ra
 SAME_MOMENT_TOLERANCE_SECONDS = 1.5  # tolerance between two samples of the same moment
 
 
-class DeadlockDetector:
+class DeadlockCheckSchedule:
     """Decides when to collect evidence for `judge.is_deadlocked`, for one generation."""
 
     def __init__(self, windows: HangTimeout) -> None:

@@ -34,18 +34,18 @@ from paceline.guard import sentences, waits
 from paceline.guard.deaths import RankEndKind, classify_rank_end, first_to_fail, mismatched_parameter_counts
 from paceline.guard.sentences import make_diagnosis
 from paceline.guard.waits import OpMismatch, RankState, group_ranks, majority_party, ranks_outside_majority
-from paceline.protocol.code_locations import format_rank_location, is_calling, is_waiting_for_ranks
-from paceline.protocol.evidence import SHARED_GROUP, Diagnosis, Evidence, Op, Phase, StopKind, WorkerSample
+from paceline.protocol.code_locations import format_rank_location, is_stack_in_op, is_waiting_for_ranks
+from paceline.protocol.evidence import SHARED_GROUP, Diagnosis, DiagnosisKind, Evidence, Op, Phase, WorkerSample
 
 RankStates = Mapping[int, RankState]
 WaitGraph = Mapping[int, frozenset[int]]  # rank -> the ranks for which it waits
 KINDS_PREFERRED_TO_VICTIMS = (
-    StopKind.MISMATCH,
-    StopKind.DEADLOCK,
-    StopKind.BEHIND,
-    StopKind.STOPPED,
-    StopKind.UNINTERRUPTIBLE,
-    StopKind.LOADER,
+    DiagnosisKind.MISMATCH,
+    DiagnosisKind.DEADLOCK,
+    DiagnosisKind.BEHIND,
+    DiagnosisKind.STOPPED,
+    DiagnosisKind.UNINTERRUPTIBLE,
+    DiagnosisKind.LOADER,
 )
 DEADLOCK_SECONDS = 2.0  # without progress, before ranks count as deadlocked
 IDLE_CPU_SECONDS = 0.5  # per second; a rank that uses more may still arrive
@@ -66,15 +66,17 @@ def diagnose(evidence: Sequence[Evidence]) -> Diagnosis:
     first = first_to_fail(evidence)
     if first is None or _explains(diagnosis, first, evidence):
         return diagnosis
-    outvoted = diagnosis.kind is StopKind.MISMATCH and classify_rank_end(first).is_primary and diagnosis.causes
+    outvoted = diagnosis.kind is DiagnosisKind.MISMATCH and classify_rank_end(first).is_primary and diagnosis.causes
     return replace(diagnosis, failed=diagnosis.causes[0] if outvoted else first.rank)  # all raise at the same time
 
 
 def diagnose_first_failure(samples: Sequence[WorkerSample]) -> Diagnosis:
     first = first_to_fail(samples)
     if first is None:
-        return Diagnosis(StopKind.UNKNOWN)
-    return Diagnosis(StopKind.DIED, (first.rank,) if classify_rank_end(first).is_primary else (), failed=first.rank)
+        return Diagnosis(DiagnosisKind.UNKNOWN)
+    return Diagnosis(
+        DiagnosisKind.DIED, (first.rank,) if classify_rank_end(first).is_primary else (), failed=first.rank
+    )
 
 
 def _explains(diagnosis: Diagnosis, first: WorkerSample, evidence: Sequence[Evidence]) -> bool:
@@ -82,7 +84,7 @@ def _explains(diagnosis: Diagnosis, first: WorkerSample, evidence: Sequence[Evid
     has_evidence = any(sample.state or sample.ops for sample in evidence)  # else only samples
     if not has_evidence or not (aborted or classify_rank_end(first) is RankEndKind.VICTIM):
         return False
-    better = diagnosis.kind in KINDS_PREFERRED_TO_VICTIMS or (aborted and diagnosis.kind is StopKind.LEFT)
+    better = diagnosis.kind in KINDS_PREFERRED_TO_VICTIMS or (aborted and diagnosis.kind is DiagnosisKind.LEFT)
     return better and bool(diagnosis.causes or diagnosis.tie)
 
 
@@ -97,13 +99,15 @@ def _diagnose_failures(ranks: RankStates, mismatches: Sequence[OpMismatch]) -> D
         wrong = [n for n in died if right is not None and n not in right]
         lines = [*map(sentences.describe_parameter_count, parties if right is None else reversed(parties))]
         tie = [] if right is not None else [list(party) for party in parties]
-        return make_diagnosis(StopKind.MISMATCH, ranks, lines, causes=wrong, tie=tie)
+        return make_diagnosis(DiagnosisKind.MISMATCH, ranks, lines, causes=wrong, tie=tie)
     if died:
-        return make_diagnosis(StopKind.DIED, ranks, sentences.describe_failures(ranks, died), causes=died)
+        return make_diagnosis(DiagnosisKind.DIED, ranks, sentences.describe_failures(ranks, died), causes=died)
     if not broken or mismatches:  # a rank that its transport ended may be the correct one
         return None
     causes = [n for n in broken if not ranks[n].evidence.error_text]  # their output mentions no other rank
-    return make_diagnosis(StopKind.DIED, ranks, sentences.describe_transport_failures(ranks, broken), causes=causes)
+    return make_diagnosis(
+        DiagnosisKind.DIED, ranks, sentences.describe_transport_failures(ranks, broken), causes=causes
+    )
 
 
 def _diagnose_waits(ranks: RankStates, engaged: RankStates) -> Diagnosis | None:
@@ -114,8 +118,8 @@ def _diagnose_waits(ranks: RankStates, engaged: RankStates) -> Diagnosis | None:
         return None
     kinds = {n: _kind(ranks[n]) for n in causes}
     kind = min(kinds.values())
-    if kind is StopKind.BEHIND and not any(rank.evidence.ops for rank in ranks.values()):
-        kind = StopKind.NOT_MET
+    if kind is DiagnosisKind.BEHIND and not any(rank.evidence.ops for rank in ranks.values()):
+        kind = DiagnosisKind.NOT_MET
     causes.sort(key=lambda n: (kinds[n], n))
     op = sentences.most_awaited_op(ranks, causes)
     return make_diagnosis(kind, ranks, sentences.describe_ranks_waited_for(ranks, causes), causes=causes, op=op)
@@ -130,12 +134,12 @@ def _is_free(rank: RankState) -> bool:
     return not rank.pending or (not rank.evidence.answered and waits.is_outside_ops(rank))
 
 
-def _kind(rank: RankState) -> StopKind:
+def _kind(rank: RankState) -> DiagnosisKind:
     if rank.frozen:
-        return StopKind.STOPPED
+        return DiagnosisKind.STOPPED
     if rank.evidence.state == "D":
-        return StopKind.UNINTERRUPTIBLE
-    return StopKind.LOADER if sentences.stuck_loader_workers(rank.evidence) else StopKind.BEHIND
+        return DiagnosisKind.UNINTERRUPTIBLE
+    return DiagnosisKind.LOADER if sentences.find_stuck_loader_workers(rank.evidence) else DiagnosisKind.BEHIND
 
 
 def _diagnose_stuck_collective(ranks: RankStates) -> Diagnosis | None:
@@ -147,31 +151,31 @@ def _diagnose_stuck_collective(ranks: RankStates) -> Diagnosis | None:
     silent = [n for n in inside if not ranks[n].evidence.answered and ranks[n].end is RankEndKind.RUNS]
     others = [rank for n, rank in ranks.items() if n not in silent and rank.end is RankEndKind.RUNS]
     if in_kernel:
-        kind, causes = StopKind.UNINTERRUPTIBLE, in_kernel
+        kind, causes = DiagnosisKind.UNINTERRUPTIBLE, in_kernel
     elif silent and len(silent) < len(inside) and all(rank.evidence.answered for rank in others):
-        kind, causes = StopKind.STOPPED, silent  # the processes of a frozen container do not show state T
+        kind, causes = DiagnosisKind.STOPPED, silent  # the processes of a frozen container do not show state T
     else:
-        return make_diagnosis(StopKind.NETWORK, ranks, sentences.describe_stuck_op(ranks, inside), op=op)
+        return make_diagnosis(DiagnosisKind.NETWORK, ranks, sentences.describe_stuck_op(ranks, inside), op=op)
     return make_diagnosis(kind, ranks, sentences.describe_stuck_ranks(ranks, causes, op), causes=causes, op=op)
 
 
 def _diagnose_without_waits(ranks: RankStates) -> Diagnosis:
     running = {n: rank for n, rank in ranks.items() if rank.end is RankEndKind.RUNS}
     kinds = {n: _kind(rank) for n, rank in running.items()}
-    stuck = [n for n, kind in kinds.items() if kind is not StopKind.BEHIND]
+    stuck = [n for n, kind in kinds.items() if kind is not DiagnosisKind.BEHIND]
     lines = sentences.describe_locations(ranks)
     if stuck:
         lines = sentences.describe_ranks_waited_for(ranks, stuck)
         return make_diagnosis(min(kinds[n] for n in stuck), ranks, lines, causes=stuck)
     any_met = any(rank.evidence.ops for rank in ranks.values())
-    kind = StopKind.BEHIND if any_met else StopKind.NOT_MET
+    kind = DiagnosisKind.BEHIND if any_met else DiagnosisKind.NOT_MET
     if len(ranks) == len(running) == 1:
-        return make_diagnosis(StopKind.BEHIND, ranks, lines, causes=list(running))
+        return make_diagnosis(DiagnosisKind.BEHIND, ranks, lines, causes=list(running))
     sites = {n: format_rank_location(rank.evidence) for n, rank in running.items()}
     parties = group_ranks({n: site for n, site in sites.items() if site}, lambda site: site)
     right = majority_party(parties)
     if right is None or len(right) == len(running):
-        return make_diagnosis(StopKind.UNKNOWN, ranks, lines)
+        return make_diagnosis(DiagnosisKind.UNKNOWN, ranks, lines)
     wrong = [n for n in running if n not in right]
     return make_diagnosis(kind, ranks, lines, causes=wrong)
 
@@ -230,7 +234,7 @@ def _parties(
 def _position(rank: RankState, number: int, members: Sequence[int]) -> Hashable:
     if rank.end is RankEndKind.LEFT:
         return "ended"
-    op = sentences.blocking_op(rank, members) or (rank.pending[-1] if rank.pending else None)
+    op = sentences.find_blocking_op(rank, members) or (rank.pending[-1] if rank.pending else None)
     return None if op is None else (waits.op_sequence_key(op, number), op.seq, op.kind, op.name, op.shape, op.dtype)
 
 
@@ -249,24 +253,24 @@ def _dispute_diagnosis(
             op = next(iter(right.values()))
             site = next((party[n].site for n in causes for party in mismatch.parties if n in party), "")
             lines = sentences.describe_mismatch(mismatch, causes)
-            return make_diagnosis(StopKind.MISMATCH, ranks, lines, causes=causes, tie=tie, op=op, at=site)
+            return make_diagnosis(DiagnosisKind.MISMATCH, ranks, lines, causes=causes, tie=tie, op=op, at=site)
     involved_ended = [n for n in involved if ranks[n].end is RankEndKind.LEFT]
     if involved_ended:
         op = sentences.most_awaited_op(ranks, involved_ended)
         lines = sentences.describe_ranks_waited_for(ranks, involved_ended)
-        return make_diagnosis(StopKind.LEFT, ranks, lines, causes=causes, tie=tie, op=op)
+        return make_diagnosis(DiagnosisKind.LEFT, ranks, lines, causes=causes, tie=tie, op=op)
     ended = [
         n for n in graph if ranks[n].end is RankEndKind.LEFT and any(n in ranks[other].waits_for for other in causes)
     ]
     if ended:
         op, lines = sentences.most_awaited_op(ranks, ended), sentences.describe_early_ends(ranks, causes, ended)
-        return make_diagnosis(StopKind.MISMATCH, ranks, lines, causes=causes, op=op)
+        return make_diagnosis(DiagnosisKind.MISMATCH, ranks, lines, causes=causes, op=op)
     groups = [list(party) for party in tie] or [list(causes), *_rivals(ranks, causes, graph)]
     members = [n for group in groups for n in group]
-    ops = {n: op for n in members if (op := sentences.blocking_op(ranks[n], members)) is not None}
+    ops = {n: op for n in members if (op := sentences.find_blocking_op(ranks[n], members)) is not None}
     op = ops.get(groups[-1][0])
     lines = sentences.describe_cycle(ranks, groups, ops)
-    return make_diagnosis(StopKind.DEADLOCK, ranks, lines, causes=causes, tie=tie, op=op)
+    return make_diagnosis(DiagnosisKind.DEADLOCK, ranks, lines, causes=causes, tie=tie, op=op)
 
 
 def _rivals(ranks: RankStates, causes: Sequence[int], graph: WaitGraph) -> list[list[int]]:
@@ -345,7 +349,7 @@ def _blocking_collective(rank: RankState) -> Op | None:
         return None
     if sample.cpu_seconds > IDLE_CPU_SECONDS or is_waiting_for_ranks(sample) is not True:
         return None
-    on_stack = [op for op in rank.pending if not op.is_message and is_calling(sample, op)]
+    on_stack = [op for op in rank.pending if not op.is_message and is_stack_in_op(sample, op)]
     return on_stack[-1] if on_stack else None
 
 

@@ -20,8 +20,15 @@ from msgspec.structs import replace
 from paceline.errors import ExitCode, UsageError, first_few
 from paceline.guard.collect import limit_evidence_size
 from paceline.guard.deaths import RankEndKind, classify_rank_end
-from paceline.guard.sentences import format_caller, format_loader, format_op, format_position, format_ranks, signal_name
-from paceline.protocol.evidence import Diagnosis, Evidence, Op, Phase, Stack, StopKind, WorkerSample
+from paceline.guard.sentences import (
+    format_caller,
+    format_loader_worker,
+    format_op,
+    format_rank_state,
+    format_ranks,
+    signal_name,
+)
+from paceline.protocol.evidence import Diagnosis, DiagnosisKind, Evidence, Op, Phase, Stack, WorkerSample
 from paceline.runs import writing
 from paceline.runs.console import remove_control_characters
 from paceline.runs.reading import read_file
@@ -35,16 +42,16 @@ MAX_NAMED_RANKS = 3  # ranks with host and pid; the folder lists all of them
 TAIL_LINES = 15
 MAX_TRACEBACK_LINES = 80  # also of a message, so that the headline of a deep recursion stays on the screen
 EXIT_CODES = {  # of runs that paceline stopped; for other kinds 3
-    StopKind.LEFT: ExitCode.FAILED,
-    StopKind.MISMATCH: ExitCode.MISMATCH,
-    StopKind.DEADLOCK: ExitCode.MISMATCH,
-    StopKind.NOT_FINITE: ExitCode.NOT_FINITE,
-    StopKind.DIVERGED: ExitCode.DIVERGED,
-    StopKind.SWALLOWED: ExitCode.MISMATCH,
+    DiagnosisKind.LEFT: ExitCode.FAILED,
+    DiagnosisKind.MISMATCH: ExitCode.MISMATCH,
+    DiagnosisKind.DEADLOCK: ExitCode.MISMATCH,
+    DiagnosisKind.NOT_FINITE: ExitCode.NOT_FINITE,
+    DiagnosisKind.DIVERGED: ExitCode.DIVERGED,
+    DiagnosisKind.SWALLOWED: ExitCode.MISMATCH,
 }
 HEADLINE_KINDS = (
-    StopKind.DIED, StopKind.LEFT, StopKind.MISMATCH, StopKind.DEADLOCK, StopKind.NETWORK,
-    StopKind.DIVERGED, StopKind.NOT_FINITE, StopKind.SWALLOWED,
+    DiagnosisKind.DIED, DiagnosisKind.LEFT, DiagnosisKind.MISMATCH, DiagnosisKind.DEADLOCK, DiagnosisKind.NETWORK,
+    DiagnosisKind.DIVERGED, DiagnosisKind.NOT_FINITE, DiagnosisKind.SWALLOWED,
 )  # fmt: skip
 
 
@@ -250,7 +257,7 @@ def write_diagnosis(folder: Path, diagnosis: Diagnosis, evidence: Sequence[Evide
     writing.make_folder(folder)
     chosen = select_ranks_to_record(diagnosis, evidence)
     for sample in chosen:
-        writing.replace_file(folder / f"rank-{sample.rank}.txt", describe_rank(sample).encode())
+        writing.replace_file(folder / f"rank-{sample.rank}.txt", format_evidence(sample).encode())
     # a failure record has a separate file, and monotonic times are meaningless to a reader
     omitted = {"failure": None, "ended_seconds": 0.0, "fingerprints": b"", "orders": b""}
     kept = tuple(replace(limit_evidence_size(sample), **omitted) for sample in chosen)
@@ -299,7 +306,7 @@ def read_diagnosis(folder: Path) -> DiagnosisRecord:
         raise UsageError(code="diagnosis-damaged", path=path, error=error) from error
 
 
-def describe_rank(rank: Evidence, *, most_ops: int | None = None, most_stacks: int | None = None) -> str:
+def format_evidence(rank: Evidence, *, most_ops: int | None = None, most_stacks: int | None = None) -> str:
     """The evidence on a rank as text, with its last `most_ops` operations and first `most_stacks` stacks."""
     ops = rank.ops if most_ops is None else rank.ops[-most_ops:]
     # each text on its own: an unfinished control sequence must not hide the next one
@@ -314,7 +321,7 @@ def _rank_texts(rank: Evidence, ops: Sequence[Op], stacks: Sequence[Stack]) -> I
     elif rank.code is not None:
         yield f"ended: {'exit code' if rank.code >= 0 else 'signal'} {abs(rank.code)}"
     else:
-        yield f"no progress for {rank.still_seconds:.1f} s; it is {format_position(rank)}"
+        yield f"no progress for {rank.still_seconds:.1f} s; it is {format_rank_state(rank)}"
         yield f"CPU use: {rank.cpu_seconds:.2f} s per second"
     yield "last collectives and messages, the newest last:"
     yield from (
@@ -327,6 +334,6 @@ def _rank_texts(rank: Evidence, ops: Sequence[Op], stacks: Sequence[Stack]) -> I
         yield from (f"  {frame.file}:{frame.line} in {frame.function}" for frame in stack.frames)
     if rank.native:
         yield f"stack from faulthandler, innermost first:\n{rank.native}"
-    yield from (format_loader(loader) for loader in rank.loaders)
+    yield from (format_loader_worker(loader) for loader in rank.loaders)
     if rank.error_text:
         yield f"its last output:\n{rank.error_text}"

@@ -13,11 +13,11 @@ from paceline.protocol.code_locations import (
     call_site_frames,
     format_file_and_line,
     format_rank_location,
-    is_calling,
+    is_stack_in_op,
     library_suffix,
     main_thread_frames,
 )
-from paceline.protocol.evidence import BLOCK_PREFIX, Diagnosis, Evidence, LoaderWorker, Op, Phase, StopKind
+from paceline.protocol.evidence import BLOCK_PREFIX, Diagnosis, DiagnosisKind, Evidence, LoaderWorker, Op, Phase
 from paceline.runs.console import join_ranges
 
 OPS_WITH_SOURCE = ("recv", "irecv", "broadcast", "scatter")
@@ -60,7 +60,7 @@ def format_caller(op: Op) -> str:
     return f", called from {op.site}" if op.site else ""
 
 
-def format_position(evidence: Evidence) -> str:
+def format_rank_state(evidence: Evidence) -> str:
     """The location of a rank as the end of "it is ...": "in load_batch at train.py:88, phase data, state S"."""
     parts = [_source_line(evidence)]
     if evidence.phase is not Phase.USER:
@@ -82,7 +82,7 @@ def _source_line(evidence: Evidence) -> str:
     return at if frame.function in ("", "<module>") else f"in {frame.function} {at}"
 
 
-def format_loader(loader: LoaderWorker) -> str:
+def format_loader_worker(loader: LoaderWorker) -> str:
     subject = f"loader process {loader.number} (pid {loader.pid})"
     item = f"sample {loader.item} of epoch {loader.epoch}"
     if loader.state in ENDED_PROCESS_STATES:
@@ -96,7 +96,7 @@ RankStates = Mapping[int, RankState]
 
 
 def make_diagnosis(
-    kind: StopKind,
+    kind: DiagnosisKind,
     ranks: RankStates,
     lines: Sequence[str],
     *,
@@ -117,7 +117,7 @@ def make_diagnosis(
     return Diagnosis(kind, tuple(causes), parties, tuple(lines), op, site, step)
 
 
-def stuck_loader_workers(evidence: Evidence) -> list[LoaderWorker]:
+def find_stuck_loader_workers(evidence: Evidence) -> list[LoaderWorker]:
     if evidence.phase not in (Phase.DATA, Phase.USER):
         return []
     states = (*ENDED_PROCESS_STATES, *FROZEN_PROCESS_STATES, "D")
@@ -130,7 +130,11 @@ def describe_ranks_waited_for(ranks: RankStates, causes: Sequence[int]) -> list[
     alike = _group_ranks(causes, lambda n: (_where(ranks[n]), _most_awaited(holders, [n])))
     lines = [_not_entered(ranks, group, op) for group in alike]
     running = [ranks[n].evidence for n in causes if ranks[n].end is RankEndKind.RUNS and not ranks[n].frozen]
-    loaders = [f"its {format_loader(loader)}" for evidence in running for loader in stuck_loader_workers(evidence)[:2]]
+    loaders = [
+        f"its {format_loader_worker(loader)}"
+        for evidence in running
+        for loader in find_stuck_loader_workers(evidence)[:2]
+    ]
     findings = (finding for n in causes for finding in ranks[n].evidence.findings)
     threads = [finding.text for finding in findings if finding.kind == "thread"]
     return [*_limited(lines), *_limited(loaders + threads), *_waiting(ranks, op, without=causes)]
@@ -161,7 +165,7 @@ def _where(rank: RankState, *, many: bool = False) -> str:
         return f"ended{steps} with code {rank.evidence.code}"
     if rank.end is not RankEndKind.RUNS:
         return _ended(rank.evidence)
-    return f"{'are' if many else 'is'} {format_position(rank.evidence)}"
+    return f"{'are' if many else 'is'} {format_rank_state(rank.evidence)}"
 
 
 def _waiting(ranks: RankStates, op: Op | None, *, without: Collection[int]) -> list[str]:
@@ -190,7 +194,7 @@ def _position(rank: RankState, number: int) -> Hashable:
 def _current_blocking_op(rank: RankState) -> Op | None:
     if not rank.waits_for:
         return rank.pending[-1] if rank.pending else None
-    return blocking_op(rank, rank.waits_for)
+    return find_blocking_op(rank, rank.waits_for)
 
 
 def _usual(ranks: RankStates, group: Sequence[int]) -> Op:
@@ -199,11 +203,11 @@ def _usual(ranks: RankStates, group: Sequence[int]) -> Op:
     return next(op for op in ops if op.site == usual)
 
 
-def blocking_op(rank: RankState, others: Collection[int]) -> Op | None:
+def find_blocking_op(rank: RankState, others: Collection[int]) -> Op | None:
     """The operation in which a rank waits for some of `others`: the one on its stack, else the first one started."""
     few, many = (rank.waits_for, others) if len(rank.waits_for) < len(others) else (others, rank.waits_for)
     ops = [op for op in rank.pending if any(n in many and rank.waits_for[n] == op for n in few)]
-    return next((op for op in ops if is_calling(rank.evidence, op)), ops[0] if ops else None)
+    return next((op for op in ops if is_stack_in_op(rank.evidence, op)), ops[0] if ops else None)
 
 
 def most_awaited_op(ranks: RankStates, causes: Collection[int]) -> Op | None:
@@ -244,7 +248,7 @@ def describe_cycle(ranks: RankStates, parties: Sequence[Sequence[int]], ops: Map
         distinct = {id(ranks[n].waits_for): ranks[n].waits_for for n in party}
         others = {o for waits_for in distinct.values() for o in waits_for} & (members - set(party))
         if op is None or not others:
-            lines.append(f"{format_subject_verb(party, 'is', 'are')} {format_position(ranks[party[0]].evidence)}")
+            lines.append(f"{format_subject_verb(party, 'is', 'are')} {format_rank_state(ranks[party[0]].evidence)}")
             continue
         group_text = "" if op.is_message else f" of group {op.group}"
         op_text = f"{format_op(op)}{group_text}{format_caller(op)}"
@@ -271,7 +275,7 @@ def describe_stuck_op(ranks: RankStates, pending: Mapping[int, Op]) -> list[str]
 
 def describe_stuck_ranks(ranks: RankStates, causes: Sequence[int], op: Op) -> list[str]:
     lines = [
-        f"{format_ranks([n])} is in {format_op(op)}, as all are; it is {format_position(ranks[n].evidence)}"
+        f"{format_ranks([n])} is in {format_op(op)}, as all are; it is {format_rank_state(ranks[n].evidence)}"
         for n in causes
     ]
     return [*_limited(lines), *_waiting(ranks, op, without=causes)]

@@ -20,7 +20,7 @@ from paceline.guard.detectors import median_without
 from paceline.guard.sentences import format_ranks, format_subject_verb
 from paceline.guard.waits import group_ranks, ranks_outside_majority
 from paceline.protocol import marks
-from paceline.protocol.evidence import Diagnosis, Evidence, Op, ScriptFinding, StopKind, WorkerSample
+from paceline.protocol.evidence import Diagnosis, DiagnosisKind, Evidence, Op, ScriptFinding, WorkerSample
 from paceline.protocol.marks import CallHistory, CallMismatch, ReplicaFingerprint
 
 NO_PART = 0xFFFFFFFF
@@ -257,7 +257,9 @@ class SilentFaultDetector:
             lines.append(f"{format_subject_verb(others, 'has', 'have')} called fewer or different collectives")
         lines += [f"rank {rank} {finding.text} (step {finding.step})" for rank, finding in stale.items()]
         causes = others or tuple(sorted(stale))
-        return Diagnosis(StopKind.SWALLOWED, causes, sentences=tuple(lines), step=max(f.step for f in failed.values()))
+        return Diagnosis(
+            DiagnosisKind.SWALLOWED, causes, sentences=tuple(lines), step=max(f.step for f in failed.values())
+        )
 
     def _report_stale_findings(self, ranks: Sequence[WorkerSample], *, last: bool) -> None:
         """Report findings that only some ranks have made, after all ranks had time to make them."""
@@ -305,7 +307,7 @@ class SilentFaultDetector:
         )
         causes = tuple(sorted(local or applied))
         causes = causes if len(causes) < self._size or self._size == 1 else ()
-        return Diagnosis(StopKind.NOT_FINITE, causes, sentences=tuple(lines), step=step)
+        return Diagnosis(DiagnosisKind.NOT_FINITE, causes, sentences=tuple(lines), step=step)
 
     def _diagnose_divergence(self, difference: ReplicaDifference, ranks: Sequence[WorkerSample]) -> Diagnosis | None:
         names, mark = self._names().get(str(difference.any_fingerprint.layout), ()), difference.any_fingerprint
@@ -331,7 +333,7 @@ class SilentFaultDetector:
         stale = stale if len(stale) < self._size else {}
         causes = difference.minority_ranks or tuple(sorted(stale))  # no majority: a stale step shows the wrong rank
         tie = () if causes else tuple(tuple(sorted(party)) for party in difference.rank_groups)
-        return Diagnosis(StopKind.DIVERGED, causes, tie, (*lines, *stale.values()), step=mark.optimizer_step)
+        return Diagnosis(DiagnosisKind.DIVERGED, causes, tie, (*lines, *stale.values()), step=mark.optimizer_step)
 
     def _diagnose_order(self, at: int, calls: Mapping[int, CallHashes]) -> Diagnosis | None:
         if ("order",) in self._reported:
@@ -367,7 +369,7 @@ class SilentFaultDetector:
         wrong = ranks_outside_majority(parties)
         lines = tuple(f"{format_ranks(party)} took {next(iter(party.values()))} steps" for party in reversed(parties))
         tie = () if wrong else tuple(tuple(sorted(party)) for party in parties)
-        return Diagnosis(StopKind.DIVERGED, wrong, tie, lines, step=max(steps.values()))
+        return Diagnosis(DiagnosisKind.DIVERGED, wrong, tie, lines, step=max(steps.values()))
 
 
 def _findings(ranks: Sequence[WorkerSample], kind: str) -> dict[int, ScriptFinding]:
@@ -408,7 +410,7 @@ def _order_diagnosis(mismatch: CallMismatch, ranks: Sequence[int], number: int) 
     op = next((call for rank, call in calls.items() if rank not in mismatch.minority_ranks), None)
     site = next((call.site for rank, call in calls.items() if rank in mismatch.minority_ranks and call is not None), "")
     tie = () if mismatch.minority_ranks else tuple((rank,) for rank in ranks)
-    return Diagnosis(StopKind.MISMATCH, mismatch.minority_ranks, tie, lines, op, site)
+    return Diagnosis(DiagnosisKind.MISMATCH, mismatch.minority_ranks, tie, lines, op, site)
 
 
 def ops_by_call_hash(evidence: Sequence[Evidence]) -> dict[int, dict[int, Op]]:

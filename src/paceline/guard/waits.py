@@ -17,7 +17,7 @@ from functools import cache
 from typing import TypeVar
 
 from paceline.guard.deaths import RankEndKind, classify_rank_end_with_ops
-from paceline.protocol.code_locations import is_calling, is_waiting_for_ranks
+from paceline.protocol.code_locations import is_stack_in_op, is_waiting_for_ranks
 from paceline.protocol.evidence import Evidence, Op, Phase
 
 # operations numbered together: a group's collectives, messages from -> to
@@ -183,7 +183,7 @@ def drop_abandoned_messages(ranks: Mapping[int, RankState]) -> dict[int, RankSta
 def is_outside_ops(rank: RankState) -> bool:
     """Whether the rank is in code of the script, outside of its operations. `work.wait()` looks the same."""
     outside = is_waiting_for_ranks(rank.evidence) is False
-    return outside and not any(is_calling(rank.evidence, op) for op in rank.pending)
+    return outside and not any(is_stack_in_op(rank.evidence, op) for op in rank.pending)
 
 
 def reachable_ranks(start: Iterable[int], edges: Mapping[int, Iterable[int]]) -> set[int]:

@@ -211,7 +211,7 @@ class FactRule:
                 yield Finding(self.severity, node.name, self.describe_problem(fact), remedy)
 
 
-def node_as_fact(node: Node) -> tuple[Node]:
+def node_itself(node: Node) -> tuple[Node]:
     return (node,)
 
 
@@ -227,7 +227,7 @@ def _fewer(node: Node) -> str:
 
 
 NODE_RULES: tuple[FactRule, ...] = (
-    FactRule("resources", "warning", node_as_fact, lambda n: n.workers * n.threads > n.facts.cores,
+    FactRule("resources", "warning", node_itself, lambda n: n.workers * n.threads > n.facts.cores,
          lambda n: f"{n.workers} workers x {n.threads} threads = {n.workers * n.threads} on {n.facts.cores} available "
          "cores", _fewer),
     FactRule("resources", "error", open_file_limit, lambda files: files < MIN_OPEN_FILES,

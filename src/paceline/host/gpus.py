@@ -123,7 +123,7 @@ def call_with_nvml(question: Callable[[Any], T], otherwise: T) -> T:
     return otherwise
 
 
-def query_nvml(nvml: Any, question: Callable[[], T], otherwise: T) -> T:
+def query_nvml_or_default(nvml: Any, question: Callable[[], T], otherwise: T) -> T:
     with suppress(nvml.NVMLError):
         return question()
     return otherwise
@@ -140,7 +140,7 @@ def gpu_handles(nvml: Any) -> Iterator[tuple[int, Any, str]]:
 
 def count_ecc_errors(nvml: Any, gpu: Any) -> int:
     kinds = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-    return query_nvml(nvml, lambda: int(nvml.nvmlDeviceGetTotalEccErrors(gpu, *kinds)), 0)
+    return query_nvml_or_default(nvml, lambda: int(nvml.nvmlDeviceGetTotalEccErrors(gpu, *kinds)), 0)
 
 
 def _gpus(nvml: Any) -> tuple[Gpu, ...]:
@@ -155,11 +155,11 @@ def _gpus(nvml: Any) -> tuple[Gpu, ...]:
 
 def _gpu(nvml: Any, driver: str, index: int, handles: list[Any]) -> Gpu:
     handle = handles[index]
-    memory = query_nvml(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle), None)
-    processes = query_nvml(nvml, lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle), ())
+    memory = query_nvml_or_default(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle), None)
+    processes = query_nvml_or_default(nvml, lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle), ())
     return Gpu(
         index=index,
-        name=query_nvml(nvml, lambda: str(nvml.nvmlDeviceGetName(handle)), "?"),
+        name=query_nvml_or_default(nvml, lambda: str(nvml.nvmlDeviceGetName(handle)), "?"),
         driver=driver,
         memory=int(memory.total) if memory else 0,
         memory_used=int(memory.used) if memory else 0,

@@ -56,7 +56,7 @@ def queued_seconds(pid: int) -> float:
         return 0.0
 
 
-def current_sleep_number(pid: int) -> int:
+def main_thread_sleep_id(pid: int) -> int:
     """The number of the main thread's current sleep, from the kernel's count; -1 if it does not sleep, or if unknown.
 
     A sleep is a timed one, as in `time.sleep`, or a stop by a signal. A wait for a file, a socket or a child is not a
@@ -126,7 +126,7 @@ def open_files() -> dict[int, str]:
     return files
 
 
-def tcp_connections(table: str) -> list[list[str]]:
+def read_tcp_table(table: str) -> list[list[str]]:
     with suppress(OSError):
         return [row.split() for row in (PROC / "net" / table).read_text().splitlines()[1:]]
     return []
@@ -140,7 +140,7 @@ def proc_net_address(address: str, port: int) -> str:
 def tcp_connection_owner_uid(own: tuple[str, int], other: tuple[str, int]) -> int | None:
     """The user id of the process with the end `own` of an IPv4 connection on this machine; None if unknown."""
     ends = proc_net_address(*own), proc_net_address(*other)
-    return next((int(row[7]) for row in tcp_connections("tcp") if (row[1], row[2]) == ends), None)
+    return next((int(row[7]) for row in read_tcp_table("tcp") if (row[1], row[2]) == ends), None)
 
 
 def describe_port_owner(port: int) -> str | None:

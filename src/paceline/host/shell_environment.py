@@ -65,7 +65,7 @@ command -p env -0 >&"$paceline_answer"
 """
 
 
-def load_shell_environment(
+def activate_environment(
     modules: Sequence[str], activate: str, env: Mapping[str, str], base: Mapping[str, str]
 ) -> dict[str, str]:
     """The environment `base` with `env` added, after loading `modules` and sourcing `activate`.
@@ -97,7 +97,7 @@ def load_shell_environment(
     return {name: value for name, value in after.items() if name not in _SHELL_VARIABLES} | kept | dict(env)
 
 
-def parse_env(settings: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+def parse_env_options(settings: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
     """Parse `--env`: `NAME=VALUE` sets a variable, `NAME` alone passes the value in `environ`. The last one counts."""
     variables: dict[str, str] = {}
     for setting in settings:

@@ -348,7 +348,7 @@ def probable_cause(first: TensorRecord | None, settings: Settings, not_reproduce
     return next((name for name in (*names, *of_task) if name in settings), otherwise)
 
 
-def print_difference(result: Difference, names: tuple[str, str]) -> None:
+def print_run_difference(result: Difference, names: tuple[str, str]) -> None:
     say = partial(print_text, table_console())
     say(f"A: {names[0]}\nB: {names[1]}")
     for name, (a, b) in result.settings.items():

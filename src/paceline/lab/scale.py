@@ -18,7 +18,7 @@ from rich.table import Table
 from paceline.errors import UsageError, plural
 from paceline.lab.compare import Quartiles, make_empty_table, quartiles
 from paceline.report import step_parts
-from paceline.report.run import RunData, read_rank_logs
+from paceline.report.run import RunData, load_rank_events
 from paceline.runs.console import table_console
 from paceline.runs.folder import WEIGHTS
 from paceline.runs.reading import is_file, real_path
@@ -77,7 +77,7 @@ class NetworkSpeed:
 
 
 @dataclass(frozen=True)
-class NodeTraffic:
+class RelativeTraffic:
     fraction: float  # of the uncompressed bytes
     messages: float  # sequential; one message to all others at the same time counts once
     steps_per_exchange: int = 1  # steps between two exchanges
@@ -114,7 +114,7 @@ class ScalingReport(msgspec.Struct, frozen=True):
 
 def read_run(folder: Path, *, skip: int) -> step_parts.RecordedSteps:
     run = RunData(real_path(folder))
-    read_rank_logs(run)
+    load_rank_events(run)
     logs, size = run.newest_rank_logs(), run.world_size
     missing = sorted({*range(size)} - {log.rank for log in logs})
     fault = f"the events of rank {missing[0]} of {size} are missing" if missing else ""
@@ -147,7 +147,7 @@ def read_runs(folders: Sequence[Path], *, skip: int) -> Runs:
     return {at: repeated[:rounds] for at, repeated in runs.items()}
 
 
-def comparable_batches(runs: Runs) -> tuple[int | None, int | None]:
+def weak_and_strong_batches(runs: Runs) -> tuple[int | None, int | None]:
     """(samples per rank, global samples) at which one rank can be compared with several ranks; None if it cannot."""
     batches_alone, others = [at.batch for at in runs if at.ranks == 1], [at for at in runs if at.ranks > 1]
     weak = [batch for batch in batches_alone if any(at.batch == batch for at in others)]
@@ -165,7 +165,7 @@ def estimate_exchanged_bytes(folders: Sequence[Path]) -> int:
     return max((path.stat().st_size for folder in folders if is_file(path := folder / WEIGHTS)), default=0)
 
 
-def split_steps_by_point(runs: Runs, alone: Runs) -> dict[ScalePoint, step_parts.StepParts]:
+def step_parts_by_point(runs: Runs, alone: Runs) -> dict[ScalePoint, step_parts.StepParts]:
     """Split the median round of each point into parts. `alone` are runs without exchange, if there are any."""
     base = next((_median_run(rounds) for at, rounds in sorted(runs.items()) if at.ranks == 1), None)
     parts: dict[ScalePoint, step_parts.StepParts] = {}
@@ -244,7 +244,7 @@ def estimate_scaling(points: StepPartsByPoint, setup: MeasuredSetup, weak: int |
     modes = [(mode, batch) for mode, batch in (("weak", weak), ("strong", strong)) if batch]
     each = f"{plural(ranks_each, 'rank')} each"
     cases = [
-        (count, mode, batch, each, NodeTraffic(1.0, ring_message_count(count)))
+        (count, mode, batch, each, RelativeTraffic(1.0, ring_message_count(count)))
         for count in ESTIMATED_NODE_COUNTS for mode, batch in modes
     ] + [
         (count, "weak", weak, setting, traffic)
@@ -262,10 +262,10 @@ def estimate_scaling(points: StepPartsByPoint, setup: MeasuredSetup, weak: int |
 
 def estimate_step_seconds(
     points: StepPartsByPoint, setup: MeasuredSetup, count: int, batch: int, link: NetworkSpeed,
-    sent: NodeTraffic | None = None,
+    sent: RelativeTraffic | None = None,
 ) -> float:  # fmt: skip
     """Seconds of a step on `count` nodes, with `batch` samples per rank."""
-    ranks_each, sent = _ranks_each(points, setup), sent or NodeTraffic(1.0, ring_message_count(count))
+    ranks_each, sent = _ranks_each(points, setup), sent or RelativeTraffic(1.0, ring_message_count(count))
     work, inside = _single_rank_seconds(points, batch), 0.0
     if ranks_each > 1:  # ranks of one node slow each other down, and wait for the slowest
         full = [(at.batch, parts) for at, parts in points.items() if at.ranks == ranks_each]
@@ -295,15 +295,15 @@ def _single_rank_seconds(points: StepPartsByPoint, batch: int) -> float:
     return max(slope * batch + start, min(seconds * batch / size for size, seconds in seconds_by_batch.items()))
 
 
-def traffic_reducing_settings(setup: MeasuredSetup, count: int) -> list[tuple[str, NodeTraffic]]:
+def traffic_reducing_settings(setup: MeasuredSetup, count: int) -> list[tuple[str, RelativeTraffic]]:
     """The settings that reduce the traffic of `count` nodes, by name, except those with an unknown size."""
     if setup.has_split_model:  # does not support compression
         return []
-    settings = [("--compress bf16", NodeTraffic(0.5, 2)), ("--compress int8", NodeTraffic(INT8_FRACTION, 2))]
+    settings = [("--compress bf16", RelativeTraffic(0.5, 2)), ("--compress int8", RelativeTraffic(INT8_FRACTION, 2))]
     if setup.low_rank_bytes:
         sums = 2 * (1 if count == 2 else ring_message_count(count))  # two nodes exchange directly
-        settings += [("--compress powersgd", NodeTraffic(setup.low_rank_bytes / setup.weight_bytes, sums))]
-    return [*settings, (f"--local-steps {LOCAL_STEPS}", NodeTraffic(1.0, ring_message_count(count), LOCAL_STEPS))]
+        settings += [("--compress powersgd", RelativeTraffic(setup.low_rank_bytes / setup.weight_bytes, sums))]
+    return [*settings, (f"--local-steps {LOCAL_STEPS}", RelativeTraffic(1.0, ring_message_count(count), LOCAL_STEPS))]
 
 
 def ring_message_count(ranks: int) -> float:

@@ -23,10 +23,10 @@ from queue import SimpleQueue
 from typing import IO, NamedTuple
 
 from paceline.runs.console import (
-    TerminalOutputFilter,
-    final_line_state,
+    ControlSequenceFilter,
     join_ranges,
     remove_control_characters,
+    resolve_carriage_returns,
     strip_control_sequences,
 )
 from paceline.runs.owners import open_file
@@ -42,7 +42,7 @@ OUTPUT_LOCK = threading.Lock()  # keeps the lines of two workers apart
 CLEAR_LINE = b"\x1b[K"  # erases the terminal line from the cursor to its end
 
 
-class LinePart(NamedTuple):
+class LineOrBar(NamedTuple):
     text: bytes
     is_bar: bool = False
 
@@ -67,9 +67,9 @@ class LineSplitter:
             return None
         return max(0.0, self._due_seconds - time.monotonic())
 
-    def feed(self, data: bytes) -> list[LinePart]:
+    def feed(self, data: bytes) -> list[LineOrBar]:
         """Add output; return the lines that are now complete, and the state of a bar if it is due."""
-        parts: list[LinePart] = []
+        parts: list[LineOrBar] = []
         *pieces, self._rest = LINE_END.split(self._rest + data)
         for text, line_end in zip(pieces[::2], pieces[1::2], strict=True):
             self._redraws = line_end == b"\r"
@@ -78,14 +78,14 @@ class LineSplitter:
                 if visible:  # only blanks: the bar erases itself
                     self._drawn = visible if visible.strip() else b""
                 continue
-            parts.append(LinePart((text or self._drawn) + line_end))
+            parts.append(LineOrBar((text or self._drawn) + line_end))
             self._drawn = b""
         if len(self._rest) > MAX_LINE_BYTES:
-            parts.append(LinePart(self._rest))
+            parts.append(LineOrBar(self._rest))
             self._rest = b""
         return parts + self.take_due_bar()
 
-    def take_due_bar(self) -> list[LinePart]:
+    def take_due_bar(self) -> list[LineOrBar]:
         state = self.bar_state
         if not state or state == self._last_state:
             return []
@@ -95,13 +95,13 @@ class LineSplitter:
         if now < self._due_seconds:
             return []
         self._due_seconds, self._last_state, self._drawn = now + BAR_LOG_SECONDS, state, b""
-        return [LinePart(state + b"\n", is_bar=True)]
+        return [LineOrBar(state + b"\n", is_bar=True)]
 
-    def end(self) -> list[LinePart]:
+    def end(self) -> list[LineOrBar]:
         state = self.bar_state
         if self._rest and not self._redraws:
-            return [LinePart(self._rest)]
-        return [LinePart(state + b"\n")] if state and state != self._last_state else []
+            return [LineOrBar(self._rest)]
+        return [LineOrBar(state + b"\n")] if state and state != self._last_state else []
 
 
 @dataclass
@@ -132,7 +132,7 @@ class _Bar:
 _BAR = _Bar()
 
 
-def relay_output(source: IO[bytes], log: int, *, screen: int, prefix: bytes = b"") -> threading.Thread:
+def start_output_relay(source: IO[bytes], log: int, *, screen: int, prefix: bytes = b"") -> threading.Thread:
     """Relay the output of a worker's pipe until no process can write to it; then close `log`.
 
     `log` gets complete lines, since stdout and stderr may have the same log. `screen` gets every byte immediately,
@@ -145,7 +145,7 @@ def relay_output(source: IO[bytes], log: int, *, screen: int, prefix: bytes = b"
 
 
 def _relay(source: IO[bytes], log: int, screen: int, prefix: bytes) -> None:
-    lines, live_filter = LineSplitter(), TerminalOutputFilter()
+    lines, live_filter = LineSplitter(), ControlSequenceFilter()
     is_live = not prefix and not stat.S_ISREG(os.fstat(screen).st_mode)
     redrawn = bool(prefix) and os.isatty(screen)
     pass_on = partial(_pass_on, log=log, screen=-1 if is_live else screen, prefix=prefix, redrawn=redrawn)
@@ -173,7 +173,7 @@ def _relay(source: IO[bytes], log: int, screen: int, prefix: bytes) -> None:
     os.close(log)
 
 
-def _pass_on(pieces: Sequence[LinePart], *, log: int, screen: int, prefix: bytes, redrawn: bool) -> None:
+def _pass_on(pieces: Sequence[LineOrBar], *, log: int, screen: int, prefix: bytes, redrawn: bool) -> None:
     with OUTPUT_LOCK:
         _put(log, b"".join(piece.text for piece in pieces))
     lines = [piece.text.rstrip(b"\r\n") for piece in pieces if not (redrawn and piece.is_bar)]
@@ -249,7 +249,7 @@ class HostRelay:
         self._names, self._screen = names, screen
         self._unfinished: dict[tuple[int, int], bytes] = {}  # (node, descriptor) -> the beginning of a line
         self._waiting: list[_Line] = []
-        self._node_0 = {1: TerminalOutputFilter(), 2: TerminalOutputFilter()}
+        self._node_0 = {1: ControlSequenceFilter(), 2: ControlSequenceFilter()}
         self._half_since: dict[int, float] = {}  # descriptor -> time since which the line of node 0 is incomplete
 
     def put(self, node: int, descriptor: int, data: bytes) -> None:
@@ -323,7 +323,7 @@ class HostRelay:
 
 def sanitize_line(line: bytes) -> str:
     """The final state of a line, without characters that could move the cursor or hide text."""
-    return remove_control_characters(final_line_state(line.decode(errors="replace")))
+    return remove_control_characters(resolve_carriage_returns(line.decode(errors="replace")))
 
 
 # ---- files ----
@@ -334,7 +334,7 @@ MAX_SEARCHED_BYTES = 4 << 20  # the last lines are searched in this part of the 
 FILE_BAR_SECONDS = 10.0  # between two states of an unfinished bar
 
 
-class LogTail:
+class LogFollower:
     """Reads new text from a file that grows, or does not exist yet."""
 
     def __init__(self, path: Path, offset_bytes: int = 0) -> None:
@@ -367,12 +367,12 @@ class LogTail:
         return "".join(f"{sanitize_line(line)}\n" for line in lines)
 
 
-class Line(NamedTuple):
+class LogLine(NamedTuple):
     end_offset: int
     text: str
 
 
-def read_lines(path: Path, start: int = 0, end: int | None = None) -> Iterator[Line]:
+def read_lines(path: Path, start: int = 0, end: int | None = None) -> Iterator[LogLine]:
     """The lines in the bytes from `start` to `end` (default: the present size) of a file. A long line is split."""
     rest, at = b"", start
     with open_file(path) as file:
@@ -383,16 +383,16 @@ def read_lines(path: Path, start: int = 0, end: int | None = None) -> Iterator[L
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
                 line_end += len(line) + 1
-                yield Line(line_end - 1, sanitize_line(line))
+                yield LogLine(line_end - 1, sanitize_line(line))
             if len(rest) > MAX_LINE_BYTES:  # keep the last state of an unfinished bar: more of it may follow
                 if b"\r" not in rest:
-                    yield Line(at - 1, sanitize_line(rest))
+                    yield LogLine(at - 1, sanitize_line(rest))
                 rest = rest[rest.rfind(b"\r") + 1 :] if b"\r" in rest[:-1] else b""
     if rest:
-        yield Line(at - 1, sanitize_line(rest))
+        yield LogLine(at - 1, sanitize_line(rest))
 
 
-def find_last_lines(path: Path, count: int) -> tuple[int, int]:
+def last_lines_range(path: Path, count: int) -> tuple[int, int]:
     """The offset of the last `count` lines of a file, of those in its last 4 MiB, and the size of the file in bytes."""
     with open_file(path) as file:
         end = file.status.st_size

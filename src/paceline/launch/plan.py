@@ -204,7 +204,7 @@ class SubmitRecord(msgspec.Struct, frozen=True):
     cwd: str = ""
 
 
-def next_submit_dir(run_dir: Path) -> Path:
+def make_submit_dir(run_dir: Path) -> Path:
     """Make the folder of the next start. The caller holds the lock of the run folder."""
     try:
         number = 1 + max((submit_number(Path(name)) for name in list_names(run_dir)), default=0)
@@ -229,13 +229,13 @@ def write_plan_files(submit_dir: Path, files: Mapping[str, str]) -> None:
             raise TrainingError(code="settings-not-written", path=submit_dir / name, strerror=error.strerror) from None
 
 
-def write_submission(submit_dir: Path, submission: SubmitRecord) -> None:
+def write_submit_record(submit_dir: Path, submission: SubmitRecord) -> None:
     write_plan_files(
         submit_dir, {SUBMISSION_FILE: msgspec.json.format(msgspec.json.encode(submission)).decode() + "\n"}
     )
 
 
-def last_submission(run_dir: Path) -> tuple[Path, SubmitRecord | None]:
+def read_last_submission(run_dir: Path) -> tuple[Path, SubmitRecord | None]:
     """The newest recorded start, with its folder; the run folder and None if all starts were on this machine."""
     folders = [run_dir / name for name in list_names(run_dir) if submit_number(Path(name))]
     for folder in sorted(folders, key=submit_number, reverse=True)[:MAX_LOOKED_AT]:

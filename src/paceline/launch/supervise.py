@@ -27,7 +27,7 @@ from msgspec.structs import replace
 
 from paceline.host.sweep import kill_recorded_workers, roster_path
 from paceline.launch.plan import Command, Plan, plan_local
-from paceline.launch.ssh.remote import SAME_REQUEST_SECONDS, run_remote
+from paceline.launch.ssh.remote import SAME_REQUEST_SECONDS, run_plan
 from paceline.protocol.control import LIFELINE_GRACE_SECONDS, STOP_SIGNALS, read_stop_signals, signal_wakeup
 from paceline.protocol.job import JobSpec, NodePlan
 from paceline.runs.console import print_to_stderr
@@ -53,7 +53,7 @@ def run(plan: Plan, *, keep_open: Sequence[int] = ()) -> int:
         the first failure.
     """
     if not plan.nodes[0].attempt_dir:
-        return run_remote(plan)
+        return run_plan(plan)
     (command,), (node,) = plan.agents, plan.nodes
     attempt_dir = Path(node.attempt_dir)
     roster_path(attempt_dir).unlink(missing_ok=True)  # never kill the processes in the roster of an earlier run

@@ -25,12 +25,12 @@ from paceline.parallel.dtensor import (
     PARTIAL,
     REPLICATED,
     full_tensor,
-    local_shard,
-    to_replicated,
+    replicated_from_local,
+    reshard_to_local,
     with_contiguous_gradient,
 )
 from paceline.parallel.dtensor_mode import DTensorMode, attention
-from paceline.parallel.layers import attention_mask, is_transposed, qkv_projections, replace_forward
+from paceline.parallel.layers import is_transposed, merge_attention_masks, replace_forward, split_qkv_parameters
 from paceline.parallel.tensor import compare_losses, run_forwards_in_mode
 from paceline.rank.world import World
 
@@ -121,7 +121,7 @@ class ContextParallelMode(DTensorMode):
         dim = next((dim for dim in (1, 0) if x.ndim > 2 and x.shape[dim] % ranks == 0 and x.shape[dim] > 0), None)
         if dim is None:
             return None, 0
-        return local_shard(x if isinstance(x, DTensor) else to_replicated(x, self._mesh), dim), dim
+        return reshard_to_local(x if isinstance(x, DTensor) else replicated_from_local(x, self._mesh), dim), dim
 
     def _with_summed_gradient(self, value: Any) -> Any:
         """A weight as a plain tensor whose gradient is summed over ranks; any other value unchanged."""
@@ -162,19 +162,19 @@ def _split_attention(module: nn.MultiheadAttention, mode: ContextParallelMode) -
         inputs = (query, key, value)
         projected: list[Any] = []
         if not (need_weights or self.add_zero_attn or self.bias_k is not None or self.in_proj_weight is None):
-            parts = zip(inputs, *qkv_projections(self), strict=True)
+            parts = zip(inputs, *split_qkv_parameters(self), strict=True)
             projected = [mode.compute_local_positions(F.linear, x, w, b) if x.ndim == 3 else None for x, w, b in parts]
         if not projected or any(y is None for y in projected):
             full_inputs = [full_tensor(x) for x in (*inputs, key_padding_mask)]
             return plain(self, *full_inputs, need_weights, full_tensor(attn_mask), average_attn_weights, is_causal)
         batch_first = [y if self.batch_first else y.transpose(0, 1) for y in projected]
         q, k, v = (y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in batch_first)
-        mask = attention_mask(attn_mask, key_padding_mask, q.dtype, self.num_heads)
-        mask_dtensor = None if mask is None else to_replicated(mask, q.device_mesh)
+        mask = merge_attention_masks(attn_mask, key_padding_mask, q.dtype, self.num_heads)
+        mask_dtensor = None if mask is None else replicated_from_local(mask, q.device_mesh)
         y: Any = attention(q, k, v, mask_dtensor, self.dropout if self.training else 0.0)
         mode.by_rows = mode.by_rows or bool(self.num_heads % q.device_mesh.size())
         # (L, B, E), as torch lays it out: a dropout after it draws in the order of memory
-        y = local_shard(y.permute(2, 0, 1, 3), 0).flatten(2)
+        y = reshard_to_local(y.permute(2, 0, 1, 3), 0).flatten(2)
         y = DTensor.from_local(y, q.device_mesh, [Shard(0)])
         y = mode.compute_local_positions(F.linear, y, self.out_proj.weight, self.out_proj.bias)
         return y.transpose(0, 1) if self.batch_first else y, None

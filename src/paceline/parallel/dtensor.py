@@ -16,12 +16,12 @@ REPLICATED: list[Any] = [Replicate()]
 PARTIAL: list[Any] = [Partial()]
 
 
-def to_replicated(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
+def replicated_from_local(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
     """A tensor that is equal on all ranks, as a DTensor. Its gradient is the sum of the gradients of all ranks."""
     return DTensor.from_local(tensor if torch.is_grad_enabled() else tensor.detach(), mesh, REPLICATED)
 
 
-def local_shard(tensor: DTensor, dim: int) -> Tensor:
+def reshard_to_local(tensor: DTensor, dim: int) -> Tensor:
     """This rank's shard along `dim`, as a plain contiguous tensor.
 
     A change of the sharded dimension is one all-to-all, forward and backward. torch's all-to-all leaves gaps in memory,
@@ -64,16 +64,16 @@ def _all_to_all(shard: Tensor, group: Any, ranks: int, gathered: int, split: int
     return torch.cat(received.unbind(), gathered)
 
 
-class FusedProjection(Tensor):
+class FusedProjectionOutput(Tensor):
     """The output of a fused projection: several tensors that the model's code uses as one, along the last dimension."""
 
     parts: Sequence[DTensor]
 
     @staticmethod
-    def from_parts(parts: Sequence[DTensor]) -> "FusedProjection":
+    def from_parts(parts: Sequence[DTensor]) -> "FusedProjectionOutput":
         first = parts[0]
         shape = [*first.shape[:-1], sum(part.shape[-1] for part in parts)]
-        fused = Tensor._make_wrapper_subclass(FusedProjection, shape, dtype=first.dtype, device=first.device)  # pyright: ignore[reportAttributeAccessIssue]
+        fused = Tensor._make_wrapper_subclass(FusedProjectionOutput, shape, dtype=first.dtype, device=first.device)  # pyright: ignore[reportAttributeAccessIssue]
         fused.parts = parts
         return fused
 
@@ -89,7 +89,7 @@ def concatenate_shards(parts: Sequence[DTensor], dim: int) -> Tensor:
 
 
 def full_tensor(value: Any) -> Any:
-    value = concatenate_shards(value.parts, -1) if isinstance(value, FusedProjection) else value
+    value = concatenate_shards(value.parts, -1) if isinstance(value, FusedProjectionOutput) else value
     return value.redistribute(placements=REPLICATED).to_local() if isinstance(value, DTensor) else value
 
 
@@ -129,7 +129,7 @@ class LayerCommunication:
         """The whole input, whose gradient is summed over ranks."""
         cache = self._cache
         if cache.inputs is not inputs or cache.gathered is None:
-            whole = inputs if isinstance(inputs, DTensor) else to_replicated(full_tensor(inputs), self.mesh)
+            whole = inputs if isinstance(inputs, DTensor) else replicated_from_local(full_tensor(inputs), self.mesh)
             # the gradient has the placement of the input: for a shard, a rank receives the sum of that shard only
             gathered = whole.redistribute(placements=REPLICATED).to_local(grad_placements=PARTIAL)
             if gathered.requires_grad:
@@ -168,7 +168,7 @@ class LayerCommunication:
 
     def shard_input(self, inputs: Any, dim: int = -1) -> Tensor:
         dim %= inputs.ndim
-        whole = inputs if isinstance(inputs, DTensor) else to_replicated(full_tensor(inputs), self.mesh)
+        whole = inputs if isinstance(inputs, DTensor) else replicated_from_local(full_tensor(inputs), self.mesh)
         return whole.redistribute(placements=[Shard(dim)]).to_local()
 
     def reduce_output(self, part: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -181,7 +181,7 @@ class LayerCommunication:
         outputs, dim = DTensor.from_local(part, self.mesh, PARTIAL), part.ndim - 2
         if self._sequence and dim > 0 and part.shape[dim] % self.mesh.size() == 0:
             shard = outputs.redistribute(placements=[Shard(dim)])
-            return shard if bias is None else shard + to_replicated(bias, self.mesh)
+            return shard if bias is None else shard + replicated_from_local(bias, self.mesh)
         whole = outputs.redistribute(placements=REPLICATED).to_local()
         return whole if bias is None else whole + bias
 

@@ -22,15 +22,15 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from paceline.checkpoint.shards import ShardedParameter
+from paceline.checkpoint.shards import ParameterShard
 from paceline.parallel.dtensor import (
     PARTIAL,
     REPLICATED,
-    FusedProjection,
+    FusedProjectionOutput,
     concatenate_shards,
     full_tensor,
-    local_shard,
-    to_replicated,
+    replicated_from_local,
+    reshard_to_local,
     with_contiguous_gradient,
 )
 
@@ -43,7 +43,7 @@ def dropout(input: DTensor, p: float = 0.5, training: bool = True, inplace: bool
         input = input.redistribute(placements=REPLICATED)
     drawn = torch.empty_strided(input.shape, input.stride(), dtype=input.dtype, device=input.device)
     noise = drawn.bernoulli_(1 - p).div_(1 - p) if p < 1 else drawn.zero_()
-    mask = to_replicated(noise, input.device_mesh).redistribute(placements=input.placements)
+    mask = replicated_from_local(noise, input.device_mesh).redistribute(placements=input.placements)
     return input.mul_(mask) if inplace else input * mask
 
 
@@ -70,7 +70,7 @@ def attention(
     mask = attn_mask
     if by_rows and is_causal:  # only the mask of these rows
         causal_mask = torch.ones(query.shape[length], key.shape[length], dtype=torch.bool, device=q.device).tril()
-        mask, is_causal = to_replicated(causal_mask, mesh), False
+        mask, is_causal = replicated_from_local(causal_mask, mesh), False
     if isinstance(mask, DTensor):
         dim = mask.ndim - 2 if by_rows else mask.ndim - 3  # the dimension of the mask that is sharded with it
         is_sharded = (by_heads or by_rows) and dim >= 0 and mask.shape[dim] == query.shape[length if by_rows else heads]
@@ -86,7 +86,7 @@ def attention(
 
 def _attention_input(tensor: DTensor, placement: list[Any], of_queries: list[Any]) -> Tensor:
     if placement[0].is_shard():
-        return local_shard(tensor, placement[0].dim)
+        return reshard_to_local(tensor, placement[0].dim)
     of_gradient = REPLICATED if of_queries == REPLICATED else PARTIAL
     return with_contiguous_gradient(tensor.redistribute(placements=REPLICATED).to_local(grad_placements=of_gradient))
 
@@ -111,7 +111,7 @@ def _attention_with_dropout(
 
 
 class DTensorMode(TorchFunctionMode):
-    def __init__(self, mesh: DeviceMesh, shards: Mapping[str, ShardedParameter], model: nn.Module) -> None:
+    def __init__(self, mesh: DeviceMesh, shards: Mapping[str, ParameterShard], model: nn.Module) -> None:
         super().__init__()
         self._mesh = mesh
         # weak: fsdp replaces these tensors, and releases them
@@ -122,13 +122,13 @@ class DTensorMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not any(
-            isinstance(leaf, (DTensor, FusedProjection)) or self._is_sharded(leaf)
+            isinstance(leaf, (DTensor, FusedProjectionOutput)) or self._is_sharded(leaf)
             for leaf in _leaves((*args, *kwargs.values()))
         ):
             return func(*args, **kwargs)
-        if getattr(func, "__name__", "") == "__get__" and isinstance(args[0], FusedProjection):
+        if getattr(func, "__name__", "") == "__get__" and isinstance(args[0], FusedProjectionOutput):
             return func(*args, **kwargs)  # e.g. its shape
-        if func in _SPLITS_FUSED and isinstance(args[0], FusedProjection):
+        if func in _SPLITS_FUSED and isinstance(args[0], FusedProjectionOutput):
             parts = _split_fused(func, *args, **kwargs)
             if parts is not None:
                 return parts
@@ -143,7 +143,7 @@ class DTensorMode(TorchFunctionMode):
             return attention(*args, **kwargs)
         if func in _DRAWS_IN_PLACE:
             drawn = func(full_tensor(args[0]).clone(), *args[1:], **kwargs)
-            return args[0].copy_(to_replicated(drawn, self._mesh))
+            return args[0].copy_(replicated_from_local(drawn, self._mesh))
         if func in _NEEDS_WHOLE:
             args, kwargs = tree_map(full_tensor, args), tree_map(full_tensor, kwargs)
         return func(*args, **kwargs)
@@ -154,10 +154,10 @@ class DTensorMode(TorchFunctionMode):
     def _as_dtensor(self, value: Any) -> Any:
         if isinstance(value, DTensor) or not isinstance(value, Tensor):
             return value
-        if isinstance(value, FusedProjection):
+        if isinstance(value, FusedProjectionOutput):
             return concatenate_shards(value.parts, -1)
         if not self._is_sharded(value):
-            return to_replicated(value, self._mesh)
+            return replicated_from_local(value, self._mesh)
         self.used_elsewhere.add(id(value))
         shard = self._shards[id(value)][1]
         runs = value.split([stop - start for start, stop in shard.ranges], shard.dim)
@@ -173,7 +173,9 @@ def _leaves(values: Any) -> Iterator[Any]:
             yield value
 
 
-def _split_fused(func: Any, fused: FusedProjection, *args: Any, **kwargs: Any) -> Tensor | Sequence[Tensor] | None:
+def _split_fused(
+    func: Any, fused: FusedProjectionOutput, *args: Any, **kwargs: Any
+) -> Tensor | Sequence[Tensor] | None:
     """The parts of a fused projection, if `func` splits it exactly so; else None."""
     parts, widths = fused.parts, [part.shape[-1] for part in fused.parts]
     last = fused.ndim - 1

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from paceline.compute.forward import override_class_members
-from paceline.parallel.dtensor import FusedProjection, LayerCommunication, full_tensor, to_replicated
+from paceline.compute.forward import assign_dynamic_subclass
+from paceline.parallel.dtensor import FusedProjectionOutput, LayerCommunication, full_tensor, replicated_from_local
 from paceline.parallel.dtensor_mode import attention, dropout
 
 
@@ -46,7 +46,7 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
         with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
             return forward(self, *args, **kwargs)
 
-    override_class_members(module, forward=hidden)
+    assign_dynamic_subclass(module, forward=hidden)
 
 
 def shard_colwise(module: nn.Module, comm: LayerCommunication, parts: Sequence[int], ranks: int) -> None:
@@ -56,7 +56,7 @@ def shard_colwise(module: nn.Module, comm: LayerCommunication, parts: Sequence[i
         y = comm.linear(x, _weight(self), self.bias)
         if len(parts) < 2:
             return comm.wrap_shard(y)
-        return FusedProjection.from_parts(
+        return FusedProjectionOutput.from_parts(
             [comm.wrap_shard(part) for part in y.split([width // ranks for width in parts], -1)]
         )
 
@@ -90,7 +90,7 @@ def shard_attention_heads(module: nn.MultiheadAttention, comm: LayerCommunicatio
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         q, k, v = _projected(self, comm, query, key, value)
-        mask = attention_mask(attn_mask, key_padding_mask, q.dtype, self.num_heads)
+        mask = merge_attention_masks(attn_mask, key_padding_mask, q.dtype, self.num_heads)
         p = self.dropout if self.training else 0.0
         weights = None
         if need_weights:
@@ -101,7 +101,7 @@ def shard_attention_heads(module: nn.MultiheadAttention, comm: LayerCommunicatio
             assert isinstance(weights, DTensor)
             y: Any = weights.to_local() @ v
         else:
-            mask_dtensor = None if mask is None else to_replicated(mask, comm.mesh)
+            mask_dtensor = None if mask is None else replicated_from_local(mask, comm.mesh)
             query_heads, key_heads, value_heads = (comm.wrap_shard(tensor, 1) for tensor in (q, k, v))
             y = attention(query_heads, key_heads, value_heads, mask_dtensor, p)
             y = y.to_local()
@@ -119,20 +119,20 @@ def shard_attention_heads(module: nn.MultiheadAttention, comm: LayerCommunicatio
 def _projected(module: Any, comm: LayerCommunication, *inputs: Tensor) -> list[Tensor]:
     """Queries, keys and values, each (B, this rank's heads, L, width)."""
     projected: list[Tensor] = []
-    for x, weight, bias in zip(inputs, *qkv_projections(module), strict=True):
+    for x, weight, bias in zip(inputs, *split_qkv_parameters(module), strict=True):
         y = comm.linear(x, weight, bias)
         y = y.unsqueeze(0) if y.ndim == 2 else y if module.batch_first else y.transpose(0, 1)
         projected.append(y.unflatten(-1, (-1, module.head_dim)).transpose(1, 2))
     return projected
 
 
-def qkv_projections(module: Any) -> tuple[Sequence[Tensor], Sequence[Any]]:
+def split_qkv_parameters(module: Any) -> tuple[Sequence[Tensor], Sequence[Any]]:
     """The weights and biases of queries, keys and values of an nn.MultiheadAttention; a bias may be None."""
     bias = module.in_proj_bias
     return module.in_proj_weight.chunk(3), [None] * 3 if bias is None else bias.chunk(3)
 
 
-def attention_mask(mask: Tensor | None, padding: Tensor | None, dtype: torch.dtype, heads: int) -> Tensor | None:
+def merge_attention_masks(mask: Tensor | None, padding: Tensor | None, dtype: torch.dtype, heads: int) -> Tensor | None:
     """The summand of the scores of all heads, (B or 1, heads or 1, L, S), from masks of nn.MultiheadAttention."""
 
     def as_summand(mask: Tensor) -> Tensor:

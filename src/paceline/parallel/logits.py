@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils._pytree import tree_map
 
-from paceline.parallel.dtensor import full_tensor, to_replicated
+from paceline.parallel.dtensor import full_tensor, replicated_from_local
 
 
 class ShardedLogits(Tensor):
@@ -96,7 +96,7 @@ def _on_shard(func: Any, logits: ShardedLogits, args: Any, kwargs: Any) -> Any:
     return ShardedLogits.of(result, of_whole, logits.output_views) if _is_sharded(result) else None
 
 
-def wrap_sharded_logits(value: Any) -> Any:
+def sharded_or_full_logits(value: Any) -> Any:
     return ShardedLogits.of(value) if _is_sharded(value) else full_tensor(value)
 
 
@@ -178,7 +178,7 @@ class _LossParallel(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         logits, loss = ctx.graph
         with loss_parallel():
-            (gradient,) = torch.autograd.grad(loss, logits, to_replicated(gradients[0], logits.device_mesh))
+            (gradient,) = torch.autograd.grad(loss, logits, replicated_from_local(gradients[0], logits.device_mesh))
         return gradient.to_local(), None, None, None, None
 
 

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from paceline.errors import UsageError, first_few
-from paceline.parallel.pipeline import SplitPoint, StageInputTensor
+from paceline.parallel.pipeline import SplitPoint, StageInputSpec
 from paceline.seeding import GeneratorStates
 
 ASKS_VALUES = ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__contains__")
@@ -31,7 +31,7 @@ INFINITE = float("inf")
 
 
 @dataclass(frozen=True)
-class LayerGroup:
+class LayerCost:
     seconds: float = 0.0
     """of forward and backward of two samples"""
     state_bytes: int = 0
@@ -41,8 +41,8 @@ class LayerGroup:
     trained: int = 0
     """number of trained elements"""
 
-    def __add__(self, other: "LayerGroup") -> "LayerGroup":
-        return LayerGroup(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+    def __add__(self, other: "LayerCost") -> "LayerCost":
+        return LayerCost(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class LayerChain:
     """A model as a chain: `layers[i]` is before `points[i]`, and the last layers are after the last point."""
 
     points: tuple[SplitPoint, ...]
-    layers: tuple[LayerGroup, ...]
+    layers: tuple[LayerCost, ...]
     users: dict[str, tuple[int, ...]]
     """by name of a parameter or buffer, the indices of the layers that use it"""
     draws: bool
@@ -199,7 +199,7 @@ class _DataFlow(TorchFunctionMode):
         )
 
     def split_point(self, name: str, call: _Call) -> SplitPoint:
-        leaves = [StageInputTensor(i, str(t.dtype).removeprefix("torch."), t.requires_grad) for i, t in call.leaves]
+        leaves = [StageInputSpec(i, str(t.dtype).removeprefix("torch."), t.requires_grad) for i, t in call.leaves]
         before: list[str] = []
         for other, calls in self.calls.items():  # outer modules come first
             inside = any(other.startswith(f"{outer}.") for outer in before)
@@ -242,7 +242,7 @@ def profile_chain(
     for name, parameter in model.named_parameters():
         size = parameter.nbytes * (STATE_COPIES if parameter.requires_grad else 1)
         for number in users[name]:
-            layers[number] += LayerGroup(state_bytes=size, trained=parameter.numel() * parameter.requires_grad)
+            layers[number] += LayerCost(state_bytes=size, trained=parameter.numel() * parameter.requires_grad)
     return LayerChain(tuple(flow.split_point(name, call) for name, call in points), tuple(layers), users, flow.draws)
 
 
@@ -255,11 +255,11 @@ class _SegmentProfiler:
         self._state = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
         self._count = len(points) + 1
 
-    def measure(self, forward: Callable[[], Any], loss: Callable[[Any], Tensor]) -> list[LayerGroup]:
+    def measure(self, forward: Callable[[], Any], loss: Callable[[Any], Tensor]) -> list[LayerCost]:
         runs = [self._run(forward, loss) for _ in range(NUM_MEASUREMENTS)]
-        return [LayerGroup(min(run.seconds for run in of), 0, of[0].kept_bytes) for of in zip(*runs, strict=True)]
+        return [LayerCost(min(run.seconds for run in of), 0, of[0].kept_bytes) for of in zip(*runs, strict=True)]
 
-    def _run(self, forward: Callable[[], Any], loss: Callable[[Any], Tensor]) -> list[LayerGroup]:
+    def _run(self, forward: Callable[[], Any], loss: Callable[[Any], Tensor]) -> list[LayerCost]:
         self._at, self._kept, self._passed_at = 0, [0] * self._count, [0.0] * self._count
         self._begun = [time.perf_counter()] * self._count
         with _hooked(self._model, self._begin), torch.autograd.graph.saved_tensors_hooks(self._keep, lambda t: t):
@@ -273,7 +273,7 @@ class _SegmentProfiler:
             if self._passed_at[number]:
                 seconds[number] += self._passed_at[number] - last
                 last = self._passed_at[number]
-        return [LayerGroup(of_layers, 0, kept) for of_layers, kept in zip(seconds, self._kept, strict=True)]
+        return [LayerCost(of_layers, 0, kept) for of_layers, kept in zip(seconds, self._kept, strict=True)]
 
     def _begin(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         if name in self._places:

@@ -37,7 +37,7 @@ Take = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class StageInputTensor:
+class StageInputSpec:
     position: int
     """among the flattened inputs"""
     dtype: str
@@ -48,7 +48,7 @@ class StageInputTensor:
 @dataclass(frozen=True)
 class SplitPoint:
     module: str
-    leaves: tuple[StageInputTensor, ...]
+    leaves: tuple[StageInputSpec, ...]
     before: tuple[str, ...]
     """outermost modules that are only called before it"""
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map
 
-from paceline.checkpoint.shards import ShardedParameter
+from paceline.checkpoint.shards import ParameterShard
 from paceline.collectives.control import raise_on_all_ranks
 from paceline.collectives.replicate import broadcast_module
 from paceline.compute.forward import wrap_forward
@@ -19,7 +19,7 @@ from paceline.errors import UsageError, first_few
 from paceline.parallel import layers
 from paceline.parallel.dtensor import GatheredInputCache, LayerCommunication, full_tensor
 from paceline.parallel.dtensor_mode import DTensorMode
-from paceline.parallel.logits import wrap_sharded_logits
+from paceline.parallel.logits import sharded_or_full_logits
 from paceline.parallel.tensor_plan import LayerSharding, find_tensor_parallel_plan, parameter_shards
 from paceline.rank.world import World
 
@@ -28,9 +28,9 @@ LOSS_TOLERANCE = 1e-2  # in bf16 a different order of a sum can change the loss 
 
 
 @dataclass
-class TensorSharding:
+class ModelSharding:
     plan: Mapping[str, LayerSharding]
-    shards: Mapping[str, ShardedParameter]
+    shards: Mapping[str, ParameterShard]
     ranks: int
     used_elsewhere: list[str] = field(default_factory=list[str])
     """sharded parameters that code outside their layers has used in a forward"""
@@ -84,7 +84,7 @@ def apply_tensor_parallel(
     probe: Callable[[], float] | None = None,
     *,
     sequence: bool = False,
-) -> TensorSharding:
+) -> ModelSharding:
     """Shard `model`, in place, over the ranks along `tensor` (a collective of all ranks).
 
     Parameters keep their identity, so an existing optimizer remains valid. `choose_styles`: see `Task.parallelize`.
@@ -101,7 +101,7 @@ def apply_tensor_parallel(
         )
         shards = parameter_shards(model, plan, along)
     mesh = DeviceMesh.from_group(along.group, world.device.type)
-    sharding = TensorSharding(plan, shards, along.size)
+    sharding = ModelSharding(plan, shards, along.size)
     names = {id(p): name for name, p in model.named_parameters()}
     with torch.no_grad():
         for name, shard in shards.items():
@@ -135,7 +135,7 @@ def run_forwards_in_mode(model: nn.Module, mode: DTensorMode, after: Callable[[]
         finally:
             after()
         # an evaluation reads the outputs of one of these ranks, and a gather needs all of them
-        return tree_map(wrap_sharded_logits if torch.is_grad_enabled() else full_tensor, outputs)
+        return tree_map(sharded_or_full_logits if torch.is_grad_enabled() else full_tensor, outputs)
 
     wrap_forward(model, forward)
 

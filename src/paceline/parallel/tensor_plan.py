@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.checkpoint.shards import ShardedParameter
+from paceline.checkpoint.shards import ParameterShard
 from paceline.errors import UsageError, first_few, plural, unknown_name_error
 from paceline.parallel.layers import is_linear, is_transposed, linear_features
 from paceline.rank.world import World
@@ -58,8 +58,8 @@ def find_tensor_parallel_plan(
     return plan
 
 
-def parameter_shards(model: nn.Module, plan: Mapping[str, LayerSharding], world: World) -> dict[str, ShardedParameter]:
-    shards: dict[str, ShardedParameter] = {}
+def parameter_shards(model: nn.Module, plan: Mapping[str, LayerSharding], world: World) -> dict[str, ParameterShard]:
+    shards: dict[str, ParameterShard] = {}
     first = {id(p): name for name, p in model.named_parameters()}
     for name, layer in plan.items():
         module: Any = model.get_submodule(name)
@@ -69,7 +69,7 @@ def parameter_shards(model: nn.Module, plan: Mapping[str, LayerSharding], world:
     return shards
 
 
-def even_shard(shape: torch.Size, dim: int, world: World, parts: Sequence[int] = ()) -> ShardedParameter:
+def even_shard(shape: torch.Size, dim: int, world: World, parts: Sequence[int] = ()) -> ParameterShard:
     """This rank's even shard along dimension `dim`. With several `parts` along it, each of them is sharded."""
     runs: list[tuple[int, int]] = []
     start = 0
@@ -77,7 +77,7 @@ def even_shard(shape: torch.Size, dim: int, world: World, parts: Sequence[int] =
         size = part // world.size
         runs.append((start + world.rank * size, start + (world.rank + 1) * size))
         start += part
-    return ShardedParameter(shape, dim, tuple(runs))
+    return ParameterShard(shape, dim, tuple(runs))
 
 
 def _dims(module: Any, layer: LayerSharding) -> Iterable[tuple[str, int, tuple[int, ...]]]:

@@ -76,10 +76,10 @@ def _is_library(frame: Frame) -> bool:
 
 
 def main_thread_frames(evidence: Evidence) -> Sequence[Frame]:
-    return evidence.stacks[0].frames if evidence.stacks else native_frames(evidence.native)
+    return evidence.stacks[0].frames if evidence.stacks else parse_faulthandler_stack(evidence.native)
 
 
-def native_frames(text: str) -> list[Frame]:
+def parse_faulthandler_stack(text: str) -> list[Frame]:
     """The main thread's stack in faulthandler's text; the last one if there are several."""
     stack: list[Frame] = []
     for line in text.splitlines()[-MAX_NATIVE_LINES:]:
@@ -128,7 +128,7 @@ def is_waiting_for_ranks(evidence: Evidence) -> bool | None:
     stack = main_thread_frames(evidence)
     if not stack:
         return None
-    if imports_torch(stack):
+    if is_importing_torch(stack):
         return False
     activities = (
         activity_of_source_file(frame.file) for frame in stack if not _STANDARD_LIBRARY_PATTERN.search(frame.file)
@@ -137,11 +137,11 @@ def is_waiting_for_ranks(evidence: Evidence) -> bool | None:
     return None if activity is Activity.UNKNOWN else activity in (Activity.WAITS, Activity.WRAPS)
 
 
-def imports_torch(stack: Sequence[Frame]) -> bool:
+def is_importing_torch(stack: Sequence[Frame]) -> bool:
     return any(frame.function == "<module>" and _is_torch(frame) for frame in stack)
 
 
-def is_calling(evidence: Evidence, op: Op) -> bool:
+def is_stack_in_op(evidence: Evidence, op: Op) -> bool:
     caller, _, library_line = op.site.partition(BY)
     lines = {caller.partition(" ")[0], *([library_line] if library_line else [])}
     return bool(caller) and lines <= {format_file_and_line(frame) for frame in main_thread_frames(evidence)}

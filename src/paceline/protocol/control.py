@@ -21,7 +21,7 @@ A node may have a run folder that node 0 does not see. Its ranks then ask their 
     agent -> rank    TransferReply without a result, every second while data moves; then one with the result
 
 They connect through an abstract Unix socket, which has no file. Its name is not secret, so each end asks the kernel for
-the user of the other end. Each message is one packet. No part of a message is executed or unpickled. `StopOrders`
+the user of the other end. Each message is one packet. No part of a message is executed or unpickled. `StopSignals`
 collects the requests of a launcher, a scheduler or a user to an agent: stop signals, and the lifeline.
 """
 
@@ -284,7 +284,7 @@ def wait_readable(descriptors: Sequence[SupportsFileno | int], seconds: float) -
     return {number for number, _ in poll.poll(1000 * max(0.0, seconds))}
 
 
-class StopOrders:
+class StopSignals:
     """All orders to an agent so far. Orders are never withdrawn.
 
     `wakeup` is from `signal_wakeup`. With `lifeline`, a launcher holds stdin open (not under Slurm, and not if a user

@@ -65,7 +65,7 @@ def mentions_lost_peer(text: str) -> bool:
     return any(phrase in text for phrase in PEER_LOST)
 
 
-def reports_lost_peers(error: BaseException) -> bool:
+def is_lost_peer_error(error: BaseException) -> bool:
     """Whether `error` or one of its causes only reports lost ranks. Uses names of types, without torch."""
     seen_ids: set[int] = set()
     current: BaseException | None = error
@@ -261,7 +261,7 @@ class Evidence(WorkerSample, frozen=True, omit_defaults=True):
         return cls(*(getattr(sample, name) for name in WorkerSample.__struct_fields__))
 
 
-class StopKind(IntEnum):
+class DiagnosisKind(IntEnum):
     """The causes of a stop, the most certain first."""
 
     DIED = 1  # killed, or ended with an error
@@ -283,7 +283,7 @@ class StopKind(IntEnum):
 class Diagnosis(msgspec.Struct, frozen=True, omit_defaults=True):
     """The cause of a stop, and the ranks that caused it. `causes` is empty if the cause is not in a single party."""
 
-    kind: StopKind
+    kind: DiagnosisKind
     causes: tuple[int, ...] = ()
     tie: tuple[tuple[int, ...], ...] = ()  # parties of which one must be wrong; `causes` is empty then
     sentences: tuple[str, ...] = ()  # the actions of each party; the cause first

@@ -68,7 +68,7 @@ class SeenLoader(msgspec.Struct):
         return [loader_pass for loader_pass in self.passes if loader_pass.trains]
 
 
-class SeenStep(msgspec.Struct):
+class OptimizerStep(msgspec.Struct):
     optimizer: int  # in the order of their first steps
     site: str
     loader: int = -1  # the loader of the batch
@@ -113,7 +113,7 @@ class DroppedGradients(msgspec.Struct):
     cleared: bool
 
 
-class MeanLoss(msgspec.Struct):
+class MaskedMeanLoss(msgspec.Struct):
     """A loss that is the mean over all elements except padding."""
 
     site: str
@@ -188,9 +188,9 @@ class ScriptFacts(msgspec.Struct):
     gathers_for_metrics: bool = False  # Accelerate's gather_for_metrics, which drops padding
     seeds: dict[str, str] = {}  # generator -> the line that seeded it last
     loaders: list[SeenLoader] = []
-    steps: list[SeenStep] = []
+    steps: list[OptimizerStep] = []
     dropped: list[DroppedGradients] = []
-    losses: list[MeanLoss] = []
+    losses: list[MaskedMeanLoss] = []
     replicas: list[SeenReplica] = []
     schedules: list[SeenSchedule] = []
     metrics: list[PaddedMetric] = []

@@ -336,7 +336,7 @@ def read_answer(descriptor: int) -> bytes:
     return read_text(descriptor, ANSWER_AT, ANSWER_MAX)
 
 
-def has_status_page(pid: int) -> bool:
+def maps_status_page(pid: int) -> bool:
     """Whether the process still has its page. A process that has become a different program (`os.execv`) has none."""
     try:
         if f"/memfd:{NAME}" in Path(f"/proc/{pid}/maps").read_text():
@@ -361,7 +361,7 @@ def handles_signal(pid: int, number: int = STACK_SIGNAL, *, ignoring: bool = Fal
         return False
 
 
-def read_native_stacks(descriptor: int) -> str:
+def read_faulthandler_text(descriptor: int) -> str:
     """The text of faulthandler since SIGNAL; of a long text the end, which has the main thread."""
     size = os.fstat(descriptor).st_size
     start = max(PAGE_BYTES, size - NATIVE_MAX)

@@ -26,7 +26,7 @@ import msgspec
 from paceline.errors import ExitCode, PacelineError, ReportedByPeer
 from paceline.host.procfs import die_with_parent, read_process
 from paceline.protocol.control import WorkerSpec
-from paceline.protocol.evidence import Failure, reports_lost_peers
+from paceline.protocol.evidence import Failure, is_lost_peer_error
 from paceline.rank.guard import HangGuard
 from paceline.rank.imports import hide_from_warnings, when_imported
 from paceline.runs import writing
@@ -38,7 +38,7 @@ DDP_MODULE = "torch.nn.parallel.distributed"
 GRADIENT_SHARING_MODULE = "paceline.collectives.ddp"  # by name, because it imports torch and is in a higher layer
 
 
-def attach() -> None:
+def bind_to_agent() -> None:
     """Bind this process to its agent: it ends with the agent and writes the status page. The first call of a worker."""
     spec = WorkerSpec.from_environment()
     if spec is None:
@@ -110,7 +110,7 @@ def record_failure(error: BaseException, exit_code: int, *, traceback: bool, vic
         rank=int(rank), host=os.uname().nodename, pid=os.getpid(), exit_code=int(exit_code), type=type(error).__name__,
         message=_clip_text(error.message_with_code if isinstance(error, PacelineError) else str(error)),
         traceback=_clip_text("".join(format_exception(error))) if traceback else "",
-        victim=reports_lost_peers(error) if victim is None else victim, monotonic_seconds=time.monotonic(),
+        victim=is_lost_peer_error(error) if victim is None else victim, monotonic_seconds=time.monotonic(),
         code=error.code if isinstance(error, PacelineError) else "",
         fields=_to_json_value(error.fields) if isinstance(error, PacelineError) and error.code else {},
     )  # fmt: skip
@@ -154,7 +154,7 @@ def _clip_text(text: str) -> str:
 
 
 def run_worker(main: Callable[[Sequence[str]], int]) -> NoReturn:
-    attach()
+    bind_to_agent()
     try:
         code = main(sys.argv[1:])
     except Exception as error:

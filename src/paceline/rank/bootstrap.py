@@ -35,13 +35,13 @@ from msgspec.structs import replace
 
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.protocol import control
-from paceline.protocol.evidence import reports_lost_peers
+from paceline.protocol.evidence import is_lost_peer_error
 from paceline.protocol.marks import NamesWriter
 from paceline.protocol.status_page import make_status_page
 from paceline.rank import flight_recorder
-from paceline.rank.attach import attach, exit_worker, print_lost_peer_error, record_failure, report_error
+from paceline.rank.attach import bind_to_agent, exit_worker, print_lost_peer_error, record_failure, report_error
 from paceline.rank.collective_recorder import CollectiveOrderRecorder
-from paceline.rank.environment import job_token
+from paceline.rank.environment import launcher_job_id
 from paceline.rank.guard import HangGuard
 from paceline.rank.imports import when_imported
 from paceline.rank.probes import ScriptHooks, ScriptListener, faults
@@ -120,7 +120,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
             from paceline.rank.check import create_fact_recorders  # costs all other scripts nothing
 
             listeners = create_fact_recorders(Path(spec.attempt_dir))
-    attach()
+    bind_to_agent()
     run_script(arguments, *listeners)
 
 
@@ -210,7 +210,7 @@ def _report_failure(error: BaseException, *, is_worker: bool) -> int:
     interrupted = isinstance(error, KeyboardInterrupt)
     if is_worker and not interrupted:
         unblocked = bool(HangGuard.of_process().release_reason())  # the agent has unblocked this rank in a collective
-        victim = unblocked or reports_lost_peers(error)
+        victim = unblocked or is_lost_peer_error(error)
         recorded = record_failure(error, ExitCode.FAILED, traceback=True, victim=victim)
         if victim and recorded and sys.excepthook.__module__ in ("sys", "torch.distributed.distributed_c10d"):
             if (sessions := sys.modules.get("paceline.sessions.lifecycle")) is not None:  # by name: it imports torch
@@ -303,7 +303,7 @@ def attach_to_agent(plan: NodePlan, env: Mapping[str, str]) -> None:
     # torch reads this at its import; the default of 2000 operations would take 20 ms per read
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "256")
     rank, is_first = int(env["RANK"]), env["LOCAL_RANK"] == "0"
-    address = control.agent_address(env, job_token(env))
+    address = control.agent_address(env, launcher_job_id(env))
     try:
         page_fd, record_fd = make_status_page(rank), os.memfd_create(f"paceline-record-{rank}")
         if is_first:

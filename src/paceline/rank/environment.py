@@ -26,11 +26,11 @@ _RANGE = re.compile(r"([0-9]{1,12})(?:-([0-9]{1,12}))?")
 _TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
-def is_launched(env: Mapping[str, str]) -> bool:
-    return any(name in env for name in RANK_VARIABLES) or bool(translate_to_torchrun(env))
+def has_launcher_variables(env: Mapping[str, str]) -> bool:
+    return any(name in env for name in RANK_VARIABLES) or bool(translate_slurm_mpi_variables(env))
 
 
-def translate_to_torchrun(env: Mapping[str, str]) -> dict[str, str]:
+def translate_slurm_mpi_variables(env: Mapping[str, str]) -> dict[str, str]:
     """Torchrun's variables, if srun's or mpirun's variables in `env` describe several ranks; else an empty dictionary.
 
     Torchrun's variables take precedence. MASTER_ADDR and MASTER_PORT keep the user's values. A single process needs no
@@ -51,7 +51,7 @@ def translate_to_torchrun(env: Mapping[str, str]) -> dict[str, str]:
     return {}
 
 
-def job_token(env: Mapping[str, str]) -> str:
+def launcher_job_id(env: Mapping[str, str]) -> str:
     """A name that is equal for all ranks of a job and unique to the job; empty if there is none."""
     if given := _first_set(env, RUN_ID, "TORCHELASTIC_RUN_ID"):
         return given
@@ -72,12 +72,12 @@ def check_rank_counts(env: Mapping[str, str], nodes: int, nproc: int) -> None:
         raise UsageError(code="world-not-as-asked", nodes=nodes, nproc=nproc, wrong=" and ".join(wrong))
 
 
-def rank_counts(env: Mapping[str, str]) -> tuple[int, int, int, int]:
+def read_rank_variables(env: Mapping[str, str]) -> tuple[int, int, int, int]:
     """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE from the variables of torchrun, srun or mpirun.
 
     If no variable is set, the values are those of a single process: 0, 1, 0, 1.
     """
-    env = {**env, **translate_to_torchrun(env)}
+    env = {**env, **translate_slurm_mpi_variables(env)}
     present = [name for name in RANK_VARIABLES if name in env]
     if not present:
         return 0, 1, 0, 1

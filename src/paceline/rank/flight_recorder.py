@@ -116,7 +116,7 @@ def pending_ops(groups: Mapping[str, GroupRecord]) -> set[tuple[str, int]]:
     return messages | {(op.group, op.seq) for _, op in _flight_recorder_ops(groups) if not op.done}
 
 
-def stacks(main: int) -> tuple[Stack, ...]:
+def collect_thread_stacks(main: int) -> tuple[Stack, ...]:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     running = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
     idents = sorted((ident for ident in running if ident != threading.get_ident()), key=lambda ident: ident != main)

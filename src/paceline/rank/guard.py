@@ -23,10 +23,10 @@ from typing import Any, BinaryIO, ClassVar, Self
 import msgspec
 
 from paceline.errors import ExitCode, StallError, UsageError
-from paceline.host.procfs import GUARD_THREAD, open_files, proc_net_address, tcp_connections
+from paceline.host.procfs import GUARD_THREAD, open_files, proc_net_address, read_tcp_table
 from paceline.host.reach import is_loopback, sign_tcp_packets
 from paceline.protocol.control import WorkerSpec
-from paceline.protocol.evidence import Phase, WorkerAnswer, reports_lost_peers
+from paceline.protocol.evidence import Phase, WorkerAnswer, is_lost_peer_error
 from paceline.protocol.status_page import RELEASED, SIGNAL_SAFE, STACK_SIGNAL, WATCHED, StatusPage, make_status_page
 from paceline.rank import flight_recorder
 from paceline.rank.collective_recorder import C10D_MODULE, CollectiveOrderRecorder, CollectiveRecorder, GroupRecord
@@ -145,7 +145,7 @@ class HangGuard:
         If `error` reports a lost connection, it waits up to a second for the agent, which unblocks ranks one by one.
         """
         deadline = time.monotonic() + RELEASE_GRACE_SECONDS
-        may_be_released = self._has_agent and reports_lost_peers(error)
+        may_be_released = self._has_agent and is_lost_peer_error(error)
         while may_be_released and self.on and not self.release_reason() and time.monotonic() < deadline:
             time.sleep(0.01)
         if not (text := self.release_reason()):
@@ -238,7 +238,7 @@ class StatusThread:
             return
         self._answered = question
         groups = self._groups()
-        stacks = flight_recorder.stacks(self._main)
+        stacks = flight_recorder.collect_thread_stacks(self._main)
         answer = WorkerAnswer(
             ops=tuple(flight_recorder.merge_recent_ops(self._page.recent_ops(), groups, stacks[0] if stacks else None)),
             groups={group.name: group.members for group in groups.values()} | flight_recorder.group_members(),
@@ -322,16 +322,16 @@ class ProcessGroupSockets:
         @hide_from_warnings
         @wraps(make)
         def made(*args: Any, **kwargs: Any) -> Any:
-            sockets_before = open_sockets()
+            sockets_before = list_open_sockets()
             try:
                 group = make(*args, **kwargs)
             finally:
-                new_sockets = {inode: fd for inode, fd in open_sockets().items() if inode not in sockets_before}
+                new_sockets = {inode: fd for inode, fd in list_open_sockets().items() if inode not in sockets_before}
             # NCCL needs its ports open: ranks connect at their first collective
             if _is_nccl(distributed, group[0]) and "gloo" not in str(distributed._world.pg_backend_config[group[0]]):
                 return group
             self.inodes |= new_sockets.keys()
-            self.ends = remote_connection_ends(new_sockets.values())
+            self.ends = non_loopback_connections(new_sockets.values())
             if os.environ.get("TORCH_GLOO_LAZY_INIT", "").upper() in ("", "0", "OFF", "FALSE", "N", "NO"):
                 if not block_new_connections(new_sockets.values()) and os.environ.get("LOCAL_RANK", "0") == "0":
                     print(
@@ -357,13 +357,15 @@ class ProcessGroupSockets:
             self._tolerated = None
 
     def shut_down(self) -> None:
-        for sock in _tcp_sockets([descriptor for inode, descriptor in open_sockets().items() if inode in self.inodes]):
+        for sock in _tcp_sockets(
+            [descriptor for inode, descriptor in list_open_sockets().items() if inode in self.inodes]
+        ):
             if not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 with suppress(OSError):  # closed meanwhile
                     sock.shutdown(socket.SHUT_RDWR)
 
 
-def remote_connection_ends(descriptors: Collection[int]) -> list[ConnectionEnd]:
+def non_loopback_connections(descriptors: Collection[int]) -> list[ConnectionEnd]:
     listening: set[int] = set()
     pairs: list[tuple[tuple[str, int], tuple[str, int]]] = []
     for sock in _tcp_sockets(descriptors):
@@ -379,7 +381,7 @@ def remote_connection_ends(descriptors: Collection[int]) -> list[ConnectionEnd]:
     ]
 
 
-def open_sockets() -> dict[str, int]:
+def list_open_sockets() -> dict[str, int]:
     """All sockets of this process: inode -> a descriptor of it."""
     return {target: descriptor for descriptor, target in open_files().items() if target.startswith("socket:")}
 
@@ -420,7 +422,7 @@ def foreign_socket_users(descriptors: Collection[int]) -> list[str]:
             if address == peer_address == LOOPBACK:
                 ends[proc_net_address(peer_address, peer_port), proc_net_address(address, port)] = None
     # (local end, remote end) -> user, of all IPv4 connections in this network namespace
-    users = {(row[1], row[2]): int(row[7]) for row in tcp_connections("tcp")} if ends else {}
+    users = {(row[1], row[2]): int(row[7]) for row in read_tcp_table("tcp")} if ends else {}
     return [user_name(user) for user in sorted({users[end] for end in ends if end in users} - {os.geteuid()})]
 
 

@@ -27,7 +27,7 @@ from paceline.errors import TrainingError, UsageError
 from paceline.host.procfs import describe_port_owner
 from paceline.host.reach import why_unreachable
 from paceline.protocol.control import WorkerSpec, restart_count
-from paceline.rank.environment import job_token
+from paceline.rank.environment import launcher_job_id
 
 MEETING_SECONDS = 300.0
 FIRST_NOTICE_SECONDS = 10.0
@@ -87,7 +87,7 @@ def rendezvous(rank: int, size: int, env: Mapping[str, str], *, seconds: float =
     start, number = time.monotonic(), next(_rendezvous_numbers)
     generation = f"{restart_count(env)}-{number}" if number else str(restart_count(env))
     host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
-    meeting = _Rendezvous(rank, size, host, port, generation, job_token(env), start + seconds)
+    meeting = _Rendezvous(rank, size, host, port, generation, launcher_job_id(env), start + seconds)
     threading.Thread(target=_run, args=(meeting, env), daemon=True, name="paceline-meeting").start()
     next_message = start + FIRST_NOTICE_SECONDS
     while not meeting.ended.wait(max(0.0, min(next_message, meeting.deadline) - time.monotonic())):

@@ -135,7 +135,7 @@ def user_frame_of_error(error: BaseException) -> Frame | None:
     return replace(frame_record(of_user[-1][0]), line=of_user[-1][1]) if of_user else None
 
 
-def user_site(frame: FrameType | None = None) -> str:
+def format_user_site(frame: FrameType | None = None) -> str:
     """The line of the user's program in `frame`, by default that of the caller, or outside of it; empty without one."""
     frame = call_site(frame or sys._getframe(1)).frame  # pyright: ignore[reportPrivateUsage]
     return format_frame(frame_record(frame)) if frame is not None else ""

@@ -1,6 +1,6 @@
 """Stops all ranks of an unmodified script after the same step, and resumes the script.
 
-The hook of a framework (rank/frameworks.py) reports each step after which the script can save and end:
+The hook of a framework (rank/framework_stops.py) reports each step after which the script can save and end:
 
     training = stops.open(folder)    # None: it could not resume. `training.stopped` is the stop to resume from
     stops.begin()                    # from now on, a stop request takes effect after a step
@@ -36,14 +36,14 @@ import msgspec
 from paceline.errors import ExitCode, UsageError
 from paceline.protocol.control import WorkerSpec
 from paceline.protocol.status_page import StatusPage
-from paceline.rank.environment import job_token
+from paceline.rank.environment import launcher_job_id
 from paceline.rank.imports import when_imported
 from paceline.rank.probes import ScriptListener, short_hash
 from paceline.runs import reading, writing
 from paceline.runs.console import print_to_stderr
 from paceline.runs.owners import UnreadableFileError
 
-HOOKS = "paceline.rank.frameworks"
+HOOKS = "paceline.rank.framework_stops"
 FRAMEWORKS = {  # module that is imported -> function of HOOKS
     "transformers.trainer": "patch_hf_trainer",
     "accelerate.accelerator": "patch_accelerate",
@@ -56,7 +56,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal
 WAIT_SECONDS = 0.01
 
 
-class StopRecord(msgspec.Struct, frozen=True):
+class ResumeRecord(msgspec.Struct, frozen=True):
     argv: tuple[str, ...]
     step: int
     world_size: int
@@ -74,7 +74,7 @@ class StepStopHandler:
         self.rank, self._pid = int(os.environ.get("RANK", "0")), os.getpid()
         self._steps, self._fence = 0, threading.Lock()
         self.begun = self._warned = False
-        self._trainings: dict[Path, StoppableTraining] = {}  # by folder
+        self._trainings: dict[Path, ResumableTraining] = {}  # by folder
 
     def watch_frameworks(self) -> None:
         for module, hook in FRAMEWORKS.items():
@@ -134,7 +134,7 @@ class StepStopHandler:
         self.say(f"stopped and saved {where}; {resumes}")
         raise SystemExit(int(ExitCode.SAVED))
 
-    def open(self, folder: Path) -> StoppableTraining | None:
+    def open(self, folder: Path) -> ResumableTraining | None:
         """The training that begins and saves in this folder. None if this command has trained in it before.
 
         A later training could not resume: the same command begins with the first one, which saves in this folder again.
@@ -143,7 +143,7 @@ class StepStopHandler:
             first.forget()
             self.warn(f"it trains in {folder} more than once, and only its first training there resumes")
             return None
-        self._trainings[folder] = StoppableTraining(self, folder)
+        self._trainings[folder] = ResumableTraining(self, folder)
         return self._trainings[folder]
 
     def succeed(self) -> None:
@@ -161,19 +161,19 @@ class StepStopHandler:
             self.say(f"warning: a stop at the time limit loses the progress of this script: {reason}")
 
 
-class StoppableTraining:
+class ResumableTraining:
     """The first training of this command in a folder, and the stop from which it resumes."""
 
     def __init__(self, stops: StepStopHandler, folder: Path) -> None:
         self.folder, self._stops, self._script = folder, stops, short_hash(read_main_script())
         self.stopped = self._find()
         spec = WorkerSpec.from_environment()
-        start = (job_token(os.environ), spec.attempt_dir, spec.generation) if spec is not None else ()
+        start = (launcher_job_id(os.environ), spec.attempt_dir, spec.generation) if spec is not None else ()
         self.name = self.stopped.training if self.stopped is not None else short_hash(repr(start).encode())
 
-    def _find(self) -> StopRecord | None:
+    def _find(self) -> ResumeRecord | None:
         try:
-            record = reading.read_json(self.folder / RECORD, StopRecord, ours=True)
+            record = reading.read_json(self.folder / RECORD, ResumeRecord, ours=True)
         except FileNotFoundError:
             return None
         except UnreadableFileError as error:
@@ -199,11 +199,11 @@ class StoppableTraining:
                 raise UsageError(code="stop-record-not-shared", folder=self.folder)
 
     def record(self, step: int, files: Sequence[str] = ()) -> None:
-        """Record that all ranks have saved this step in the folder, to resume. `files`: see StopRecord."""
+        """Record that all ranks have saved this step in the folder, to resume. `files`: see ResumeRecord."""
         if self._stops.rank == 0:
-            before = reading.read_json_if_readable(self.folder / RECORD, StopRecord)
+            before = reading.read_json_if_readable(self.folder / RECORD, ResumeRecord)
             world_size = int(os.environ["WORLD_SIZE"])
-            record = StopRecord(self._stops.argv, step, world_size, tuple(files), self._script, self.name)
+            record = ResumeRecord(self._stops.argv, step, world_size, tuple(files), self._script, self.name)
             writing.replace_file(self.folder / RECORD, msgspec.json.encode(record), sync=True)
             _remove(self.folder, {*before.files} - {*files} if before is not None else ())
 

@@ -26,7 +26,7 @@ from paceline.host.gpus import (
 )
 from paceline.protocol.balance import assign_virtual_ranks
 from paceline.protocol.control import WorkerSpec
-from paceline.rank.environment import rank_counts, translate_to_torchrun
+from paceline.rank.environment import read_rank_variables, translate_slurm_mpi_variables
 from paceline.rank.guard import ConnectionEnd, HangGuard, abort_nccl, foreign_user_error
 from paceline.rank.rendezvous import MEETING_SECONDS, rendezvous
 
@@ -114,7 +114,7 @@ class World:
                 contradict each other, or the device or the backend is not available.
         """
         env = os.environ if env is None else env
-        rank, size, local_rank, local_size = rank_counts(env)
+        rank, size, local_rank, local_size = read_rank_variables(env)
         spec = WorkerSpec.from_environment()
         # not the global rank, because it is not a device index on the second node
         index = spec.devices[local_rank] if spec is not None and spec.devices else local_rank
@@ -202,7 +202,7 @@ def _make_group(world: World, timeout: timedelta, meeting_seconds: float) -> Non
         raise UsageError(code="process-group-exists")
     store: Store = HashStore()
     if world.size > 1:
-        env = {**os.environ, **translate_to_torchrun(os.environ)}
+        env = {**os.environ, **translate_slurm_mpi_variables(os.environ)}
         store = rendezvous(world.rank, world.size, env, seconds=meeting_seconds)
         store.set_timeout(timeout)
     check_gpu_placement(world.rank, world.size, world.device, world.backend, store)

@@ -149,7 +149,7 @@ class LogAnalyzer:
                     self.add_log(path, rank=str(rank))
 
 
-def log_figures(run: RunData) -> tuple[list[Figure], str]:
+def figures_from_logs(run: RunData) -> tuple[list[Figure], str]:
     """The figures from the logs of a script without events, and a sentence. Empty for a run with events."""
     analyzer = LogAnalyzer(run.name)
     if run.ranks:

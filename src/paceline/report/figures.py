@@ -224,13 +224,13 @@ def device_figures(run: RunData) -> Iterable[Figure]:
 
 
 @dataclass(frozen=True)
-class Drawing:
+class Diagram:
     title: str
     caption: str
     svg: Markup
 
 
-def make_drawings(run: RunData) -> list[Drawing]:
+def make_diagrams(run: RunData) -> list[Diagram]:
     drawings = [*_samples_drawing(run)]
     if steps := _typical_step(run):
         drawings = [*_stages_drawing(run, steps), *_step_timeline_drawing(run, steps), *drawings]
@@ -268,7 +268,7 @@ def _ms(seconds: float) -> str:
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
-def _stages_drawing(run: RunData, steps: dict[int, TracedStep]) -> Iterator[Drawing]:
+def _stages_drawing(run: RunData, steps: dict[int, TracedStep]) -> Iterator[Diagram]:
     memory = run.first_rank_log.memory if run.first_rank_log else None
     if run.first_rank_log is None or memory is None:
         return
@@ -289,7 +289,7 @@ def _stages_drawing(run: RunData, steps: dict[int, TracedStep]) -> Iterator[Draw
         reduced="all-reduce: gradients are summed over ranks" if several else "a single rank exchanges nothing",
     )  # fmt: skip
     ranks_note = f" Ranks 0 to {MAX_LANES - 1} of {run.world_size}." if run.world_size > MAX_LANES else ""
-    yield Drawing("The four stages of a step", f"The work of each rank, and the synchronisation.{ranks_note}", svg)
+    yield Diagram("The four stages of a step", f"The work of each rank, and the synchronisation.{ranks_note}", svg)
 
 
 def _is_control_collective(name: str, size: int) -> bool:
@@ -297,7 +297,7 @@ def _is_control_collective(name: str, size: int) -> bool:
     return size < MAX_CONTROL_BYTES and " " in name
 
 
-def _step_timeline_drawing(run: RunData, steps: dict[int, TracedStep]) -> Iterator[Drawing]:
+def _step_timeline_drawing(run: RunData, steps: dict[int, TracedStep]) -> Iterator[Diagram]:
     began = min(trace.unix_time for trace in steps.values())
     span = max(1e-6, *(trace.unix_time - began + _trace_end_seconds(trace) for trace in steps.values()))
     lanes: list[dict[str, Any]] = []
@@ -323,10 +323,10 @@ def _step_timeline_drawing(run: RunData, steps: dict[int, TracedStep]) -> Iterat
     ticks = [_ms(span * tick / 4) for tick in range(5)]
     keys = [*PHASE_COLOURS.items(), *([("tensors", "red"), ("totals", "yellow")] if run.world_size > 1 else [])]
     svg = _render_svg("step", lanes=lanes, ticks=ticks, keys=keys, height=72 if run.world_size > 1 else 42)
-    yield Drawing(f"Step {next(iter(steps.values())).step:,}, on one clock", caption, svg)
+    yield Diagram(f"Step {next(iter(steps.values())).step:,}, on one clock", caption, svg)
 
 
-def _samples_drawing(run: RunData) -> Iterator[Drawing]:
+def _samples_drawing(run: RunData) -> Iterator[Diagram]:
     logs = [log for log in run.newest_rank_logs() if log.virtual_ranks and log.valid_rows]
     owners = {
         virtual: log.rank for log in reversed(logs) for virtual in range(*(log.virtual_ranks or (0, 0)))[:MAX_BOXES]
@@ -341,4 +341,4 @@ def _samples_drawing(run: RunData) -> Iterator[Drawing]:
     ]  # fmt: skip
     caption = f"The global batch of {batch:,} samples is split between {plural(len(boxes), 'virtual rank')}, from v0."
     caption += " The first samples of a step are listed." if listed else " To list the samples, use --record-samples."
-    yield Drawing("Samples of each rank", caption, _render_svg("samples", boxes=boxes))
+    yield Diagram("Samples of each rank", caption, _render_svg("samples", boxes=boxes))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from paceline.launch.output import find_last_lines, read_lines
+from paceline.launch.output import last_lines_range, read_lines
 from paceline.runs.attempt import LogTimeIndex
 from paceline.runs.reading import numbered_files
 
@@ -116,7 +116,7 @@ class RankLogs:
         if times is not None and wanted.since is not None:
             start = times.offset(wanted.since)
         elif wanted.last and wanted.pattern is None:
-            start, _ = find_last_lines(path, wanted.last)
+            start, _ = last_lines_range(path, wanted.last)
         elif wanted.pattern is None:
             start = max(0, end - MAX_SHOWN_BYTES)
         newest = 0.0

@@ -259,7 +259,7 @@ def _cause(run: RunData, cause: str, share: float, parts: StepParts, logs: Seque
 
 
 def _describe_exchange(run: RunData, parts: StepParts) -> tuple[str, str]:
-    hosts, sent = sorted({*run.hosts.values()}), step_gradient_bytes(run)
+    hosts, sent = sorted({*run.hosts.values()}), gradient_bytes_per_rank(run)
     speed = f" ({sent / 1e6:,.1f} MB of gradients in {1e3 * parts.exchange:,.0f} ms)" if sent and parts.exchange else ""
     fewer = "Use larger batches or --accumulation, for fewer exchanges with the same number of samples"
     if len(hosts) == 1:
@@ -271,7 +271,7 @@ def _describe_exchange(run: RunData, parts: StepParts) -> tuple[str, str]:
     )
 
 
-def step_gradient_bytes(run: RunData) -> int:
+def gradient_bytes_per_rank(run: RunData) -> int:
     memory = run.first_rank_log.memory if run.first_rank_log else None
     return memory.gradient_bytes if memory else 0
 

@@ -16,8 +16,8 @@ from markupsafe import Markup
 
 from paceline.errors import plural
 from paceline.report import figures, outcome
-from paceline.report.analysis import log_figures
-from paceline.report.figures import Drawing, Figure
+from paceline.report.analysis import figures_from_logs
+from paceline.report.figures import Diagram, Figure
 from paceline.report.outcome import Bottleneck
 from paceline.report.run import RunData
 from paceline.runs.console import format_duration, format_timestamp, remove_control_characters
@@ -53,13 +53,13 @@ class Section:
     tables: list[Table] = field(default_factory=list[Table])
     texts: list[str] = field(default_factory=list[str])
     codes: list[str] = field(default_factory=list[str])
-    drawings: list[Drawing] = field(default_factory=list[Drawing])
+    drawings: list[Diagram] = field(default_factory=list[Diagram])
 
     def __bool__(self) -> bool:
         return bool(self.figures or self.tables or self.texts or self.codes or self.drawings)
 
 
-def render_html(runs: Sequence[RunData], command: str, drawings: Sequence[Drawing] = ()) -> str:
+def render_html(runs: Sequence[RunData], command: str, drawings: Sequence[Diagram] = ()) -> str:
     """The page of one run, or the comparison of several, as HTML. `command`: what creates the page, for display."""
     bottlenecks = [outcome.find_bottleneck(run) for run in runs]
     body = [section for section in _sections(runs, bottlenecks[0], drawings) if section]
@@ -83,7 +83,7 @@ def render_html(runs: Sequence[RunData], command: str, drawings: Sequence[Drawin
     )  # fmt: skip
 
 
-def _sections(runs: Sequence[RunData], bottleneck: Bottleneck, drawings: Sequence[Drawing]) -> list[Section]:
+def _sections(runs: Sequence[RunData], bottleneck: Bottleneck, drawings: Sequence[Diagram]) -> list[Section]:
     run, several = runs[0], len(runs) > 1
     learning = Section("learning", "Learning", [*figures.training_curve_figures(runs)])
     speed = [figure for figure in learning.figures if figure.name == "throughput"]
@@ -94,7 +94,7 @@ def _sections(runs: Sequence[RunData], bottleneck: Bottleneck, drawings: Sequenc
             learning,
             Section("speed", "Speed", [*speed, *figures.phase_figures(runs)]),
         ]
-    events, (from_logs, sentence) = outcome.run_events(run), log_figures(run)
+    events, (from_logs, sentence) = outcome.run_events(run), figures_from_logs(run)
     learning.figures += from_logs
     learning.texts = [sentence] if sentence else []
     waiting = figures.waiting_figures(run, bottleneck.parts.wait_seconds if bottleneck.parts else {})
@@ -247,7 +247,7 @@ def collectives_table(run: RunData) -> Iterable[Table]:
     if rows:
         caption = (
             "A collective is a call in which all ranks take part. Times include waiting for a late rank. The gradients "
-            f"of a step have {outcome.step_gradient_bytes(run) / 1e6:,.2f} MB on a rank."
+            f"of a step have {outcome.gradient_bytes_per_rank(run) / 1e6:,.2f} MB on a rank."
         )
         head = ["collective", "calls per step", "MB", "ms", "MB/s", "overlap with backward"]
         yield Table("Collectives in a step", head, rows, caption, numbers=True)

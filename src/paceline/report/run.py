@@ -209,7 +209,7 @@ def read_run(folder: Path) -> RunData:
     with _recording_errors(run, "environment.json"):
         run.environment = read_json(folder / "environment.json", dict[str, Any])
     run.summary = read_summary(folder)
-    read_rank_logs(run)
+    load_rank_events(run)
     with _recording_errors(run, "machine"):
         machines = node_log_files(folder)
         limit = min(MAX_MACHINE_RECORDS, 5 * MAX_MACHINE_RECORDS // max(1, len(machines)))
@@ -228,7 +228,7 @@ def read_run(folder: Path) -> RunData:
     return run
 
 
-def read_rank_logs(run: RunData) -> None:
+def load_rank_events(run: RunData) -> None:
     with _recording_errors(run, "events"):
         files = event_files(run.folder)
         for rank in [*files][:MAX_RANKS]:

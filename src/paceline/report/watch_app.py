@@ -15,7 +15,7 @@ from textual.widgets import DataTable, Footer, Static
 
 from paceline.errors import PacelineError
 from paceline.report.live import RunSnapshot
-from paceline.report.watch_lines import COLUMNS, ORDERS, Column, footer_text, progress_line, title_line
+from paceline.report.watch_lines import COLUMNS, ORDERS, Column, notes_text, progress_line, title_line
 from paceline.runs.console import shorten
 from paceline.runs.summary import LIVE_STATES, RunState
 
@@ -143,7 +143,7 @@ class WatchApp(App[None]):
         self.screen_stack[0].query_one("#title", Static).update(title_line(state))
         self.screen_stack[0].query_one("#progress", Static).update(progress_line(now, state, self.size.width - 2))
         self._draw_table(now)
-        note = footer_text(now, may_act=self._actions.can_control)
+        note = notes_text(now, may_act=self._actions.can_control)
         if self._order:
             note = Text("  ·  ", "dim").join([Text(ORDERS[self._order][0], "dim"), *([note] if note else [])])
         self.screen_stack[0].query_one("#note", Static).update(note)

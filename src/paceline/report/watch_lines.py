@@ -60,7 +60,7 @@ def progress_line(now: RunSnapshot, state: RunState, width: int = 0) -> Text:
     return Text(line)
 
 
-def footer_text(now: RunSnapshot, *, may_act: bool) -> Text:
+def notes_text(now: RunSnapshot, *, may_act: bool) -> Text:
     notes = [now.slow_rank_message] if now.slow_rank_message else []
     for node, machine in sorted(now.machines.items()):
         slow_gpus = [f"GPU {gpu.index} {gpu.held_back}" for gpu in machine.gpus if gpu.held_back]

@@ -76,7 +76,7 @@ class NodesStatus(msgspec.Struct, frozen=True):
         return remove_control_characters("; ".join(groups))
 
 
-def write_nodes(attempt_dir: Path, nodes: NodesStatus) -> None:
+def write_nodes_status(attempt_dir: Path, nodes: NodesStatus) -> None:
     with suppress(OSError):
         writing.replace_file(attempt_dir / NODES, msgspec.json.encode(nodes))
 
@@ -94,7 +94,7 @@ class ScriptNotice(msgspec.Struct, frozen=True, omit_defaults=True):
     kind: str = ""  # the type: "diverged", "swallowed", ...; empty if it is not about the script
 
 
-def write_notice(attempt_dir: Path, noted: ScriptNotice) -> None:
+def append_script_notice(attempt_dir: Path, noted: ScriptNotice) -> None:
     with suppress(OSError), os.fdopen(writing.open_or_create(attempt_dir / NOTICES, append=True), "ab", 0) as file:
         file.write(msgspec.json.encode(noted) + b"\n")
 
@@ -107,7 +107,7 @@ def read_notices(attempt_dir: Path) -> Iterator[ScriptNotice]:
                 yield replace(notice, words=remove_control_characters(notice.words)[:MAX_NOTICE_CHARS])
 
 
-def times_path(log: Path) -> Path:
+def log_times_path(log: Path) -> Path:
     return log.with_suffix(".times")
 
 
@@ -115,7 +115,7 @@ class LogTimesWriter:
     def __init__(self, log: Path) -> None:
         self._log, self._size, self._due_seconds, self._descriptor = log, 0, 0.0, -1
         with suppress(OSError):
-            self._descriptor = writing.open_or_create(times_path(log))
+            self._descriptor = writing.open_or_create(log_times_path(log))
 
     def record_growth(self, *, last: bool = False) -> None:
         """Record the growth since the last call, at most once a second. `last`: also earlier."""
@@ -141,7 +141,7 @@ class LogTimeIndex:
     """The time of each part of a log, to the second. FileNotFoundError: a log of an older paceline has no times."""
 
     def __init__(self, log: Path) -> None:
-        self._path, self._first, self._page = times_path(log), -1, list[tuple[int, float]]()
+        self._path, self._first, self._page = log_times_path(log), -1, list[tuple[int, float]]()
         with open_file(self._path) as file:
             self._count = file.status.st_size // TIME_RECORD.size
         with open_file(log) as file:

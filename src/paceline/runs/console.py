@@ -36,7 +36,7 @@ def print_to_stderr(text: str) -> None:
             data = data[os.write(2, data) :]
 
 
-def escape_control_characters(json: str) -> str:
+def escape_json_control_characters(json: str) -> str:
     return re.sub("[\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]", lambda m: f"\\u{ord(m[0]):04x}", json)
 
 
@@ -51,7 +51,7 @@ def format_timestamp(unix_time: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
     return ""
 
 
-def final_line_state(line: str) -> str:
+def resolve_carriage_returns(line: str) -> str:
     """The final state of a line: a progress bar returns to its beginning (\\r) and overwrites it."""
     drawn = [part for part in line.split("\r") if part]
     return drawn[-1] if drawn else ""
@@ -64,7 +64,7 @@ def strip_control_sequences(data: bytes) -> bytes:
     return data
 
 
-class TerminalOutputFilter:
+class ControlSequenceFilter:
     """Filters a stream of bytes for a terminal: text, colours, and \\r, with which progress bars are drawn, pass.
 
     A sequence may be split between reads. The filter keeps its beginning until it is complete or too long.

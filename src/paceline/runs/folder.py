@@ -26,10 +26,10 @@ MAX_ATTEMPTS = 999_999  # numbers of attempts
 LOCK_SECONDS = 10.0  # the workers of a launcher that was just killed need a moment to end
 
 
-def open_run_dir(asked: Path | None, task: str, *, resume: bool = False, trust: bool = False) -> Path:
+def set_up_run_dir(asked: Path | None, task: str, *, resume: bool = False, trust: bool = False) -> Path:
     """The folder of a new run (None: runs/<task>-<time>), or with `resume`, of one that has ended."""
     if not resume and asked is None:
-        run_dir = new_run_dir(task)
+        run_dir = new_run_dir_path(task)
     elif asked is None:
         raise UsageError(code="resume-without-run-dir")
     else:
@@ -81,7 +81,7 @@ def lock_run_dir(run_dir: Path, *, wait_seconds: float = LOCK_SECONDS) -> int:
         descriptor = writing.open_or_create(run_dir / LOCK)
     except OSError as error:
         raise UsageError(code="lock-not-held", path=run_dir / LOCK, strerror=error.strerror) from None
-    if not writing.lock(descriptor, wait_seconds):
+    if not writing.try_lock(descriptor, wait_seconds):
         holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "unknown"
         os.close(descriptor)
         raise UsageError(code="run-is-active", run_dir=run_dir, holder=holder)
@@ -92,7 +92,7 @@ def lock_run_dir(run_dir: Path, *, wait_seconds: float = LOCK_SECONDS) -> int:
     return descriptor
 
 
-def new_run_dir(task: str, where: Path = Path("runs")) -> Path:
+def new_run_dir_path(task: str, where: Path = Path("runs")) -> Path:
     """The path of a new folder for a run without --run-dir. Does not create the folder."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", task).strip("-.") or "run"
     stem = where.resolve() / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -119,7 +119,7 @@ def _has_no_steps(run_dir: Path) -> bool:
 def create_attempt_dir(run_dir: Path, launched: Path | None = None) -> tuple[int, Path]:
     """Create the folder of the next start. Returns its number, from 1, and path.
 
-    `launched`: see `find_attempt_dir_with_logs`.
+    `launched`: see `resolve_launch_attempt_dir`.
     """
     numbers = [attempt_number(Path(name)) for name in list_names(run_dir)]
     number = 1 + max(*numbers, _fenced_attempt(run_dir), 0)
@@ -132,7 +132,7 @@ def create_attempt_dir(run_dir: Path, launched: Path | None = None) -> tuple[int
     return number, attempt_dir
 
 
-def find_attempt_dir_with_logs(attempt_dir: Path) -> Path:
+def resolve_launch_attempt_dir(attempt_dir: Path) -> Path:
     """The attempt with the logs, errors and reports. For a session under `paceline launch`, that of the launch."""
     with suppress(OSError, ValueError):
         launched = Path(read_file(attempt_dir / LAUNCH_FILE, limit_bytes=10_000).decode())
@@ -142,9 +142,9 @@ def find_attempt_dir_with_logs(attempt_dir: Path) -> Path:
 
 
 def attempt_dirs(run_dir: Path) -> dict[int, Path]:
-    """The folder of each start of a run, the newest last; see `find_attempt_dir_with_logs`."""
+    """The folder of each start of a run, the newest last; see `resolve_launch_attempt_dir`."""
     paths = {attempt_number(Path(name)): run_dir / name for name in list_folders(run_dir)}
-    return {number: find_attempt_dir_with_logs(paths[number]) for number in sorted(paths) if number}
+    return {number: resolve_launch_attempt_dir(paths[number]) for number in sorted(paths) if number}
 
 
 def _fenced_attempt(run_dir: Path) -> int:
@@ -188,7 +188,7 @@ def _make(folder: Path, *, exist_ok: bool) -> None:
         raise UsageError(code="run-dir-not-writable", folder=folder, strerror=error.strerror) from None
 
 
-def create_compile_cache_folder() -> Path:
+def create_user_compile_cache() -> Path:
     """The folder for code that torch and Triton compile, for all runs of this user. Creates it.
 
     torch compiles C++ for the processor of this machine, but its keys do not contain the processor. Several

@@ -47,12 +47,12 @@ class UnreadableFileError(UsageError, OSError):
         return f"{self.filename} {self.strerror}"
 
 
-class NotOwnedError(UnreadableFileError):
+class UntrustedFileError(UnreadableFileError):
     """A file that a different user could have written."""
 
 
 @dataclass(frozen=True)
-class OpenFile:
+class OwnerCheckedFile:
     """An open file or folder. `strangers` names the other users who could have changed it; empty if only we could."""
 
     descriptor: int
@@ -61,12 +61,12 @@ class OpenFile:
 
 
 @contextmanager
-def open_file(path: Path, *, folder: bool = False, must_be_ours: bool = False) -> Generator[OpenFile]:
+def open_file(path: Path, *, folder: bool = False, must_be_ours: bool = False) -> Generator[OwnerCheckedFile]:
     """Open a plain file or a folder without following symbolic links.
 
     Raises:
         FileNotFoundError: it does not exist.
-        NotOwnedError: a different user could have changed it, with `must_be_ours`.
+        UntrustedFileError: a different user could have changed it, with `must_be_ours`.
         UnreadableFileError: it has a different type, or we have no permission to read it.
     """
     descriptor, strangers = open_without_links(path.absolute(), folder=folder)
@@ -79,8 +79,8 @@ def open_file(path: Path, *, folder: bool = False, must_be_ours: bool = False) -
         else:
             strangers = _writers(path, status, descriptor) or strangers
         if must_be_ours and strangers:
-            raise NotOwnedError(path, f"is not trusted: {strangers}")
-        yield OpenFile(descriptor, status, strangers)
+            raise UntrustedFileError(path, f"is not trusted: {strangers}")
+        yield OwnerCheckedFile(descriptor, status, strangers)
     finally:
         os.close(descriptor)
 

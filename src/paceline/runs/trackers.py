@@ -74,7 +74,7 @@ TRACKERS: dict[str, tuple[str, Callable[[Path, Mapping[str, Any]], Tracker]]] = 
 """(the required package, the function that starts a run), by name"""
 
 
-def tracker_names(report_to: str | None) -> list[str]:
+def parse_report_to(report_to: str | None) -> list[str]:
     names = [name.strip() for name in (report_to or "").split(",") if name.strip()]
     for name in names:
         if name not in TRACKERS:

@@ -14,7 +14,7 @@ PHASES = ("data", "forward", "backward", "sync", "optimizer")  # a session also 
 MOST_EVENT_BYTES = 16 << 20  # about 60,000 steps, which take some tenths of a second
 
 
-def speed_values(
+def throughput_and_mfu(
     samples_per_second: float | None, tokens_per_sample: float, flops_per_sample: float, peak_tflops: float,
     devices: int,
 ) -> dict[str, float]:  # fmt: skip

@@ -62,7 +62,7 @@ class JsonLinesFile:
 
 class EventWriter(JsonLinesFile):
     def __init__(self, path: Path, *, limit_bytes: int = LIMIT_BYTES) -> None:
-        super().__init__(path, limit_bytes, merge_steps, sync=True)
+        super().__init__(path, limit_bytes, merge_consecutive_steps, sync=True)
         self._open()
 
     def _thin(self) -> None:
@@ -115,7 +115,7 @@ class BoundedWriter(JsonLinesFile):
             self._close()
 
 
-def merge_steps(old: Sequence[bytes], new: Sequence[bytes] = ()) -> list[bytes]:
+def merge_consecutive_steps(old: Sequence[bytes], new: Sequence[bytes] = ()) -> list[bytes]:
     """Merge pairs of consecutive steps in the lines `old` of a file of events; `new` are the lines after them.
 
     A merged step has the sums that `paceline ledger` needs: the number of samples and their fingerprint. Skipped steps,

@@ -119,7 +119,7 @@ def open_or_create(path: Path, *, append: bool = False, make: bool = True) -> in
         return _make_private(os.open(name, flags, FILE, dir_fd=parent), path)
 
 
-def lock(descriptor: int, seconds: float) -> bool:
+def try_lock(descriptor: int, seconds: float) -> bool:
     """Lock a file. Returns False if another process still holds the lock after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:

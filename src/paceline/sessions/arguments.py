@@ -16,7 +16,7 @@ from paceline.config.choices import check_not_renamed
 from paceline.config.strategies import EXACT_STRATEGIES, STRATEGY_INFO, unsupported_settings
 from paceline.errors import PacelineError, UsageError, format_option, unknown_name_error
 from paceline.rank.sites import user_frame_of_error
-from paceline.runs.trackers import tracker_names
+from paceline.runs.trackers import parse_report_to
 
 MIN_ARGUMENT_VALUES = {
     "virtual_ranks": 1, "threads": 1, "checkpoint_every": 1, "keep_checkpoints": 2, "check_replicas_every": 0,
@@ -115,7 +115,7 @@ class SessionConfig:
             raise UsageError(code="audit-needs-resume", value=self.on_audit)
         if self.peak_tflops is not None and not 0 <= self.peak_tflops < math.inf:
             raise UsageError(code="negative", setting="peak_tflops", value=self.peak_tflops)
-        if tracker_names(self.report_to) and self.run_dir is None:
+        if parse_report_to(self.report_to) and self.run_dir is None:
             raise UsageError(code="report-to-without-folder", value=self.report_to)
 
     @cached_property
@@ -159,7 +159,7 @@ def format_argument(option: str, value: Any = None) -> str:
     return ARGUMENT_SPELLINGS.get(option) or (option if value is None else f"{option}={value}")
 
 
-def use_argument_names(error: BaseException | None) -> None:
+def name_arguments_in_error(error: BaseException | None) -> None:
     """Let a PacelineError name arguments instead of flags, and begin with the line of the user's code."""
     if isinstance(error, PacelineError) and error.front_end != "session":
         error.front_end, error.render_option = "session", format_argument

@@ -17,14 +17,14 @@ from torch.nn.modules.module import (
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from paceline.collectives.control import all_gather_object, raise_on_all_ranks, report_on_one_rank
+from paceline.collectives.control import all_gather_object, error_for_this_rank, raise_on_all_ranks
 from paceline.data.fingerprint import UNSTABLE_DATASET_TEXT
 from paceline.errors import UsageError
 from paceline.rank.world import World
 from paceline.seeding import preserve_generator_states
-from paceline.sessions.containers import find_instances
+from paceline.sessions.containers import find_all_instances
 from paceline.sessions.loader import Loader
-from paceline.sessions.prepared import COMPARED_VALUE_NAMES, parameters_differ_error
+from paceline.sessions.prepared import COMPARED_VALUE_NAMES, unprepared_parameters_error
 from paceline.sessions.session_step import LoopPosition, SessionStep
 from paceline.sessions.state import SessionState
 from paceline.stepping.hooks import TensorHookTracker
@@ -42,7 +42,7 @@ class LoopChecks:
         self._world, self._state, self._step, self._position, self._order = world, state, step, position, order
         self._fingerprints: dict[int, tuple[Any, dict[str, Any], int | None]] = {}
         """(dataset, fingerprint, probe) by id of the dataset, after the comparison over ranks"""
-        self._foreign_tensors = UnpreparedTensors()
+        self._foreign_tensors = UnpreparedTensorTracker()
         order.explain, order.names = self._explain, self._compared_names
         step.tensor_hooks = tensor_hooks = TensorHookTracker()
         self._hooks = [
@@ -74,7 +74,7 @@ class LoopChecks:
         texts = [str(rank_fingerprint) for rank_fingerprint, _ in by_rank]
         if len({*texts}) > 1:
             differences = "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(texts))
-            raise report_on_one_rank(UsageError(code="data-differ", what=differences), self._world)
+            raise error_for_this_rank(UsageError(code="data-differ", what=differences), self._world)
         # a stream has no number of samples
         can_probe = "samples" in fingerprint and UNSTABLE_DATASET_TEXT not in fingerprint.values()
         can_probe = can_probe and not any(is_slow for _, is_slow in by_rank)
@@ -112,7 +112,7 @@ class LoopChecks:
             return UsageError(code="data-differ", what=f"at {place}: the loop changed it differently on each rank")
         if any(name.startswith("trained") for name in differing):
             self._state.is_damaged = True
-            return parameters_differ_error(f"some ranks have frozen parameters that others train, at {place}")
+            return unprepared_parameters_error(f"some ranks have frozen parameters that others train, at {place}")
         if any(name.startswith("learning rates") for name in differing):
             self._state.is_damaged = True
             return UsageError(code="learning-rates-differ", place=place)
@@ -133,7 +133,7 @@ class LoopChecks:
             return
         trained = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
         if trained & {id(leaf) for leaf in self._step.foreign_leaves()}:
-            raise parameters_differ_error(
+            raise unprepared_parameters_error(
                 f"a {type(optimizer).__name__} that was not prepared trains a tensor that the loss depends on"
             )
 
@@ -185,10 +185,10 @@ class LoopChecks:
                 f"rank {rank}: " + ", ".join(f"{count:g} (weight {weight:g})" for count, weight, _ in rank_means)
                 for rank, rank_means in enumerate(by_rank)
             )
-            raise report_on_one_rank(UsageError(code="weights-not-of-targets", what=counts), self._world)
+            raise error_for_this_rank(UsageError(code="weights-not-of-targets", what=counts), self._world)
 
 
-class UnpreparedTensors:
+class UnpreparedTensorTracker:
     """The tensors outside of prepared models on which losses depend, in two consecutive steps."""
 
     def __init__(self) -> None:
@@ -200,7 +200,7 @@ class UnpreparedTensors:
             record, other_ref = self._seen.get(id(leaf)), self._others.get(id(leaf))
             is_changed = record is not None and record[0]() is leaf and record[1] != leaf._version  # pyright: ignore[reportPrivateUsage]
             if is_changed or (other_ref is not None and other_ref() is leaf):
-                raise parameters_differ_error(
+                raise unprepared_parameters_error(
                     f"the loss depends on a tensor of shape {tuple(leaf.shape)} that the loop itself updates. Make it "
                     "an nn.Parameter of a module, and prepare this module with an optimizer"
                 )
@@ -208,11 +208,11 @@ class UnpreparedTensors:
 
     def keep(self, leaves: Sequence[Tensor]) -> None:
         self._seen = {id(leaf): (weakref.ref(leaf), leaf._version) for leaf in leaves}  # pyright: ignore[reportPrivateUsage]
-        tensors = find_instances(Tensor) if leaves else []
+        tensors = find_all_instances(Tensor) if leaves else []
         others = (t for t in tensors if t.requires_grad and t.is_leaf and id(t) not in self._seen)
         self._others = {id(tensor): weakref.ref(tensor) for tensor in others}
 
 
 def check_no_grad_scaler(code: str) -> None:
-    if any(scaler.is_enabled() for scaler in find_instances(torch.amp.GradScaler)):
+    if any(scaler.is_enabled() for scaler in find_all_instances(torch.amp.GradScaler)):
         raise UsageError(code=code)

@@ -23,8 +23,8 @@ from paceline.sessions.session_step import SessionStep
 from paceline.sessions.sharded_tensors import invalidate_replaced_parameters
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.optimizers import each_optimizer
-from paceline.train.compute_settings import apply_precision
-from paceline.train.optimizer import check_optimizer_type
+from paceline.train.compute_settings import apply_autocast
+from paceline.train.optimizer import as_single_optimizer
 
 if TYPE_CHECKING:
     from paceline.train.adapters import Adapters
@@ -110,7 +110,7 @@ def prepare_model(
         make_optimizer = optimizer_factory(optimizer)
         adapters = _adapters_of(model) if world.rank == 0 else None  # rank 0's weights are those of all ranks
         model = model.to(world.device)
-        apply_precision(precision, model, world.device)
+        apply_autocast(precision, model, world.device)
     # on all ranks: a script may import peft on some ranks only
     adapters = _adapters_from(all_gather_object(msgspec.to_builtins(adapters), world)[0])
     original_parameters = [*model.parameters()]
@@ -119,7 +119,7 @@ def prepare_model(
         if adapters is not None and replica.in_lockstep and (odd := adapters.kinds & NEEDS_WHOLE):
             raise UsageError(code="adapter-needs-whole-weights", kind=odd.pop())
         invalidate_replaced_parameters(original_parameters, model)
-        return PreparedModel(replica, schedulers_of(replica.optimizers, scheduler), number, gate, adapters)
+        return PreparedModel(replica, resolve_schedulers(replica.optimizers, scheduler), number, gate, adapters)
 
 
 def _adapters_of(model: nn.Module) -> "Adapters | None":
@@ -142,12 +142,12 @@ def prepare_optimizer(part: PreparedModel, optimizer: Any, scheduler: Any, world
     with raise_on_all_ranks(world):
         optimizer = optimizer_factory(optimizer)(part.replica.model.parameters())
         optimizers = each_optimizer(optimizer)
-        for opt, its_scheduler in zip(optimizers, schedulers_of(optimizers, scheduler), strict=True):
+        for opt, its_scheduler in zip(optimizers, resolve_schedulers(optimizers, scheduler), strict=True):
             part.add_optimizer(opt, its_scheduler)
         return optimizer
 
 
-def schedulers_of(optimizers: Sequence[Optimizer], scheduler: Any) -> list[Any]:
+def resolve_schedulers(optimizers: Sequence[Optimizer], scheduler: Any) -> list[Any]:
     is_function = callable(scheduler) and not hasattr(scheduler, "state_dict")
     given = scheduler if isinstance(scheduler, (list, tuple)) else [scheduler]
     if scheduler is None or is_function:
@@ -160,7 +160,7 @@ def schedulers_of(optimizers: Sequence[Optimizer], scheduler: Any) -> list[Any]:
 
 def optimizer_factory(optimizer: Any) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
     if isinstance(optimizer, (Optimizer, list, tuple)):
-        existing = check_optimizer_type(optimizer)
+        existing = as_single_optimizer(optimizer)
         states = [state for opt in each_optimizer(existing) for state in opt.state.values()]
         if any(state and state.get("step", 1) for state in states):  # Adagrad's starts at 0
             raise UsageError(code="optimizer-has-stepped")
@@ -168,7 +168,7 @@ def optimizer_factory(optimizer: Any) -> Callable[[Iterable[nn.Parameter]], Opti
     if not callable(optimizer):
         raise UsageError(code="not-optimizer", kind=type(optimizer).__name__)
 
-    return lambda parameters: check_optimizer_type(optimizer(parameters))
+    return lambda parameters: as_single_optimizer(optimizer(parameters))
 
 
 def _on_device(optimizer: Optimizer) -> Optimizer:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from paceline.checkpoint.resume import find_resume_point, lock_run_folder
 from paceline.collectives.communicator import make_communicator
-from paceline.collectives.control import check_equal, raise_on_all_ranks, report_on_one_rank
+from paceline.collectives.control import check_equal, error_for_this_rank, raise_on_all_ranks
 from paceline.compute.flops import Utilization
 from paceline.config.choices import parse_checkpoint_interval, untested_torch_notice
 from paceline.config.definition import check_same_definition
@@ -21,10 +21,10 @@ from paceline.errors import PacelineError, UsageError
 from paceline.protocol.balance import AUTO
 from paceline.protocol.control import WorkerSpec, restart_count
 from paceline.protocol.evidence import Phase
-from paceline.rank.attach import attach, exit_worker, report_error
+from paceline.rank.attach import bind_to_agent, exit_worker, report_error
 from paceline.rank.guard import HangGuard
 from paceline.rank.world import World, process_group
-from paceline.sessions.arguments import SessionConfig, format_argument, use_argument_names
+from paceline.sessions.arguments import SessionConfig, format_argument, name_arguments_in_error
 from paceline.sessions.observer import current_observer
 from paceline.train.checkpointing import CheckpointIntervals
 from paceline.train.compute_settings import resolve_session_precision, set_threads
@@ -40,7 +40,7 @@ class SessionRun:
 
     def __init__(self, config: SessionConfig) -> None:
         self.observer = current_observer()
-        attach()
+        bind_to_agent()
         self.pid = os.getpid()
         self.guard = HangGuard.of_process()
         self.guard.detach_probes()
@@ -49,7 +49,7 @@ class SessionRun:
         try:
             self._join(config)
         except BaseException as error:
-            use_argument_names(error)
+            name_arguments_in_error(error)
             self.close(error)
             raise
 
@@ -82,7 +82,7 @@ class SessionRun:
         self.virtual_ranks = virtual_ranks = config.virtual_ranks or saved_ranks or world.size
         if virtual_ranks < world.size:
             code = "too-few-virtual-ranks" if config.virtual_ranks else "more-ranks-than-at-the-start"
-            raise report_on_one_rank(UsageError(code=code, value=virtual_ranks, ranks=world.size), world)
+            raise error_for_this_rank(UsageError(code=code, value=virtual_ranks, ranks=world.size), world)
         if (spec := WorkerSpec.from_environment()) is not None and spec.balance:
             with raise_on_all_ranks(world):
                 check_balance(spec.balance, config, virtual_ranks, world)
@@ -155,7 +155,7 @@ def install_exit_hooks() -> None:
                 (explanation for session in open_sessions if (explanation := session.explain_error(error))), error
             )
             close_all_sessions(error)
-        use_argument_names(error)
+        name_arguments_in_error(error)
         if isinstance(error, PacelineError):
             sys.stderr = sys.__stderr__
             exit_worker(report_error(error))

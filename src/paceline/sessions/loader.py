@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
-from paceline.collectives.control import all_gather_object, check_equal, report_on_one_rank
+from paceline.collectives.control import all_gather_object, check_equal, error_for_this_rank
 from paceline.data.fingerprint import data_fingerprint, hash_probe_samples
 from paceline.data.loader import (
     LoadingOptions,
@@ -30,7 +30,7 @@ from paceline.seeding import preserve_generator_states
 from paceline.sessions.order import (
     DataLoaderEpochPlan,
     SampleOrder,
-    SamplerState,
+    SamplerStateTracker,
     check_not_sharded,
     covers_each_sample_once,
     dataloader_length,
@@ -73,7 +73,7 @@ class Loader:
         self.order: SampleOrder | None = None
         self.dealt: BatchPlan | None = None  # the plan of the current training epoch; None for a stream
         self._streams: dict[str, Any] = {}  # random streams and state of the sampler at the start of the epoch
-        self._sampler = None if existing is None else SamplerState(existing)
+        self._sampler = None if existing is None else SamplerStateTracker(existing)
         self._is_torchs = existing is not None and has_torch_sampler(existing)
         self.short_epoch: Callable[[BatchPlan], tuple[int, int]] | None = None
         """of an observer: plan -> number of whole global batches of an epoch, and samples of its last, short batch"""
@@ -158,7 +158,7 @@ class Loader:
             by_rank: list[tuple[int, dict[str, Any]]] = all_gather_object((steps, state), world)
             if len({length for length, _ in by_rank}) > 1:
                 lengths = ", ".join(f"{length} on rank {rank}" for rank, (length, _) in enumerate(by_rank))
-                raise report_on_one_rank(
+                raise error_for_this_rank(
                     UsageError(
                         code="order-differs", what=f"the lengths of their DataLoaders differ: {lengths} batches"
                     ),
@@ -168,7 +168,7 @@ class Loader:
             if any(values != attributes[0] for values in attributes):
                 names = {name for values in attributes for name in values}
                 differing = min(name for name in names if len({str(values.get(name)) for values in attributes}) > 1)
-                raise report_on_one_rank(
+                raise error_for_this_rank(
                     UsageError(code="order-differs", what=f"the attribute {differing} differs between ranks"), world
                 )
             saved_position = by_rank[0][1]
@@ -185,7 +185,7 @@ class Loader:
             self._streams = {name: value for name, value in saved_position.items() if name not in CHECKPOINT_KEYS}
             self.order = order
         if "order" in saved_position and order.hash_at(start - 1) != saved_position["order"]:
-            raise report_on_one_rank(
+            raise error_for_this_rank(
                 UsageError(code="resumed-order-differs", what=type(self.existing.sampler).__name__, batch=start), world
             )
         if "at_checkpoint" in saved_position:  # changes by the loop during the epoch

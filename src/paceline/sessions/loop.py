@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.collectives.control import all_gather_object, check_equal, raise_on_all_ranks, report_on_one_rank
-from paceline.config.choices import current_name
+from paceline.collectives.control import all_gather_object, check_equal, error_for_this_rank, raise_on_all_ranks
+from paceline.config.choices import current_setting_name
 from paceline.config.definition import EXACT_ONLY_SETTINGS, check_same_definition
 from paceline.data.fingerprint import UNSTABLE_DATASET_TEXT
 from paceline.data.loader import MicroBatch
@@ -23,18 +23,18 @@ from paceline.rank.world import World, device_name
 from paceline.runs import folder as run_folder
 from paceline.runs.progress import ProgressRecord, ProgressWriter
 from paceline.seeding import GeneratorStates, preserve_generator_states
-from paceline.sessions.arguments import SessionConfig, use_argument_names
+from paceline.sessions.arguments import SessionConfig, name_arguments_in_error
 from paceline.sessions.checks import LoopChecks, check_no_grad_scaler
 from paceline.sessions.lifecycle import SessionRun
 from paceline.sessions.loader import Loader
 from paceline.sessions.order import global_random_states, restore_global_random_states
 from paceline.sessions.session_step import POSITION_KEYS, LoopPosition, SessionStep
-from paceline.sessions.state import SessionState, copy_through_json
+from paceline.sessions.state import SessionState, copy_json_values
 from paceline.stepping.totals import ControlFlags
 from paceline.stepping.trained_model import make_loss_scale
 from paceline.train.determinism import hardware_facts
 from paceline.train.step_record import PhaseClock, StepRecord, phase_events
-from paceline.train.wording import audit_line, batch_line, report_hint
+from paceline.train.wording import batch_line, describe_audit_interval, report_hint
 
 if TYPE_CHECKING:
     from paceline.runs.summary import Summary
@@ -230,7 +230,7 @@ class TrainingLoop:
 
     def _split(self, loader: Loader) -> Generator[Any]:
         """Run the loop body on dummy batches, to find the largest micro-batch that fits (a collective)."""
-        from paceline.sessions.unsaved import find_counted_numbers, find_counting_iterators
+        from paceline.sessions.unsaved import find_counted_numbers, find_wrapping_iterators
         from paceline.train.memory import MicroBatchSearch
 
         run, state, plan = self._run, self._state, loader.plan
@@ -244,7 +244,7 @@ class TrainingLoop:
         gather = partial(all_gather_object, world=run.world)
         self.search = search = MicroBatchSearch([part.replica for part in state.models], run.world, portion, gather)
         load, self.in_trial = loader.dummy_batches(run.share), True
-        if iterators := find_counting_iterators(sys._getframe(1)):  # pyright: ignore[reportPrivateUsage]
+        if iterators := find_wrapping_iterators(sys._getframe(1)):  # pyright: ignore[reportPrivateUsage]
             with raise_on_all_ranks(run.world):
                 raise UsageError(code="micro-batch-in-iterator", names=", ".join(iterators))
         numbers = [_counters()]
@@ -306,9 +306,9 @@ class TrainingLoop:
         if self.step.audits is not None:
             if loader.is_stream or len(self._state.models) > 1:
                 code = "audit-of-stream" if loader.is_stream else "audit-of-several-models"
-                raise report_on_one_rank(UsageError(code=code), self._run.world)
+                raise error_for_this_rank(UsageError(code=code), self._run.world)
             if loader.loading.worker_init_fn is not None:
-                raise report_on_one_rank(UsageError(code="audit-with-worker-init"), self._run.world)
+                raise error_for_this_rank(UsageError(code="audit-with-worker-init"), self._run.world)
             self.step.audits.use(loader.load_again, plan)
         self._resumed, self.position.batch, self._loader, self._at_end = None, start, loader, False
         self.step.left = None
@@ -365,7 +365,7 @@ class TrainingLoop:
         words = f"strategy {config.strategy}; {plan.size_text}; {batch_line(plan, run.world.size)}"
         run.print(f"{config.program_name}: {processes}, {words}")
         if config.audit_every is not None and run.observer is None:
-            run.print(audit_line(config.audit_every, run.world))
+            run.print(describe_audit_interval(config.audit_every, run.world))
         models = [model for part in state.models for model in (part.replica.model, part.replica.module)]
         if run.observer is None and progress.use.given and not config.is_exact:
             from paceline.compute.flops import can_count_flops
@@ -411,7 +411,7 @@ class TrainingLoop:
                 check_same_definition(self._saved_data, self._data, (), origin.location_text)
             except UsageError as error:
                 raise UsageError.from_error(error, after=f" {CHANGED_DATA_ADVICE}") from None
-            saved = {current_name(name): value for name, value in origin.trainer_state.definition.items()}
+            saved = {current_setting_name(name): value for name, value in origin.trainer_state.definition.items()}
             definition |= {name: saved[name] for name in self._data}
         if config.is_exact:
             check_equal(
@@ -467,7 +467,7 @@ class TrainingLoop:
                 self._restore_random_streams()
                 state.search_unsaved_state(only_known_containers=True)
             if state.values:
-                copy_through_json(state.values, strict=True)
+                copy_json_values(state.values, strict=True)
         if progress.is_open:
             progress.save_if_due(
                 done.votes, partial(self._checkpoint_values, self._run.world), save=self._stopped or is_end, wait=is_end
@@ -502,7 +502,7 @@ class TrainingLoop:
         """End the run, with an error if there is one."""
         run, progress, self.is_closed = self._run, self._run.progress, True
         self.checks.close()
-        use_argument_names(error)
+        name_arguments_in_error(error)
         if error is None and self._exit is not None and self._exit[1] == progress.step:
             error = SystemExit(self._exit[0])
         in_loop = isinstance(error, SystemExit) and (self._iterators > 0 or self._exit is not None)
@@ -522,7 +522,7 @@ class TrainingLoop:
                 if progress.is_open:
                     progress.finish(self._stopped, self._result_lines)
         except BaseException as close_error:
-            use_argument_names(close_error)
+            name_arguments_in_error(close_error)
             error = error or close_error
             record_failure(close_error, _exit_code(close_error), traceback=not isinstance(close_error, PacelineError))
             raise
@@ -613,10 +613,10 @@ def _counters() -> dict[str, float]:
 
 def _check_micro_batches_not_counted() -> None:
     """Raise an error if the loop around the generator that calls this function takes a number of micro-batches."""
-    from paceline.sessions.unsaved import find_counting_iterators, find_next_call
+    from paceline.sessions.unsaved import find_resuming_call, find_wrapping_iterators
 
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-    if counting := find_next_call(frame) or {*find_counting_iterators(frame)} & {"islice", "zip"}:
+    if counting := find_resuming_call(frame) or {*find_wrapping_iterators(frame)} & {"islice", "zip"}:
         raise UsageError(code="micro-batches-counted", how=", ".join(sorted(counting)))
 
 

@@ -32,7 +32,7 @@ GLOBAL_STREAMS = {"torch": torch.default_generator, "python": random, "numpy": n
 _to_list = methodcaller("tolist")  # an array of a generator's state, for JSON
 
 
-def draw_worker_seed(loader: DataLoader[Any]) -> None:
+def consume_base_seed(loader: DataLoader[Any]) -> None:
     """Draw the number that DataLoader draws when an epoch begins, so that later draws are those of a plain loop."""
     torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
 
@@ -50,7 +50,7 @@ class SampleOrder:
         """
         self._batches = chain.from_iterable(_batches(loader))
         if draws_seed:
-            draw_worker_seed(loader)
+            consume_base_seed(loader)
         self._drawn: dict[int, tuple[Tensor, int]] = {}
         self._next = self._hash = 0
         self._is_over, self.needed = False, 0  # `needed`: the first batch that a reader may still request
@@ -167,7 +167,7 @@ def check_not_sharded(loader: DataLoader[Any]) -> None:
             raise UsageError(code="sampler-of-shards", name=type(sampler).__name__)
 
 
-class SamplerState:
+class SamplerStateTracker:
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
         self._first = self._attributes()

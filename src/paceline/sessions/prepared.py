@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from paceline.checkpoint.state import PrefixedSource, Source, TensorShard, read_matching_tensor
 from paceline.collectives.buckets import is_present
 from paceline.collectives.checksum import checksum
-from paceline.collectives.control import Deferred, all_gather_object, report_on_one_rank
+from paceline.collectives.control import Deferred, all_gather_object, error_for_this_rank
 from paceline.errors import UsageError
 from paceline.sessions.session_step import SessionStep, is_mode_dependent
 from paceline.sessions.sharded_tensors import ShardedGradientPlaceholder, distribute_like, local_shard
@@ -447,7 +447,7 @@ class PreparedModel(ModelInTraining):
             self._digests = {i: _digest(self._parameters[i].grad) for i in indices}
             self._digest = hash(tuple(self._digests.items()))
         if is_early and (differing := self.first_differing_gradient()):
-            raise report_on_one_rank(UsageError(code="gradients-differ", what=differing), self.replica.world)
+            raise error_for_this_rank(UsageError(code="gradients-differ", what=differing), self.replica.world)
         return gradients
 
     def _changed_since(self) -> list[int]:
@@ -516,18 +516,18 @@ class PreparedModel(ModelInTraining):
         """Raise UsageError if a group contains parameters of other models."""
         names = {id(parameter): name for name, parameter in self.replica.model.named_parameters()}
         if self.replica.sharded:
-            raise parameters_differ_error(
+            raise unprepared_parameters_error(
                 "a group of parameters was added, and the strategy divides the optimizer's state"
             )
         for parameter in group["params"]:
             if id(parameter) in names and id(parameter) not in self._known:
-                raise parameters_differ_error(
+                raise unprepared_parameters_error(
                     f"optimizer.add_param_group was given {names[id(parameter)]}, which was frozen in s.prepare. Let "
                     "it require a gradient there, and freeze it after that"
                 )
             if id(parameter) not in names:
                 shape = tuple(parameter.shape)
-                raise parameters_differ_error(
+                raise unprepared_parameters_error(
                     f"optimizer.add_param_group was given a parameter of shape {shape} that is new"
                 )
 
@@ -539,14 +539,14 @@ class PreparedModel(ModelInTraining):
         for name, parameter in model.named_parameters():
             is_new = parameter.requires_grad and id(parameter) not in self._known
             if is_new and not self.replica.in_lockstep:
-                raise parameters_differ_error(f"{name} is new, or was frozen then")
+                raise unprepared_parameters_error(f"{name} is new, or was frozen then")
         if self.replica.sharded:
             return
         parameter_ids = {id(parameter) for parameter in model.parameters()}
         for opt in self.optimizers:
             for parameter in opt.parameters:
                 if id(parameter) not in parameter_ids:
-                    raise parameters_differ_error(
+                    raise unprepared_parameters_error(
                         f"optimizer {opt.number + 1} trains one of shape {tuple(parameter.shape)}"
                     )
 
@@ -617,7 +617,7 @@ class PreparedModel(ModelInTraining):
             raise UsageError(code="torch-backward", more=self.replica.in_lockstep * NO_OTHER_BACKWARD)
 
 
-def parameters_differ_error(what: str) -> UsageError:
+def unprepared_parameters_error(what: str) -> UsageError:
     return UsageError(code="parameters-differ", what=what)
 
 

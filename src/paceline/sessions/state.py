@@ -12,13 +12,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.checkpoint.shards import make_shard_layout
 from paceline.checkpoint.state import Source, TensorShard
-from paceline.collectives.control import all_gather_object, raise_on_all_ranks, report_on_one_rank
+from paceline.collectives.control import all_gather_object, error_for_this_rank, raise_on_all_ranks
 from paceline.errors import UsageError
 from paceline.rank.world import World
 from paceline.sessions.containers import (
     GeneratorStateAdapter,
     RegisteredContainer,
-    find_instances,
+    find_all_instances,
     storage_addresses,
     tensors_of_models,
 )
@@ -142,7 +142,7 @@ class SessionState:
         prepared = {id(part.optimizer) for part in optimizers}
 
         def has_unknown() -> bool:
-            schedulers = (scheduler for scheduler in find_instances(LRScheduler) if id(scheduler) not in known_ids)
+            schedulers = (scheduler for scheduler in find_all_instances(LRScheduler) if id(scheduler) not in known_ids)
             return any(id(vars(scheduler).get("optimizer")) in prepared for scheduler in schedulers)
 
         if has_unknown() and (gc.collect() or True) and has_unknown():  # the first may be garbage
@@ -186,13 +186,13 @@ class SessionState:
         """
         parts, saved = (
             [part.json_state() for part in self.models],
-            copy_through_json(self.values, strict=world is not None),
+            copy_json_values(self.values, strict=world is not None),
         )
         states = {name: _split(obj.state_dict(), name)[0] for name, obj in self._registered.items()}
         if world is not None and states:
             by_rank = all_gather_object(states, world)
             if differing := [name for name in states if any(other[name] != states[name] for other in by_rank)]:
-                raise report_on_one_rank(UsageError(code="registered-differs", name=differing[0]), world)
+                raise error_for_this_rank(UsageError(code="registered-differs", name=differing[0]), world)
         samplers = {str(n): loader.sampler_state for n, loader in enumerate(self._loaders) if loader is not current}
         loaders = {number: state for number, state in samplers.items() if state is not None}
         accumulations = {str(n): loader.found_accumulation for n, loader in enumerate(self._loaders)}
@@ -241,7 +241,7 @@ def _joined(value: Any, source: Source) -> Any:
     return value
 
 
-def copy_through_json(saved: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
+def copy_json_values(saved: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
     wrong = [name for name, value in saved.items() if not _is_json({name: value})]
     if wrong and strict:
         raise UsageError(code="saved-not-plain", name=wrong[0], kind=type(saved[wrong[0]]).__name__)

@@ -12,8 +12,8 @@ from paceline.errors import UsageError
 from paceline.rank.world import World
 from paceline.sessions.lifecycle import SessionRun
 from paceline.sessions.loader import IterateLoader, Loader
-from paceline.sessions.order import draw_worker_seed
-from paceline.train.streaming import Stream
+from paceline.sessions.order import consume_base_seed
+from paceline.train.streaming import GlobalBatchStream
 
 
 def make_stream_loader(
@@ -46,7 +46,7 @@ def make_stream_loader(
     return StreamLoader(iterate, stream, run, plan, loading, dataloader)
 
 
-class StreamLoader(Stream, Loader):
+class StreamLoader(GlobalBatchStream, Loader):
     """Batches of a stream, which has no length."""
 
     plan: StreamPlan  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -65,7 +65,7 @@ class StreamLoader(Stream, Loader):
         """`dataloader`: of the script, which reads the stream."""
         self._dataloader, self._has_workers = dataloader, False
         Loader.__init__(self, iterate, stream, plan, loading, None)
-        Stream.__init__(self, stream, plan, loading, run.world, run.print)
+        GlobalBatchStream.__init__(self, stream, plan, loading, run.world, run.print)
 
     def __len__(self) -> int:
         """Raises TypeError: the length is unknown."""
@@ -76,7 +76,7 @@ class StreamLoader(Stream, Loader):
     ) -> BatchPlan:
         """The plan. The stream uses the state of a checkpoint when it is read."""
         if self._dataloader is not None and not self._has_workers:
-            draw_worker_seed(self._dataloader)
+            consume_base_seed(self._dataloader)
             self._has_workers = self._dataloader.persistent_workers
         self.saved = saved_position or {}
         return self.plan

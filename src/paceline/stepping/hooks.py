@@ -88,7 +88,7 @@ def _is_framework_hook(hook: Any) -> bool:
     return hook in (torch.zeros_like, torch.clone) or module.startswith(("paceline.", "torch.distributed."))
 
 
-def describe_user_module_hook(models: Iterable[nn.Module]) -> str:
+def describe_user_backward_hook(models: Iterable[nn.Module]) -> str:
     """A description of a backward hook of the user on a module; empty if there is none.
 
     Hooks of installed packages count as linear.

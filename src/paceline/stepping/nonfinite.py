@@ -21,8 +21,8 @@ from paceline.collectives.control import (
     GatherFunction,
     are_finite,
     are_finite_on_cpu,
+    error_for_this_rank,
     is_async_device,
-    report_on_one_rank,
     sum_over_ranks,
     to_device_async,
 )
@@ -109,7 +109,7 @@ def find_nonfinite_losses(seen: BatchLosses, where: str, gather: GatherFunction)
     return NonFiniteCause(message, [i for bad, _ in causes.values() for i in bad], min(causes or reports))
 
 
-def find_nonfinite_gradients(
+def find_nonfinite_gradient_cause(
     replicas: Mapping[str, Strategy], seen: BatchLosses, forward: LossSumFunction | None, where: str,
     progress: Callable[[], object], gather: GatherFunction,
 ) -> NonFiniteCause:  # fmt: skip
@@ -253,7 +253,7 @@ class SkippedSteps:
                 code="too-many-not-finite", exit_code=ExitCode.NOT_FINITE, what=cause.message,
                 most=MAX_SKIPPED_STEPS, steps=SKIP_WINDOW_STEPS,
             )  # fmt: skip
-            raise report_on_one_rank(error, self._world, by=cause.first_rank)
+            raise error_for_this_rank(error, self._world, by=cause.first_rank)
         back = self._policy == "rollback" and not again
         self._say(f"step {step}: {cause.message}" if back else f"step {step} is skipped: {cause.message}")
         return back

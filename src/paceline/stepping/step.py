@@ -37,33 +37,33 @@ from torch import Tensor
 from paceline.collectives.control import (
     Deferred,
     PinnedNumberBuffers,
-    flag_nonfinite,
+    error_for_this_rank,
     is_async_device,
     make_node_gather,
     make_world_gather,
     raise_on_all_ranks,
     read_all_deferred,
-    report_on_one_rank,
     resolve_deferred,
+    set_found_inf,
     sum_over_ranks,
     to_device_async,
 )
 from paceline.collectives.hosts import NodeTopology
-from paceline.collectives.torch_collectives import name_collective
-from paceline.compute.flops import FlopCount
+from paceline.collectives.torch_collectives import tag_collective
+from paceline.compute.flops import FlopCounter
 from paceline.data.loader import MicroBatch, PrefetchTrigger
 from paceline.data.plan import MicroBatchPlan
 from paceline.errors import UsageError
 from paceline.protocol.evidence import Phase
 from paceline.rank.guard import HangGuard
 from paceline.rank.world import World
-from paceline.seeding import SeededStream
+from paceline.seeding import SeededRngScope
 from paceline.stepping import nonfinite
 from paceline.stepping.hooks import (
     HiddenHooks,
     TensorHookTracker,
     describe_user_autograd_function,
-    describe_user_module_hook,
+    describe_user_backward_hook,
     restore_hooks,
 )
 from paceline.stepping.micro_step import (
@@ -92,7 +92,7 @@ if TYPE_CHECKING:
 LARGEST_SQUARED = 1e19  # above, the square of a float32 overflows: the host uses float64 then
 
 
-class StepNotAppliedError(Exception):
+class PreviousStepNotAppliedError(Exception):
     """The device has not applied the step before, which must be repeated. Nothing of the current step was applied."""
 
 
@@ -117,7 +117,7 @@ class Step:
     """whether this step was not finite before, so that it must not count if it is finite now"""
     unread: UnreadStep | None = None
     """this step after its last backward, if its result is not read; before that, the previous step"""
-    flop_counter: FlopCount | None = None
+    flop_counter: FlopCounter | None = None
     """counts the operations of the first micro-batch that counts"""
 
     def __init__(
@@ -157,7 +157,7 @@ class Step:
         """whether to check in this step that losses are means over samples"""
         self.means: list[tuple[MeanDivisor | None, float | Tensor]] = []
         """for each backward in such a step: what its mean was divided by, and its weight"""
-        self.stream = SeededStream(world.device)
+        self.stream = SeededRngScope(world.device)
         """of the current micro-batch"""
         self.keeps_stream = False
         """whether nothing draws random numbers before the next micro-batch, so the stream is not left in between"""
@@ -398,14 +398,14 @@ class Step:
         """The loss, and whether it and the gradients of `to_judge` are finite (a collective if they are sharded).
 
         Raises:
-            StepNotAppliedError: the previous step must be repeated.
+            PreviousStepNotAppliedError: the previous step must be repeated.
         """
         unread = self._clip_and_check_on_device(totals) if self.may_defer_read else None
         checks = [part.clip_and_check_finite(self._max_norm) for part in to_judge] if unread is None else []
         pending = [value for value in (totals, *checks) if isinstance(value, Deferred)]
         self.ahead.start_batches()  # the device has work now
         if self.unread is not None and not self.unread.read():
-            raise StepNotAppliedError
+            raise PreviousStepNotAppliedError
         self.unread = unread
         if unread is not None:
             return loss, True
@@ -433,7 +433,7 @@ class Step:
         self._sums.read_totals(known)
         found_inf, *norm = part.clip_and_check_on_device(self._max_norm)
         numbers = torch.cat([totals.numbers, *norm]) if norm else totals.numbers
-        flag_nonfinite(numbers.float(), found_inf)
+        set_found_inf(numbers.float(), found_inf)
         wait = self._to_host.start_to_host(torch.cat([numbers, found_inf]))
         self._result.unread = unread = UnreadStep(self._result, found_inf.view(()), wait)
         return unread
@@ -554,9 +554,9 @@ class Step:
         cause = nonfinite.find_nonfinite_losses(seen, where, gather) if in_loss or host is not None else None
         if cause is None or not (in_loss or cause.samples):
             replicas, tick = {part.prefix: part.replica for part in reached}, partial(self._enter, Phase.BACKWARD)
-            cause = nonfinite.find_nonfinite_gradients(replicas, seen, self._forward, where, tick, gather)
+            cause = nonfinite.find_nonfinite_gradient_cause(replicas, seen, self._forward, where, tick, gather)
         if not self._may_skip:
-            raise report_on_one_rank(nonfinite.nonfinite_error(cause, self._way_out), self._world, by=cause.first_rank)
+            raise error_for_this_rank(nonfinite.nonfinite_error(cause, self._way_out), self._world, by=cause.first_rank)
         return cause
 
     def _backward_nothing(self, retain_graph: bool) -> None:
@@ -579,7 +579,7 @@ class Step:
         # a rank whose loss is constant has no such code in its graph, and would update
         early = self._linear_checks <= 2 and self._host is None
         with raise_on_all_ranks(self._world) if early else nullcontext():
-            found = describe_user_module_hook(models) or self._own_code or describe_user_autograd_function(loss)
+            found = describe_user_backward_hook(models) or self._own_code or describe_user_autograd_function(loss)
             if found or changed:
                 raise UsageError(code="hook-before-weight", what=found or changed)
 
@@ -606,7 +606,7 @@ class Step:
 def pad_micro_batches(microbatches: Sequence[MicroBatch], world: World) -> Sequence[MicroBatch]:
     """This rank's micro-batches, then dummy batches: the same number on every rank (a collective)."""
     max_count = to_device_async([len(microbatches)], world.device)
-    dist.all_reduce(name_collective(max_count, "number of micro-batches"), op=dist.ReduceOp.MAX)
+    dist.all_reduce(tag_collective(max_count, "number of micro-batches"), op=dist.ReduceOp.MAX)
     first, missing = microbatches[0], int(max_count) - len(microbatches)
     # separate objects: the step recognizes its last one by identity
     return [*microbatches, *(replace(first, work=replace(first.work, is_counted=False)) for _ in range(missing))]

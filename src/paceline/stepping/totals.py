@@ -17,11 +17,11 @@ from paceline.collectives.communicator import Communicator, get_communicator
 from paceline.collectives.control import (
     Deferred,
     PinnedNumberBuffers,
+    error_for_this_rank,
     is_async_device,
-    report_on_one_rank,
     resolve_deferred,
 )
-from paceline.collectives.tree import tree_sum
+from paceline.collectives.sum_tree import tree_sum
 from paceline.errors import ExitCode, ReportedByPeer, TrainingError, UsageError
 from paceline.protocol.evidence import Phase
 from paceline.rank.world import World
@@ -324,10 +324,10 @@ class StepTotals:
             if self._order is not None:
                 self._order.check(votes[NUM_VOTES:], self._where, late=late)
         if self._world.size > 1 and scales != self._said_scale * self._world.size:
-            raise report_on_one_rank(UsageError(code="loss-forms-differ", place=str(self._where)), self._world)
+            raise error_for_this_rank(UsageError(code="loss-forms-differ", place=str(self._where)), self._world)
         weight_total = totals.total_weight if self._counted_before is None else self._counted_before
         if weight_total == 0:
-            raise report_on_one_rank(UsageError(code="loss-weights-zero", place=str(self._where)), self._world)
+            raise error_for_this_rank(UsageError(code="loss-weights-zero", place=str(self._where)), self._world)
         if self._is_weight_known and weight_total != self._samples:
             place = str(self._where)
             raise TrainingError(code="loss-weight-wrong", place=place, weight=weight_total, samples=self._samples)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.state import Source, TensorShard, load_into
+from paceline.checkpoint.state import Source, TensorShard, load_shard
 
 PREFIX = "ema/"
 
@@ -40,7 +40,7 @@ class WeightAverage:
     def load(self, source: Source) -> None:
         self.reset()
         for shard in self.state() if [*source.names(PREFIX)] else ():
-            load_into(source, shard)
+            load_shard(source, shard)
 
     @contextmanager
     def use_as_weights(self) -> Generator[None]:

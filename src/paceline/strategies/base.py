@@ -14,18 +14,23 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.checkpoint.state import Source, TensorShard, load_into, unsharded_parameter_shards
+from paceline.checkpoint.state import Source, TensorShard, load_shard, unsharded_parameter_shards
 from paceline.collectives.buckets import trainable_parameters
 from paceline.collectives.communicator import print_on_rank_0
-from paceline.collectives.control import Deferred, scale_gradients
-from paceline.collectives.norm import scale_to_norm, scale_to_norm_on_device, total_norm
+from paceline.collectives.control import Deferred, scale_and_check_gradients
+from paceline.collectives.norm import scale_to_norm, scale_to_norm_on_device, unsharded_grad_norm
 from paceline.errors import UsageError
 from paceline.rank.world import World
-from paceline.seeding import seeded_random_stream
+from paceline.seeding import fork_rng_with_seed
 from paceline.strategies.buffers import VirtualRankBuffers, ignore_dummy_batch
-from paceline.strategies.optimizer_state import describe_node_mean, load_node_mean, load_optimizer, optimizer_shards
+from paceline.strategies.optimizer_state import (
+    describe_resume_from_mean,
+    load_node_average,
+    load_optimizer,
+    optimizer_shards,
+)
 from paceline.strategies.optimizers import can_skip_step_on_device, each_optimizer, parameters_by_optimizer
-from paceline.strategies.validation import check_no_max_norm, check_optimizer_parameters
+from paceline.strategies.validation import check_embedding_max_norm, check_optimizer_parameters
 
 if TYPE_CHECKING:
     from paceline.collectives.hosts import NodeTopology
@@ -100,7 +105,7 @@ class Strategy:
         if trained is None:
             check_optimizer_parameters(model, optimizer)
         if self.virtual_ranks > 1:
-            check_no_max_norm(model)
+            check_embedding_max_norm(model)
         self.buffers = VirtualRankBuffers(model, world, self.virtual_ranks)
 
     def join(self, parts: WholeModelView, world: World) -> None:
@@ -154,7 +159,7 @@ class Strategy:
         Args:
             batch: a micro-batch of a virtual rank.
         """
-        with seeded_random_stream(batch.random_seed, self.world.device), self.buffers.micro_batch_context(batch.work):
+        with fork_rng_with_seed(batch.random_seed, self.world.device), self.buffers.micro_batch_context(batch.work):
             yield
 
     def begin_backward(self, work: MicroBatchPlan, is_last: bool) -> None:
@@ -213,7 +218,7 @@ class Strategy:
     def _reduce(self, divisor: float | Tensor) -> bool | Deferred[bool] | None:
         if self.reducer is not None:
             return self.reducer.finish(divisor) or None
-        return scale_gradients(self.parameters, 1 / divisor, self.world.device)
+        return scale_and_check_gradients(self.parameters, 1 / divisor, self.world.device)
 
     def reset(self) -> None:
         """Drop the step's gradients after an error in a forward or backward, so that the next step can begin.
@@ -276,7 +281,7 @@ class Strategy:
         return norm.map(lambda total_norm: scale_to_norm(tensors, total_norm, max_norm))
 
     def _gradient_norm(self, tensors: list[Tensor]) -> Deferred[float]:
-        return total_norm(tensors)
+        return unsharded_grad_norm(tensors)
 
     def clip_grad_norm_on_device(self, max_norm: float) -> Tensor:
         """The same without a read, if this rank has whole float32 gradients: the norm, (1,) float64.
@@ -395,9 +400,9 @@ class Strategy:
     @torch.no_grad()
     def _load(self, source: Source) -> None:
         for shard in self._parameter_shards():
-            load_into(source, shard)
-        if self.local_step_node is None and (nodes := load_node_mean(source, self._parameter_shards())):
-            print_on_rank_0(describe_node_mean(nodes, "and this run synchronises all nodes in each step"))
+            load_shard(source, shard)
+        if self.local_step_node is None and (nodes := load_node_average(source, self._parameter_shards())):
+            print_on_rank_0(describe_resume_from_mean(nodes, "and this run synchronises all nodes in each step"))
         self.buffers.load(source)
         self._load_optimizer(source)
 

@@ -7,12 +7,12 @@ from torch import Tensor, nn
 from paceline.checkpoint.state import Source
 from paceline.collectives.buckets import grad_of
 from paceline.collectives.communicator import print_on_rank_0
-from paceline.collectives.control import Deferred, scale_gradients
+from paceline.collectives.control import Deferred, scale_and_check_gradients
 from paceline.collectives.reducer import check_gradients, make_reducer
 from paceline.collectives.replicate import broadcast_module
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
-from paceline.strategies.buffers import virtual_rank_partition
+from paceline.strategies.buffers import partition_virtual_ranks
 from paceline.strategies.inter_node import InterNodeOptions, describe_node_sizes, inter_node_strategy
 from paceline.strategies.validation import check_model
 
@@ -47,7 +47,7 @@ class Bucketed(Strategy):
     def __init__(
         self, model: nn.Module, make_optimizer: MakeOptimizer, world: World, /, *, virtual_ranks: int | None = None
     ) -> None:
-        partition = virtual_rank_partition(world, world.size)
+        partition = partition_virtual_ranks(world, world.size)
         reducer = make_reducer(model, partition, world.group, in_order=False) if world.size > 1 else None
         optimizer = make_optimizer(model.parameters())
         super().__init__(model, optimizer, world, virtual_ranks=virtual_ranks, reducer=reducer)
@@ -58,7 +58,7 @@ class Bucketed(Strategy):
         if self.reducer is not None:
             return self.reducer.finish(divisor) or None
         check_gradients(self.parameters, [*map(grad_of, self.parameters)], self._numels, self._names)
-        return scale_gradients(self.parameters, 1 / divisor, self.world.device)
+        return scale_and_check_gradients(self.parameters, 1 / divisor, self.world.device)
 
     def _load(self, source: Source) -> None:
         super()._load(source)

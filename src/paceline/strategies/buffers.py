@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivat
 
 from paceline.checkpoint.buffer_reductions import (
     UNDECLARED,
-    BufferHistory,
+    BufferChangeCounts,
     BufferObservation,
     as_float64,
     digest_of,
@@ -35,16 +35,16 @@ from paceline.checkpoint.buffer_reductions import (
     load_buffer_history,
     may_depend_on_sample_count,
     observe_buffer,
-    possible_reductions,
     reduce_buffer,
+    reductions_for_dtype,
 )
 from paceline.checkpoint.state import Source, TensorShard, read_matching_tensor
 from paceline.collectives.batchnorm import SyncBatchNorm
 from paceline.collectives.communicator import get_communicator
-from paceline.collectives.control import all_gather_object, report_on_one_rank
+from paceline.collectives.control import all_gather_object, error_for_this_rank
 from paceline.collectives.replicate import broadcast
+from paceline.collectives.sum_tree import LeafPartition, add_optional
 from paceline.collectives.torch_collectives import TreeAllReduce
-from paceline.collectives.tree import LeafPartition, add_optional
 from paceline.compute.forward import disable_cuda_graph_recording
 from paceline.errors import TrainingError, UsageError
 from paceline.rank.world import World
@@ -69,7 +69,7 @@ class _Copies:
     """by virtual rank"""
     sources: dict[int, _Buffers] = field(default_factory=dict[int, _Buffers])
     """the copied tensors"""
-    seen: dict[int, dict[str, BufferHistory]] = field(default_factory=dict[int, dict[str, BufferHistory]])
+    seen: dict[int, dict[str, BufferChangeCounts]] = field(default_factory=dict[int, dict[str, BufferChangeCounts]])
     large: dict[tuple[int, str], tuple[Tensor, int]] = field(default_factory=dict[tuple[int, str], tuple[Tensor, int]])
     """large buffers: the copied tensor and its version"""
 
@@ -88,7 +88,7 @@ class VirtualRankBuffers:
         self._open = [name for name, reduction in self._reductions.items() if reduction == UNDECLARED]
         self._integers = [name for name in self._open if _is_integer(self._initial[name])]
         self._of: dict[int, _Buffers] = {}
-        self._seen: dict[int, dict[str, BufferHistory]] = {}  # changes of the `_integers`, by virtual rank
+        self._seen: dict[int, dict[str, BufferChangeCounts]] = {}  # changes of the `_integers`, by virtual rank
         self._counted: dict[tuple[int, int], int] = {}
         """samples of each (virtual rank, part) of this step that `_seen` includes: a phase may compute it again"""
         self._forwarded = False
@@ -269,7 +269,9 @@ class VirtualRankBuffers:
         for virtual_rank in self._of if self._integers else ():
             counts = self._seen.get(virtual_rank, {})
             shards += [
-                TensorShard(f"seen/{virtual_rank}/{name}", counts.get(name, BufferHistory()).tensor(), replicated=False)
+                TensorShard(
+                    f"seen/{virtual_rank}/{name}", counts.get(name, BufferChangeCounts()).tensor(), replicated=False
+                )
                 for name in self._integers
             ]
         return shards
@@ -365,7 +367,7 @@ class VirtualRankBuffers:
 
         For buffers in `relative_to_initial`, the sum of (value - initial value).
         """
-        partition = virtual_rank_partition(self._world, self._virtual_ranks)
+        partition = partition_virtual_ranks(self._world, self._virtual_ranks)
         sums = partition.partial_sums(add_optional)
         zeros = torch.zeros(1, dtype=torch.float64, device=self._world.device)
         start = {name: as_float64(self._initial[name]) for name in names}
@@ -405,7 +407,7 @@ class VirtualRankBuffers:
         reports = all_gather_object([assigned, observed_here], self._world)
         for name in sorted({name for digests, _ in reports for name in digests}):
             if len({digests.get(name) for digests, _ in reports}) > 1:
-                raise report_on_one_rank(self._error("buffer-set-differently", name), self._world)
+                raise error_for_this_rank(self._error("buffer-set-differently", name), self._world)
         ranks: list[dict[str, Any]] = [values for _, by_virtual_rank in reports for values in by_virtual_rank.values()]
         for name in self._open:
             values = [msgspec.convert(by_name[name], BufferObservation) for by_name in ranks]
@@ -415,7 +417,7 @@ class VirtualRankBuffers:
             by_chance = early or name in self._differed
             self._decided[name] = infer_reduction(self._initial[name], values, by_chance=by_chance)
             if not self._decided[name]:
-                raise report_on_one_rank(self._undeclared(name, equal=len(digests) == 1), self._world)
+                raise error_for_this_rank(self._undeclared(name, equal=len(digests) == 1), self._world)
             if any(value.by_samples is False for value in values):
                 self._independent.add(name)
         return bool(ranks)
@@ -426,7 +428,7 @@ class VirtualRankBuffers:
         changed = torch.stack(different).tolist() if different else []  # one wait for a GPU
         values: dict[int, dict[str, BufferObservation]] = {v: {} for v in sorted(self._of)}
         for (v, name), is_changed in zip(pairs, changed, strict=True):
-            history = self._seen.get(v, {}).get(name, BufferHistory())
+            history = self._seen.get(v, {}).get(name, BufferChangeCounts())
             older = self._kept.of.get(v, {}).get(name)
             value = observe_buffer(self._of[v][name], self._initial[name], older, history, changed=is_changed)
             values[v][name] = replace(value, by_samples=self._may_count_samples(v, name) if is_changed else None)
@@ -449,8 +451,8 @@ class VirtualRankBuffers:
         histories = self._seen.setdefault(work.virtual_rank, {})
         for name in self._integers:
             (old, version), (new, new_version) = before[name], self._last_read[name]
-            history = histories.get(name, BufferHistory())
-            histories[name] = BufferHistory(
+            history = histories.get(name, BufferChangeCounts())
+            histories[name] = BufferChangeCounts(
                 history.micro_batches + 1,
                 history.samples + len(work.indices),
                 history.writes + (new_version - version if new is old else 1),
@@ -497,7 +499,7 @@ class VirtualRankBuffers:
     def _undeclared(self, name: str, *, equal: bool = False) -> UsageError:
         if name in self._by_loop:
             return self._error("buffer-changed-in-body", name)
-        fitting, *others = possible_reductions(self._initial[name])
+        fitting, *others = reductions_for_dtype(self._initial[name])
         code = "buffer-count-unclear" if name in self._integers else "buffer-change-unclear" if equal else ""
         return self._error(code or "buffer-not-merged", name, fitting=fitting, others=others)
 
@@ -528,7 +530,7 @@ class VirtualRankBuffers:
             raise TrainingError(code="buffer-made-in-first-forward", name=new[0])
 
 
-def virtual_rank_partition(world: World, virtual_ranks: int) -> LeafPartition:
+def partition_virtual_ranks(world: World, virtual_ranks: int) -> LeafPartition:
     return LeafPartition([(share.start, share.stop) for share in world.shares(virtual_ranks)], world.rank)
 
 
@@ -584,7 +586,7 @@ def _check_declaration(model: nn.Module, owner: nn.Module) -> None:
             buffer_names = ", ".join(buffers) or "none"
             raise UsageError(code="buffer-unknown", whose=owner_label, leaf=leaf, known=buffer_names)
         buffer = buffers[leaf]
-        if buffer is not None and reduction not in (fitting := possible_reductions(buffer)):
+        if buffer is not None and reduction not in (fitting := reductions_for_dtype(buffer)):
             raise UsageError(
                 code="buffer-reduction-does-not-fit", whose=owner_label, leaf=leaf, dtype=buffer.dtype, value=reduction,
                 allowed=[*fitting],

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.collectives.control import Deferred, scale_gradients
+from paceline.collectives.control import Deferred, scale_and_check_gradients
 from paceline.collectives.replicate import broadcast_module
 from paceline.data.loader import MicroBatch
 from paceline.errors import UsageError
@@ -76,7 +76,7 @@ class DDP(Strategy):
             unused = [name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
             raise UsageError(code="ddp-unused-parameters", names=", ".join(unused[:8]) or "some") from error
         # DDP has already divided the sum by the world size
-        return scale_gradients(self.parameters, self._ranks / divisor, self.world.device)
+        return scale_and_check_gradients(self.parameters, self._ranks / divisor, self.world.device)
 
 
 def _check_hooked(model: nn.Module, nodes: Mapping[nn.Parameter, object]) -> None:

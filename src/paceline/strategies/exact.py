@@ -9,7 +9,7 @@ from paceline.collectives.reducer import make_reducer
 from paceline.collectives.replicate import broadcast_module
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
-from paceline.strategies.buffers import virtual_rank_partition
+from paceline.strategies.buffers import partition_virtual_ranks
 from paceline.strategies.validation import check_model
 
 
@@ -27,7 +27,7 @@ class Exact(Strategy):
     ) -> None:
         check_model(model, "exact", world)
         broadcast_module(model)
-        reducer = make_reducer(model, virtual_rank_partition(world, virtual_ranks or world.size), in_order=True)
+        reducer = make_reducer(model, partition_virtual_ranks(world, virtual_ranks or world.size), in_order=True)
         # every rank holds all gradients, so each one computes the norm of a part of them only
         sizes = [parameter.numel() for parameter in trainable_parameters(model)]
         shares = split_blocks_evenly(sizes, world.size)

@@ -23,13 +23,13 @@ from torch.optim import Optimizer
 
 from paceline.checkpoint.export import saved_names_by_state_dict_name
 from paceline.checkpoint.state import Source, TensorShard, unsharded_parameter_shards
-from paceline.collectives.buckets import divide_tensors, sparse_gradient_error
+from paceline.collectives.buckets import divide_in_place, sparse_gradient_error
 from paceline.collectives.communicator import get_communicator
 from paceline.collectives.control import Deferred, sum_over_ranks, to_device_async
-from paceline.collectives.owners import LocalShard, ParameterOwners, replace_parameters
+from paceline.collectives.owners import LocalShard, ParameterOwners, replace_optimizer_parameters
 from paceline.collectives.replicate import broadcast_module
-from paceline.collectives.shards import check_assigned
-from paceline.compute.blocks import gather_parameters, register_backward_callback, shard_blocks
+from paceline.collectives.shards import check_assigned_tensor
+from paceline.compute.blocks import keep_parameters_unsharded, register_backward_callback, shard_blocks
 from paceline.compute.precision import autocast_rounded_weights
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import MicroBatchPlan
@@ -39,7 +39,7 @@ from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.model_parallel import full_weights, global_norm
 from paceline.strategies.optimizer_scope import find_update_scope
-from paceline.strategies.optimizer_state import load_piece_optimizer, piece_optimizer_shards
+from paceline.strategies.optimizer_state import load_saved_optimizer_state, optimizer_shards_of_pieces
 from paceline.strategies.optimizers import each_optimizer
 from paceline.strategies.validation import check_model, check_no_parameter_hooks, check_optimizer_parameters
 
@@ -116,7 +116,7 @@ class FSDP(Strategy):
 
     def _reduce(self, divisor: float | Tensor) -> None:
         self._used.reduce(self.model, self._reduced_among)
-        divide_tensors([shard.tensor for shard in self._gradients()], divisor)
+        divide_in_place([shard.tensor for shard in self._gradients()], divisor)
 
     def _gradients(self) -> list[TensorShard]:
         return self._shards.gradients()
@@ -125,7 +125,7 @@ class FSDP(Strategy):
         return self._shards.gradient_norm()
 
     def gathered(self) -> AbstractContextManager[None]:
-        return gather_parameters(self._blocks)
+        return keep_parameters_unsharded(self._blocks)
 
     def _weights(self, names: Collection[str] | None = None) -> Mapping[str, Tensor]:
         return self._shards.weights(names)
@@ -135,10 +135,10 @@ class FSDP(Strategy):
 
     def _optimizer_shards(self) -> list[TensorShard]:
         shards = self._shards
-        return shards.mark_duplicates(piece_optimizer_shards(self._updated, self.optimizer, shards.unsharded))
+        return shards.mark_duplicates(optimizer_shards_of_pieces(self._updated, self.optimizer, shards.unsharded))
 
     def _load_optimizer(self, source: Source) -> None:
-        load_piece_optimizer(self._updated, self.optimizer, source, self._shards.unsharded)
+        load_saved_optimizer_state(self._updated, self.optimizer, source, self._shards.unsharded)
 
 
 class _Collective:
@@ -213,7 +213,7 @@ class _LocalShards:
         if whole and (divided := {n: p for n, p in trained.items() if n not in self.unsharded}):
             updated = self._owners(divided).attach_to(optimizer)
         parameters = {name: shard.parameter for name, shard in updated.items()}
-        replace_parameters(optimizer, groups, self.unsharded | parameters)
+        replace_optimizer_parameters(optimizer, groups, self.unsharded | parameters)
         optimizer.register_step_post_hook(partial(self.release_gradients, [*trained]))
         return updated
 
@@ -294,7 +294,7 @@ def _assign(tensor: Any, values: Any) -> None:
         plain: Any = Tensor.data
         plain.__set__(tensor, values)
         return
-    check_assigned(name, values, tensor)
+    check_assigned_tensor(name, values, tensor)
     with torch.no_grad():
         if isinstance(values, DTensor):
             tensor.copy_(values.redistribute(tensor.device_mesh, tensor.placements))

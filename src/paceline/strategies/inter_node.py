@@ -19,22 +19,27 @@ from paceline.checkpoint.state import (
     PrefixedSource,
     Source,
     TensorShard,
-    load_into,
+    load_shard,
     read_matching_tensor,
     unsharded_parameter_shards,
 )
 from paceline.collectives.buckets import trainable_parameters
-from paceline.collectives.communicator import can_use_shared_memory, make_communicator, print_on_rank_0
-from paceline.collectives.control import report_on_one_rank, sum_over_ranks
+from paceline.collectives.communicator import make_communicator, print_on_rank_0, supports_shared_memory_sum
+from paceline.collectives.control import error_for_this_rank, sum_over_ranks
 from paceline.collectives.hosts import NodeTopology
 from paceline.collectives.inter_node import InterNodeAllReduce
-from paceline.collectives.memory_sum import MAX_TENSORS
 from paceline.collectives.reducer import make_node_reducer
+from paceline.collectives.shm_collectives import MAX_TENSORS
 from paceline.config.strategies import SLOW_NETWORK_SETTINGS, find_network_settings_error
 from paceline.errors import UsageError, format_option
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
-from paceline.strategies.optimizer_state import describe_node_mean, load_node_mean, load_optimizer, optimizer_shards
+from paceline.strategies.optimizer_state import (
+    describe_resume_from_mean,
+    load_node_average,
+    load_optimizer,
+    optimizer_shards,
+)
 
 
 class InterNodeOptions(TypedDict, total=False):
@@ -63,16 +68,16 @@ def _node_topology(options: InterNodeOptions, model: nn.Module, world: World) ->
     """The nodes of `world`. None if no option is set, or if there is one node; then a message explains it."""
     values: dict[str, Any] = {name: options.get(name) for name in SLOW_NETWORK_SETTINGS}
     if error := find_network_settings_error(values):
-        raise report_on_one_rank(error, world)
+        raise error_for_this_rank(error, world)
     option_names = [name for name in ("compress", "local_steps") if values[name] is not None]
     if not option_names:
         return None
     parameters, exchange = trainable_parameters(model), make_communicator()
     hosts = exchange.node_topology()
-    if hosts is not None and can_use_shared_memory(parameters):
+    if hosts is not None and supports_shared_memory_sum(parameters):
         return hosts
     if world.size > 1 and exchange.kind != "shared":
-        raise report_on_one_rank(
+        raise error_for_this_rank(
             UsageError(code="no-shared-memory-on-nodes", setting=option_names[0], most=MAX_TENSORS), world
         )
     flags = " ".join(format_option(name, values[name]) for name in option_names)
@@ -236,14 +241,14 @@ class LocalSteps(InterNodeStrategy):
             velocity.zero_()
         for shard in self._optimizer_shards():
             if shard.name.startswith("outer/momentum/") and [*source.names(shard.name)]:
-                load_into(source, shard)
+                load_shard(source, shard)
         saved, prefix = source.tensor("outer/hosts"), f"hosts/{self._hosts.node_index}/"
         has_state = any(True for _ in source.names(prefix + "optimizer/"))
         load_optimizer(self.model, self.optimizer, PrefixedSource(source, prefix) if has_state else source)
         if saved is None or int(saved) != self._hosts.node_count:
-            load_node_mean(source, self._parameter_shards())
+            load_node_average(source, self._parameter_shards())
             if saved is not None:
-                mean = describe_node_mean(int(saved), f"now there are {self._hosts.node_count}")
+                mean = describe_resume_from_mean(int(saved), f"now there are {self._hosts.node_count}")
                 print_on_rank_0(f"{mean}. A new node starts with the optimizer state of node 0")
             self._set_parameters(self._common)
             return
@@ -252,7 +257,7 @@ class LocalSteps(InterNodeStrategy):
         assert steps is not None
         self._steps.copy_(steps)
         for parameter in self.parameters if int(steps) else ():
-            load_into(source, TensorShard(f"{prefix}model/{self._names[id(parameter)]}", parameter.detach()))
+            load_shard(source, TensorShard(f"{prefix}model/{self._names[id(parameter)]}", parameter.detach()))
 
 
 def describe_node_sizes(division: Tensor) -> str:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from paceline.checkpoint.export import saved_names_by_state_dict_name
 from paceline.checkpoint.shards import (
     LocalShardSource,
-    ShardedParameter,
-    find_sharded_parameter_of_tensor,
+    ParameterShard,
+    find_parameter_shard_of_tensor,
     gather_full_state,
 )
 from paceline.checkpoint.state import Source, TensorShard
@@ -31,7 +31,7 @@ class WholeModelView:
         self,
         model: nn.Module,
         world: World,
-        shards: Mapping[str, ShardedParameter],
+        shards: Mapping[str, ParameterShard],
         is_elsewhere: Callable[[str], bool] = lambda _: False,
     ) -> None:
         assert world.mesh is not None
@@ -43,7 +43,7 @@ class WholeModelView:
     def as_shards_of_whole(self, held: Sequence[TensorShard]) -> list[TensorShard]:
         shards: list[TensorShard] = []
         for tensor in held:
-            sharded = find_sharded_parameter_of_tensor(tensor.name, self._shards)
+            sharded = find_parameter_shard_of_tensor(tensor.name, self._shards)
             # the ranks along data also hold it
             is_spare = (
                 tensor.is_saved_elsewhere

@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.collectives.owners import replace_parameters
+from paceline.collectives.owners import replace_optimizer_parameters
 from paceline.errors import UsageError
 from paceline.seeding import preserve_generator_states
 
@@ -97,7 +97,7 @@ def _trial(optimizer: Optimizer, is_trained: Callable[[int], bool]) -> dict[int,
             if "lr" in group:  # a warm-up may begin at 0
                 lr = group["lr"]
                 group["lr"] = lr.clamp(min=TRIAL_LR) if isinstance(lr, Tensor) else max(lr, TRIAL_LR)
-        replace_parameters(tried, names, trained)
+        replace_optimizer_parameters(tried, names, trained)
         before = [p.clone() for p in small]
         for at_step in gradients:
             for n, parameter in trained.items():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.checkpoint.state import PrefixedSource, Source, TensorShard, load_into
+from paceline.checkpoint.state import PrefixedSource, Source, TensorShard, load_shard
 from paceline.errors import UsageError
 from paceline.strategies.optimizers import each_optimizer
 
@@ -44,7 +44,7 @@ def optimizer_state_tensors(name: str, state: Mapping[str, Any]) -> Iterator[tup
 
 def load_optimizer(model: nn.Module, optimizer: Optimizer, source: Source) -> None:
     """Load the whole state of `optimizer`. A parameter without state has not been trained yet."""
-    load_piece_optimizer({}, optimizer, source, dict(model.named_parameters()))
+    load_saved_optimizer_state({}, optimizer, source, dict(model.named_parameters()))
 
 
 def set_parameter_states(
@@ -55,7 +55,7 @@ def set_parameter_states(
             optimizer.state[parameter] = _on_device(optimizer, parameter, state)
 
 
-def piece_optimizer_shards(
+def optimizer_shards_of_pieces(
     pieces: Mapping[str, LocalShard], optimizer: Optimizer, unsharded: Mapping[str, nn.Parameter] | None = None
 ) -> list[TensorShard]:
     """As `optimizer_shards`, for an optimizer of `pieces` of parameters, by name, and of `unsharded` ones.
@@ -77,7 +77,7 @@ def piece_optimizer_shards(
     return shards
 
 
-def load_piece_optimizer(
+def load_saved_optimizer_state(
     pieces: Mapping[str, LocalShard],
     optimizer: Optimizer,
     source: Source,
@@ -134,7 +134,7 @@ def _on_device(optimizer: Optimizer, parameter: nn.Parameter, state: dict[str, A
     return {key: placed(key, value) if isinstance(value, Tensor) else value for key, value in state.items()}
 
 
-def load_node_mean(source: Source, parameters: Sequence[TensorShard]) -> int:
+def load_node_average(source: Source, parameters: Sequence[TensorShard]) -> int:
     """Load the mean over nodes into trainable parameters, if the state was saved between two outer steps.
 
     Returns the number of nodes that took local steps in the saved run; 0 if none did.
@@ -147,12 +147,12 @@ def load_node_mean(source: Source, parameters: Sequence[TensorShard]) -> int:
         if shard.name in hosts[0].names(shard.name):  # else it is frozen
             total = torch.zeros_like(shard.tensor, dtype=torch.float64)
             for host in hosts:
-                load_into(host, shard)
+                load_shard(host, shard)
                 total += shard.tensor
             shard.tensor.copy_(total / len(hosts))
     return len(hosts)
 
 
-def describe_node_mean(saved: int, now: str) -> str:
+def describe_resume_from_mean(saved: int, now: str) -> str:
     mean = "training resumes from the mean of their parameters"
     return f"the checkpoint was saved by {saved} nodes that took local steps, {now}: {mean}"

@@ -44,7 +44,7 @@ def parameters_by_optimizer(optimizer: Optimizer) -> list[list[nn.Parameter]]:
     return [[p for group in one.param_groups for p in group["params"]] for one in each_optimizer(optimizer)]
 
 
-def optimizer_names(optimizer: Optimizer) -> str:
+def format_optimizer_types(optimizer: Optimizer) -> str:
     return ", ".join(type(opt).__name__ for opt in each_optimizer(optimizer))
 
 

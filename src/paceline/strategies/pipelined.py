@@ -19,8 +19,8 @@ from paceline.checkpoint.shards import find_parameter_of_tensor, gather_full_sta
 from paceline.checkpoint.state import TensorShard
 from paceline.collectives.buckets import PackedBucket
 from paceline.collectives.control import Deferred, all_gather_object, raise_on_all_ranks
-from paceline.collectives.torch_collectives import name_collective
-from paceline.parallel.partition import LayerChain, LayerGroup, choose_split_points
+from paceline.collectives.torch_collectives import tag_collective
+from paceline.parallel.partition import LayerChain, LayerCost, choose_split_points
 from paceline.parallel.pipeline import Pipeline, Schedule, SplitPoint
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
@@ -40,9 +40,9 @@ class StagePlan(msgspec.Struct, frozen=True):
         return [self.chain.points[end] for end in self.ends]
 
     @property
-    def stage_costs(self) -> list[LayerGroup]:
+    def stage_costs(self) -> list[LayerCost]:
         bounds = [0, *(end + 1 for end in self.ends), len(self.chain.layers)]
-        return [sum(self.chain.layers[a:b], LayerGroup()) for a, b in pairwise(bounds)]
+        return [sum(self.chain.layers[a:b], LayerCost()) for a, b in pairwise(bounds)]
 
     @property
     def stages_by_tensor(self) -> dict[str, tuple[int, ...]]:
@@ -120,7 +120,7 @@ class _Stage(WholeModelView):
     def after_reduction(self, finite: bool | Deferred[bool] | None) -> None:
         for group, parameters, bucket in self._shared:
             flat = bucket.pack([p.grad for p in parameters])
-            dist.all_reduce(name_collective(flat, "gradients of shared parameters"), group=group)
+            dist.all_reduce(tag_collective(flat, "gradients of shared parameters"), group=group)
             bucket.unpack(flat, [p.grad is not None for p in parameters])
 
     def weights(

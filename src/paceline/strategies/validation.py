@@ -32,7 +32,7 @@ def check_model(model: nn.Module, strategy: str, world: World) -> None:
             raise sparse_gradient_error(what, f"{strategy!r}")
 
 
-def check_no_max_norm(model: nn.Module) -> None:
+def check_embedding_max_norm(model: nn.Module) -> None:
     """Check for embeddings with max_norm, whose forward changes the rows that this rank's samples use."""
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:

@@ -14,9 +14,9 @@ from paceline.collectives.replicate import broadcast_module
 from paceline.collectives.shards import ParameterShards
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
-from paceline.strategies.buffers import virtual_rank_partition
+from paceline.strategies.buffers import partition_virtual_ranks
 from paceline.strategies.optimizer_scope import find_update_scope
-from paceline.strategies.optimizer_state import load_piece_optimizer, piece_optimizer_shards
+from paceline.strategies.optimizer_state import load_saved_optimizer_state, optimizer_shards_of_pieces
 from paceline.strategies.optimizers import each_optimizer, parameters_by_optimizer
 from paceline.strategies.validation import check_model, check_optimizer_parameters
 
@@ -44,7 +44,7 @@ class Zero(Strategy):
         self._updated: dict[str, LocalShard] = {}
         for opt, scope in zip(each_optimizer(optimizer), scopes, strict=True):
             self._updated |= shards.shard_optimizer(opt, whole=scope == "parameter")
-        reducer = make_shard_reducer(shards, virtual_rank_partition(world, virtual_ranks or world.size))
+        reducer = make_shard_reducer(shards, partition_virtual_ranks(world, virtual_ranks or world.size))
         held_by_rank = shards.ranges_by_rank()
         shares = [[(i, *held[p]) for i, p in enumerate(parameters) if p in held] for held in held_by_rank]
         sizes = [p.numel() for p in parameters]
@@ -65,7 +65,7 @@ class Zero(Strategy):
         clear(kept)
 
     def _optimizer_shards(self) -> list[TensorShard]:
-        return piece_optimizer_shards(self._updated, self.optimizer)
+        return optimizer_shards_of_pieces(self._updated, self.optimizer)
 
     def _load_optimizer(self, source: Source) -> None:
-        load_piece_optimizer(self._updated, self.optimizer, source)
+        load_saved_optimizer_state(self._updated, self.optimizer, source)

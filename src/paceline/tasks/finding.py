@@ -56,11 +56,11 @@ def check_defined(kind: str, name: str, tree: ast.Module) -> None:
     module_name, _, attribute = name.rpartition(":")
     names = top_level_names(tree)
     if names is not None and attribute not in names:
-        choices = task_names(tree) if kind == "task" else sorted(n for n in names if not n.startswith("_"))
+        choices = task_names_in_source(tree) if kind == "task" else sorted(n for n in names if not n.startswith("_"))
         raise unknown_name_error(f"{kind} in {module_name}", attribute, choices or [NONE_FOUND])
 
 
-def parse_source(kind: str, name: str) -> ast.Module | None:
+def parse_source_file(kind: str, name: str) -> ast.Module | None:
     """The syntax tree of the file of `module:name`; None if it cannot be read, or `name` has no module."""
     if ":" not in name:
         return None
@@ -83,7 +83,7 @@ def top_level_names(tree: ast.Module) -> set[str] | None:
     return None if "__getattr__" in names else names
 
 
-def task_names(tree: ast.Module | None) -> list[str]:
+def task_names_in_source(tree: ast.Module | None) -> list[str]:
     """The names of the Tasks in a module, and of functions that return one, as far as its source shows."""
     names: list[str] = []
     for node in tree.body if tree else ():

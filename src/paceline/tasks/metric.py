@@ -66,7 +66,7 @@ def resolve_metric(name: str, metric: Any) -> Any:
     return result
 
 
-def metric_members(metric: Any) -> Mapping[str, Any]:
+def metrics_by_name(metric: Any) -> Mapping[str, Any]:
     """The members of a torchmetrics collection, by name; for any other object a dict with key ""."""
     return dict(metric.items()) if hasattr(metric, "items") else {"": metric}
 

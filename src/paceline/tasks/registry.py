@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from paceline.data.mnist import check_mnist
 from paceline.errors import UsageError, unknown_name_error
 from paceline.tasks import finding
-from paceline.tasks.finding import NONE_FOUND, check_reference, import_module, parse_source, task_names
-from paceline.tasks.settings import convert_settings, function_settings, parse_task_settings
+from paceline.tasks.finding import NONE_FOUND, check_reference, import_module, parse_source_file, task_names_in_source
+from paceline.tasks.settings import convert_settings, function_settings, parse_settings_from_source
 
 if TYPE_CHECKING:
     from paceline.tasks.task import Task
@@ -40,7 +40,7 @@ def is_session_script(name: str) -> bool:
     return name not in TASKS and ":" not in name
 
 
-def check_task(name: str | None, options: Mapping[str, Any]) -> None:
+def check_task_without_import(name: str | None, options: Mapping[str, Any]) -> None:
     """Check a task without importing it."""
     if name is None:
         raise UsageError(code="no-task", allowed=[*TASKS])
@@ -54,14 +54,14 @@ def check_task(name: str | None, options: Mapping[str, Any]) -> None:
         return
     if is_session_script(name):
         if name.endswith(".py") and Path(name).is_file():
-            names = task_names(parse_source("task", f"{name}:NAME")) or ["NAME"]
+            names = task_names_in_source(parse_source_file("task", f"{name}:NAME")) or ["NAME"]
             raise UsageError(code="task-is-a-file", value=name, tasks=" or ".join(f"{name}:{task}" for task in names))
         raise unknown_name_error("task", name, TASKS, more=", or a custom one as module:name or file.py:name")
     check_reference("task", name)
-    convert_settings(name, parse_task_settings(name), options)
+    convert_settings(name, parse_settings_from_source(name), options)
 
 
-def check_optimizer(name: str) -> None:
+def check_optimizer_reference(name: str) -> None:
     """Check an optimizer `module:name` without importing it. A name without a module is not checked."""
     if ":" in name:
         check_reference("optimizer", name)
@@ -76,7 +76,7 @@ def load_task(name: str, options: Mapping[str, Any]) -> Task:
     module = importlib.import_module(module_name) if name in TASKS else import_module(module_name)
     target = getattr(module, attribute, None)
     if target is None:
-        in_source = task_names(parse_source("task", reference))
+        in_source = task_names_in_source(parse_source_file("task", reference))
         choices = [n for n, value in vars(module).items() if isinstance(value, Task) or n in in_source]
         raise unknown_name_error(f"task in {module_name}", attribute, choices or [NONE_FOUND])
     if isinstance(target, Task):
@@ -99,7 +99,7 @@ def load_task(name: str, options: Mapping[str, Any]) -> Task:
 
 def is_session_loop(name: str) -> bool:
     """Whether `name` is a training loop: in its file, which is not imported, it uses a session and makes no Task."""
-    tree = None if name in TASKS else parse_source("loop", name)
+    tree = None if name in TASKS else parse_source_file("loop", name)
     if tree is None or "session(" not in ast.unparse(tree):
         return False
     finding.check_defined("loop", name, tree)

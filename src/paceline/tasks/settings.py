@@ -15,7 +15,7 @@ from typing import Any, Literal, Optional, Union, get_args
 import msgspec
 
 from paceline.errors import UsageError, unknown_name_error
-from paceline.tasks.finding import parse_source
+from paceline.tasks.finding import parse_source_file
 
 SETTINGS_WITH_FLAGS = ("data_dir", "stem")  # they have separate flags, and the definition compares their effect instead
 TYPES: dict[str, Any] = {"int": int, "float": float, "bool": bool, "str": str, "Path": Path}
@@ -29,9 +29,9 @@ class Setting:
     default: str | None  # the default in the source; None if a value is required
 
 
-def parse_task_settings(name: str) -> list[Setting] | None:
+def parse_settings_from_source(name: str) -> list[Setting] | None:
     """The settings of the task `module:name`; None if they are unknown or the task is not a function."""
-    tree = parse_source("task", name)
+    tree = parse_source_file("task", name)
     attribute = name.rpartition(":")[2]
     functions = [n for n in (tree.body if tree else ()) if isinstance(n, ast.FunctionDef) and n.name == attribute]
     return _settings(functions[-1]) if functions and not functions[-1].decorator_list else None
@@ -60,7 +60,7 @@ def convert_settings(task: str, settings: list[Setting] | None, values: Mapping[
 
 def all_settings(task: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """All settings of a task, including those with default values, in the form of a run's definition."""
-    settings = parse_task_settings(task)
+    settings = parse_settings_from_source(task)
     defaults = {s.name: _literal(s.default) for s in settings or () if s.default is not None}
     complete = defaults | convert_settings(task, settings, values)
     plain = {name: str(value) if isinstance(value, Path) else value for name, value in complete.items()}
@@ -69,7 +69,7 @@ def all_settings(task: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def settings_help(task: str) -> str:
     """The help text for the settings of a task; empty if it has none, or they are unknown."""
-    settings = [s for s in parse_task_settings(task) or () if s.name not in SETTINGS_WITH_FLAGS]
+    settings = [s for s in parse_settings_from_source(task) or () if s.name not in SETTINGS_WITH_FLAGS]
     rows = [(s.name, s.annotation, "required" if s.default is None else f"default {s.default}") for s in settings]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)] if rows else []
     lines = [f"  {name:{widths[0]}}  {annotation:{widths[1]}}  {default}" for name, annotation, default in rows]

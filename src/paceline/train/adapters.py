@@ -18,7 +18,7 @@ import msgspec
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from paceline.checkpoint.shards import sha256_of
+from paceline.checkpoint.shards import hash_tensors
 from paceline.errors import UsageError, first_few
 from paceline.runs import writing
 from paceline.runs.reading import is_file
@@ -64,7 +64,7 @@ class Adapters(msgspec.Struct, frozen=True):
         outside = [key for key, p in model.named_parameters() if p.requires_grad and id(p) not in saved_ids]
         known = saved | parameters.keys()
         buffers = {key: t for key, t in model.state_dict().items() if key not in known and isinstance(t, Tensor)}
-        return cls(files, outside, [*buffers], sha256_of(buffers))
+        return cls(files, outside, [*buffers], hash_tensors(buffers))
 
     @property
     def kinds(self) -> set[str]:
@@ -83,7 +83,7 @@ class Adapters(msgspec.Struct, frozen=True):
 
     def missing(self, weights: Mapping[str, Tensor]) -> list[str]:
         """The tensors that the training has changed, and the files do not contain. `weights`: see `write`."""
-        is_changed = sha256_of({name: weights[name] for name in self.buffers}) != self.buffers_sha256
+        is_changed = hash_tensors({name: weights[name] for name in self.buffers}) != self.buffers_sha256
         return self.outside + self.buffers * is_changed
 
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -147,7 +147,7 @@ def _base_digests(model: Any) -> dict[str, str]:
     state = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
     base = {_plain(name): tensor for name, tensor in state.items() if name not in of_adapters}
     with ThreadPoolExecutor() as pool:
-        return dict(zip(base, pool.map(lambda item: sha256_of(dict([item])), base.items()), strict=True))
+        return dict(zip(base, pool.map(lambda item: hash_tensors(dict([item])), base.items()), strict=True))
 
 
 def _folder(folder: Path, adapter: str) -> Path:

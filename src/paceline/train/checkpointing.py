@@ -24,11 +24,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.checkpoint.manager import Checkpoints, MessageCallback, PublishClaim
+from paceline.checkpoint.memory_snapshots import InterNodeExchange, SnapshotWriter, inherited_memory_files
 from paceline.checkpoint.resume import ResumePoint, RunLocation, TrainerState, find_newest_state
-from paceline.checkpoint.shards import ShardLayout, make_shard_layout, select_shards_to_save, write_shard_file
-from paceline.checkpoint.snapshots import InterNodeExchange, SnapshotWriter, inherited_memory_files
+from paceline.checkpoint.shards import ShardFileLayout, make_shard_layout, select_shards_to_save, serialize_shard_file
 from paceline.checkpoint.state import TensorShard
-from paceline.collectives.control import all_gather_object, raise_on_all_ranks, report_on_one_rank
+from paceline.collectives.control import all_gather_object, error_for_this_rank, raise_on_all_ranks
 from paceline.errors import ExitCode, PacelineError, TrainingError, UsageError
 from paceline.protocol.control import WorkerSpec, has_separate_folder, transfer
 from paceline.protocol.evidence import Phase
@@ -86,7 +86,7 @@ class _UnblockMessage(msgspec.Struct, frozen=True):
     causes: tuple[int, ...] | None = None
 
 
-def must_save_on_this_rank(message: str, rank: int, world_size: int) -> bool:
+def must_save_after_failure(message: str, rank: int, world_size: int) -> bool:
     try:
         causes = msgspec.json.decode(message, type=_UnblockMessage).causes
     except msgspec.MsgspecError:
@@ -116,12 +116,12 @@ def save_on_one_rank(
     return checkpoints.commit(folder, _manifest(step, content, claim, holder.virtual_ranks, file), keep, say)
 
 
-def _fill(buffer: Tensor, shard: ShardLayout, step: int, content: TrainerState, rank: int, world_size: int) -> None:
+def _fill(buffer: Tensor, shard: ShardFileLayout, step: int, content: TrainerState, rank: int, world_size: int) -> None:
     meta = {"step": step, "rank": rank, "world_size": world_size, "samples_seen": content.samples_seen}
-    write_shard_file(buffer, shard, meta)
+    serialize_shard_file(buffer, shard, meta)
 
 
-def _write_shard(folder: Path, buffer: Tensor, shard: ShardLayout, rank: int, world_size: int) -> ShardFile:
+def _write_shard(folder: Path, buffer: Tensor, shard: ShardFileLayout, rank: int, world_size: int) -> ShardFile:
     name = shard_name(rank, world_size)
     size, sha256 = write_new_file(folder / name, [buffer.numpy().data])
     return ShardFile(name, size, sha256, shard.pieces)
@@ -213,7 +213,7 @@ class CheckpointWriter:
         except (OSError, PacelineError) as error:
             return "", str(error)
 
-    def _write(self, writing: _Writing, buffer: Tensor, shard: ShardLayout) -> None:
+    def _write(self, writing: _Writing, buffer: Tensor, shard: ShardFileLayout) -> None:
         try:
             self._flush_events()  # the event files must contain every step that the checkpoint contains
             if has_separate_folder(self._checkpoints.root.parent):
@@ -293,7 +293,7 @@ def check_space(holder: CheckpointedModels, checkpoints: Checkpoints, keep: int)
                 code="no-space-for-checkpoints", host=host, folder=checkpoints.root, usable=usable, needed=needed_bytes,
                 count=keep + 1, size=size_bytes, keep_checkpoints=keep,
             )  # fmt: skip
-            raise report_on_one_rank(error, world)
+            raise error_for_this_rank(error, world)
 
 
 def _num_states(optimizer: Optimizer) -> int:
@@ -439,7 +439,7 @@ class CheckpointManager:
             return
         world, message, trainer_state = self._world, HangGuard.of_process().release_reason(), content()
         is_saved = any(saved_step == step for saved_step, _ in self._checkpoints.entries())
-        if is_saved or not must_save_on_this_rank(message or NO_CAUSE_MESSAGE, world.rank, world.size):
+        if is_saved or not must_save_after_failure(message or NO_CAUSE_MESSAGE, world.rank, world.size):
             return
         self._enter(Phase.CHECKPOINT)  # the agent does not kill a rank that makes progress
         try:

@@ -68,7 +68,7 @@ def resolve_session_precision(precision: str | None, world: World) -> tuple[str 
     return "bf16", ['precision="auto": bf16, which all ranks support. It rounds differently']
 
 
-def apply_precision(precision: str | None, model: nn.Module, device: torch.device) -> None:
+def apply_autocast(precision: str | None, model: nn.Module, device: torch.device) -> None:
     if precision == "bf16":
         autocast_bf16(model, device)
     elif precision == "fp16":

@@ -12,7 +12,7 @@ from paceline.rank.world import World
 from paceline.train.prepare import TrainingComponents
 from paceline.train.progress import TrainingProgress
 from paceline.train.step_record import StepRecord
-from paceline.train.streaming import Stream
+from paceline.train.streaming import GlobalBatchStream
 
 
 class DataProgress:
@@ -60,7 +60,9 @@ class DataProgress:
 
 
 class StreamProgress(DataProgress):
-    def __init__(self, parts: TrainingComponents, stream: Stream, page: StatusPage, progress: TrainingProgress) -> None:
+    def __init__(
+        self, parts: TrainingComponents, stream: GlobalBatchStream, page: StatusPage, progress: TrainingProgress
+    ) -> None:
         super().__init__(parts, page)
         self._stream, self._progress, stream.loading, stream.say = stream, progress, self._loading, progress.say
         self.load({})

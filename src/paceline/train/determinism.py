@@ -42,7 +42,7 @@ def use_deterministic_kernels() -> Generator[None]:
     options.fill_uninitialized_memory = False  # filling each new tensor with NaN costs memory bandwidth
     torch.backends.cudnn.benchmark = False  # it would choose the kernel that happened to be fastest
     try:
-        with explain_missing_kernel(TrainingError):
+        with convert_missing_kernel_error(TrainingError):
             yield
     finally:
         torch.set_deterministic_debug_mode(mode_before)
@@ -60,7 +60,7 @@ def _set_inductor(*, late: bool = False) -> None:
 
 
 @contextmanager
-def explain_missing_kernel(raised: type[PacelineError]) -> Generator[None]:
+def convert_missing_kernel_error(raised: type[PacelineError]) -> Generator[None]:
     """Convert torch's error about an operation without a deterministic kernel to a `raised` error with advice."""
     try:
         yield

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from paceline.collectives.control import all_gather_tensors, raise_on_all_ranks
-from paceline.collectives.tree import tree_sum
+from paceline.collectives.sum_tree import tree_sum
 from paceline.errors import UsageError
 from paceline.nested import map_tensors
 from paceline.rank.world import World
-from paceline.tasks.metric import AnyMetric, Metric, PerSample, is_torchmetric, metric_members, resolve_metric
+from paceline.tasks.metric import AnyMetric, Metric, PerSample, is_torchmetric, metrics_by_name, resolve_metric
 
 if TYPE_CHECKING:
     from paceline.tasks.task import Loss
@@ -31,7 +31,7 @@ StatesByMetric = dict[str, list[Any]]
 def make_accumulators(loss: Loss, metrics: Mapping[str, AnyMetric], device: torch.device) -> dict[str, Accumulator]:
     accumulators: dict[str, Accumulator] = {"loss": MetricAccumulator(_loss_metric(loss))}
     for name, metric in metrics.items():
-        for part, member in metric_members(resolve_metric(name, metric)).items():
+        for part, member in metrics_by_name(resolve_metric(name, metric)).items():
             full_name = f"{name}/{part}" if part else name
             if is_torchmetric(member):
                 accumulators[full_name] = TorchmetricsAccumulator(deepcopy(member).to(device))
@@ -74,10 +74,10 @@ def _numbers(name: str, result: Any) -> dict[str, float]:
 
 
 def _loss_metric(loss: Loss) -> Metric:
-    from paceline.train.step import weighted_losses  # a session needs none of it
+    from paceline.train.step import compute_losses_and_weights  # a session needs none of it
 
     def update(outputs: Any, targets: Any) -> dict[str, Tensor]:
-        losses, weights = weighted_losses(loss, outputs, targets)
+        losses, weights = compute_losses_and_weights(loss, outputs, targets)
         if weights is None:
             weights = torch.ones_like(losses)
         return {"sum": (losses * weights).sum(), "weight": weights.sum()}
@@ -196,7 +196,7 @@ def compute_over_ranks(metric: Any, world: World, where: tuple[int, ...] = ()) -
     with raise_on_all_ranks(world):
         if not is_torchmetric(metric):
             raise UsageError(code="compute-not-torchmetrics", kind=type(metric).__name__)
-    members = metric_members(metric)
+    members = metrics_by_name(metric)
     states = {name: torchmetrics_state(member) for name, member in members.items()}
     states_by_rank = all_gather_tensors(states, world, "states of metrics", where=where)
     with raise_on_all_ranks(world, prepares=False):

@@ -54,17 +54,17 @@ def configured_optimizer_maker(config: OptimizerConfig, lr: float, task: Task, m
         _refuse(config, SCHEDULE_SETTINGS, "the task defines the schedule (Task.make_schedule)")
     if task.make_optimizer is not None:
         _refuse(config, OPTIMIZER_SETTINGS, "the task defines the optimizer (Task.make_optimizer)")
-        optimizer = check_optimizer_type(task.make_optimizer(model))
+        optimizer = as_single_optimizer(task.make_optimizer(model))
         return lambda _: optimizer
     if config.optimizer == "adamw" or config.optimizer == "sgd":
         return optimizer_maker(config.optimizer, lr=lr, weight_decay=config.weight_decay, momentum=config.momentum)
     return _imported_maker(config, lr)
 
 
-def check_optimizer_type(optimizer: Any) -> Optimizer:
+def as_single_optimizer(optimizer: Any) -> Optimizer:
     """Return `optimizer`, the result of a user's function. Several optimizers become a sequence."""
     if isinstance(optimizer, (list, tuple)) and optimizer:
-        return OptimizerSequence(map(check_optimizer_type, optimizer))  # pyright: ignore[reportUnknownArgumentType]
+        return OptimizerSequence(map(as_single_optimizer, optimizer))  # pyright: ignore[reportUnknownArgumentType]
     if isinstance(optimizer, LBFGS):
         raise UsageError(code="optimizer-needs-closure")
     if not isinstance(optimizer, Optimizer):
@@ -72,7 +72,7 @@ def check_optimizer_type(optimizer: Any) -> Optimizer:
     return optimizer
 
 
-def describe_optimizer(optimizer: Optimizer) -> dict[str, Any]:
+def describe_optimizer_as_json(optimizer: Optimizer) -> dict[str, Any]:
     """Describe an optimizer as readable JSON: its class, and the settings and size of each parameter group."""
     groups = [{name: _plain(value) for name, value in settings.items()} for settings in param_group_settings(optimizer)]
     counts = [{"parameters": len(group["params"])} for group in optimizer.param_groups]
@@ -113,7 +113,7 @@ def _imported_maker(config: OptimizerConfig, lr: float) -> MakeOptimizer:
     _refuse(config, {"momentum", "weight_decay"} - arguments.keys(), f"paceline does not pass it to {config.optimizer}")
 
     def make_checked(parameters: Iterable[nn.Parameter]) -> Optimizer:
-        optimizer = check_optimizer_type(make(parameters, **arguments))
+        optimizer = as_single_optimizer(make(parameters, **arguments))
         if any(group["lr"] != lr for group in optimizer.param_groups):
             raise UsageError(code="optimizer-sets-lr", value=config.optimizer)
         return optimizer

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from paceline.checkpoint.shards import ShardedParameter
-from paceline.collectives.control import all_gather_object, raise_on_all_ranks, report_on_one_rank
+from paceline.checkpoint.shards import ParameterShard
+from paceline.collectives.control import all_gather_object, error_for_this_rank, raise_on_all_ranks
 from paceline.collectives.replicate import broadcast_module
 from paceline.config.mesh import MODEL_DIMENSIONS
 from paceline.data.loader import LoadingOptions, fetch_inputs_and_targets
@@ -21,7 +21,7 @@ from paceline.errors import UsageError, plural
 from paceline.parallel.partition import profile_chain
 from paceline.parallel.pipeline import Schedule, idle_fractions
 from paceline.rank.world import World
-from paceline.seeding import seeded_random_stream
+from paceline.seeding import fork_rng_with_seed
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.model_parallel import WholeModelView
 from paceline.strategies.optimizer_scope import find_update_scope
@@ -47,10 +47,10 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
-class ParallelPlan:
+class ModelParallelPlan:
     """How the ranks divide a model: the shards of its parameters, or its pipeline stages."""
 
-    shards: Mapping[str, ShardedParameter] = field(default_factory=dict[str, ShardedParameter])
+    shards: Mapping[str, ParameterShard] = field(default_factory=dict[str, ParameterShard])
     stage_plan: StagePlan | None = None
     schedule: Schedule = "1f1b"
     notices: Sequence[str] = ()
@@ -78,7 +78,7 @@ class ParallelPlan:
 
 
 def _make_for_shards(
-    maker: MakeOptimizer, model: nn.Module, shards: Mapping[str, ShardedParameter], parameters: Iterable[nn.Parameter]
+    maker: MakeOptimizer, model: nn.Module, shards: Mapping[str, ParameterShard], parameters: Iterable[nn.Parameter]
 ) -> Optimizer:
     optimizer = maker(parameters)
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -92,14 +92,14 @@ def _make_for_shards(
 def parallelize_model(
     task: Task, model: nn.Module, dataset: Dataset[Any], loading: LoadingOptions, plan: BatchPlan, world: World,
     config: ParallelConfig,
-) -> ParallelPlan:  # fmt: skip
+) -> ModelParallelPlan:  # fmt: skip
     """Divide the model along the dimensions of the mesh of `world` (collective)."""
     if (
         world.backend == "gloo"
         and world.device.type == "cuda"
         and any(world.along(n).size > 1 for n in MODEL_DIMENSIONS)
     ):
-        raise report_on_one_rank(UsageError(code="mesh-over-gloo", mesh=world.mesh), world)
+        raise error_for_this_rank(UsageError(code="mesh-over-gloo", mesh=world.mesh), world)
     trial = partial(_first_samples, task, model, dataset, loading)
     if world.along("tensor").size > 1:
         samples = min(TRIAL_SAMPLES, len(dataset))  # pyright: ignore[reportArgumentType]
@@ -107,21 +107,21 @@ def parallelize_model(
     if world.along("context").size > 1:
         from paceline.parallel.context import apply_context_parallel  # imports DTensor, which takes 0.5 s
 
-        return ParallelPlan(notices=apply_context_parallel(model, world, partial(_trial_loss, model, trial)))
+        return ModelParallelPlan(notices=apply_context_parallel(model, world, partial(_trial_loss, model, trial)))
     if (stages := world.along("pipeline").size) > 1:
         names, schedule = [name for name in config.stages_at.split(",") if name], config.schedule
         broadcast_module(model)  # so that the stages of all ranks belong to one model
         division = plan_stages(lambda: profile_chain(model, *trial()), stages, names, world)
         check = partial(_check_loss, _trial_loss(model, trial), trial)
         lines = format_stages(division, schedule, plan, world)
-        return ParallelPlan(stage_plan=division, schedule=schedule, notices=lines, check_trial_loss=check)
-    return ParallelPlan()
+        return ModelParallelPlan(stage_plan=division, schedule=schedule, notices=lines, check_trial_loss=check)
+    return ModelParallelPlan()
 
 
 def _shard_layers(
     task: Task, model: nn.Module, loss: Callable[[], float], samples: int, plan: BatchPlan, world: World,
     config: ParallelConfig,
-) -> ParallelPlan:  # fmt: skip
+) -> ModelParallelPlan:  # fmt: skip
     """Shard the layers in place along tensor. The `loss` of the first `samples` samples must not change."""
     from paceline.parallel.tensor import apply_tensor_parallel  # imports DTensor
 
@@ -129,7 +129,7 @@ def _shard_layers(
     if config.strategy == "fsdp" and sharding.used_elsewhere:  # fsdp replaces these parameters by other tensors
         reason = f"{sharding.used_elsewhere[0]} is sharded, and the model uses it outside its layer"
         advice = "Set it to 'whole' in Task(parallelize=...), or use a different strategy"
-        raise report_on_one_rank(
+        raise error_for_this_rank(
             UsageError(code="fsdp-of-used-elsewhere", mesh=world.mesh, reason=reason, advice=advice), world
         )
     lines = sharding.format_table(model, samples, plan.global_batch // world.data.size)
@@ -140,7 +140,7 @@ def _shard_layers(
             "WARNING: ranks along tensor are on several nodes, so each step sends all these bytes between nodes. "
             f"Choose a size of tensor that divides the {ranks} of a node, and use data or pipeline between nodes"
         )
-    return ParallelPlan(sharding.shards, notices=lines)
+    return ModelParallelPlan(sharding.shards, notices=lines)
 
 
 def _first_samples(
@@ -153,7 +153,7 @@ def _first_samples(
 
 def _trial_loss(model: nn.Module, trial: Trial) -> float:
     """The loss of the first samples in eval mode, with a graph as in a step. Some models use random numbers in it."""
-    with seeded_random_stream(0, next(model.parameters()).device), eval_mode(model), torch.enable_grad():
+    with fork_rng_with_seed(0, next(model.parameters()).device), eval_mode(model), torch.enable_grad():
         forward, _, loss = trial()
         return float(loss(forward()).detach())
 
@@ -161,7 +161,7 @@ def _trial_loss(model: nn.Module, trial: Trial) -> float:
 def _check_loss(expected: float, trial: Trial, replica: Strategy) -> None:
     pipeline, world, actual = replica.pipeline, replica.world, expected
     assert pipeline is not None
-    with seeded_random_stream(0, world.device), eval_mode(replica.model):
+    with fork_rng_with_seed(0, world.device), eval_mode(replica.model):
         forward, _, loss = trial()
         run = pipeline.stage.forward(forward)
         pipeline.wait_for_sends()

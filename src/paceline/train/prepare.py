@@ -16,12 +16,12 @@ from paceline.collectives.batchnorm import convert_sync_batchnorm
 from paceline.collectives.control import (
     all_gather_object,
     check_equal,
+    error_for_this_rank,
     new_group,
     raise_on_all_ranks,
-    report_on_one_rank,
 )
 from paceline.compute.compiling import compile_model, use_cuda_graphs
-from paceline.compute.flops import FlopCount
+from paceline.compute.flops import FlopCounter
 from paceline.compute.forward import checkpoint_activations
 from paceline.compute.precision import (
     MIN_BF16_SPEEDUP,
@@ -57,7 +57,7 @@ from paceline.data.workers import check_shared_memory_size
 from paceline.errors import UsageError
 from paceline.host.cgroup import free_memory
 from paceline.rank.world import World
-from paceline.seeding import derive_seed, preserve_generator_states, seeded_random_stream
+from paceline.seeding import derive_seed, fork_rng_with_seed, preserve_generator_states
 from paceline.stepping.trained_model import make_loss_scale
 from paceline.strategies import STRATEGIES, Strategy
 from paceline.strategies.average import WeightAverage
@@ -65,20 +65,20 @@ from paceline.strategies.base import MakeOptimizer
 from paceline.tasks.registry import load_task
 from paceline.tasks.settings import all_settings
 from paceline.tasks.task import SPLITS, Split, Task, call_model
-from paceline.train.compute_settings import apply_precision, set_precision
-from paceline.train.determinism import explain_missing_kernel, hardware_facts
+from paceline.train.compute_settings import apply_autocast, set_precision
+from paceline.train.determinism import convert_missing_kernel_error, hardware_facts
 from paceline.train.evaluate import eval_mode, try_evaluation
-from paceline.train.memory import MicroBatchSearch, can_compute_alone, compute_first_samples
+from paceline.train.memory import MicroBatchSearch, can_compute_alone, compute_smallest_batch
 from paceline.train.optimizer import (
     LRSchedule,
     configured_optimizer_maker,
-    describe_optimizer,
+    describe_optimizer_as_json,
     make_lr_schedule,
     scaled_lr,
 )
-from paceline.train.parallelism import ParallelConfig, ParallelPlan, parallelize_model
-from paceline.train.step import TaskSteps, weighted_losses
-from paceline.train.streaming import Stream
+from paceline.train.parallelism import ModelParallelPlan, ParallelConfig, parallelize_model
+from paceline.train.step import TaskSteps, compute_losses_and_weights
+from paceline.train.streaming import GlobalBatchStream
 
 STATE_COPIES = 4  # weights, gradients and two optimizer states for each weight
 
@@ -107,9 +107,9 @@ class TrainingComponents:
     notices: list[str] = field(default_factory=list[str])
     """Lines for the user."""
     weight_average: WeightAverage | None = None
-    stream: Stream | None = None
+    stream: GlobalBatchStream | None = None
     """The training data, if they are a stream. `train_set` then has its first samples."""
-    flop_count: FlopCount | None = None
+    flop_count: FlopCounter | None = None
     """The FLOPs of two samples in the full model."""
 
     def load(self, origin: ResumePoint) -> None:
@@ -127,7 +127,9 @@ def prepare(config: TrainConfig, world: World) -> TrainingComponents:
         task = load_task(str(config.task), task_options(config))
         sets: dict[Split, Dataset[Any]] = {split: task.make_dataset(split) for split in SPLITS if split in task.splits}
         loading = LoadingOptions(world.device, config.data.num_workers, task.collate)
-        stream = make_stream(config, task, sets["train"], shape, loading, world) if is_stream(sets["train"]) else None
+        stream = (
+            make_data_stream(config, task, sets["train"], shape, loading, world) if is_stream(sets["train"]) else None
+        )
         if stream is not None:
             if world.data is not world:
                 raise UsageError(code="stream-on-mesh")
@@ -142,7 +144,7 @@ def prepare(config: TrainConfig, world: World) -> TrainingComponents:
             if len(dataset) == 0:  # pyright: ignore[reportArgumentType]
                 raise UsageError(code="no-samples", data=SPLIT_LABELS[split])
         train_set = sets["train"]
-        plan = make_plan(config, shape, len(train_set)) if stream is None else stream.plan  # pyright: ignore[reportArgumentType]
+        plan = make_batch_plan(config, shape, len(train_set)) if stream is None else stream.plan  # pyright: ignore[reportArgumentType]
         data = {SPLIT_LABELS[split]: data_fingerprint(dataset, loading) for split, dataset in sets.items()}
         if stream is not None:
             data[SPLIT_LABELS["train"]] = {"first samples of a stream": hash_samples(cast("Any", train_set)[:2])}
@@ -150,9 +152,9 @@ def prepare(config: TrainConfig, world: World) -> TrainingComponents:
         o = config.optimizer
         peak_lr = scaled_lr(o.lr, o.lr_scaling, shape.global_batch, o.lr_base_batch)
         maker = configured_optimizer_maker(o, peak_lr, task, model)
-        optimizer_text = None if task.make_optimizer is None else describe_optimizer(maker(model.parameters()))
+        optimizer_text = None if task.make_optimizer is None else describe_optimizer_as_json(maker(model.parameters()))
         in_process = replace(loading, num_workers=0)
-        count = None if config.compute.peak_tflops == 0 else FlopCount()
+        count = None if config.compute.peak_tflops == 0 else FlopCounter()
         if count is not None and config.compute.compile:  # the counter cannot see the operations of compiled code
             try_loss_on_first_samples(task, model, train_set, in_process, count=count)
     precision, allocator, notices = resolve_compute(config.compute, model, task, train_set, loading, largest, world)
@@ -162,7 +164,7 @@ def prepare(config: TrainConfig, world: World) -> TrainingComponents:
         check_size = partial(check_shared_memory_size, largest_batch=largest, num_workers=workers, local_ranks=ranks)
         count_once = None if config.compute.compile else count
         check = partial(try_loss_on_first_samples, task, model, train_set, in_process, check_size, count_once)
-        sample_bytes = compute_first_samples(check, model, world)
+        sample_bytes = compute_smallest_batch(check, model, world)
         with preserve_generator_states():  # an error in the evaluation must not appear only after the first epoch
             for split in list(sets)[1:]:
                 try_evaluation(model, sets[split], task.loss, task.metrics, in_process)
@@ -174,7 +176,7 @@ def prepare(config: TrainConfig, world: World) -> TrainingComponents:
         check_equal(name, content, world)
     parallelism = parallelize_model(task, model, train_set, in_process, plan, world, parallel_config(config))
     notices += parallelism.notices
-    replica = make_replica(config, maker, model, world, shape.virtual_ranks, parallelism)
+    replica = make_configured_strategy(config, maker, model, world, shape.virtual_ranks, parallelism)
     total_steps = config.run.steps or config.run.epochs * plan.known_steps_per_epoch
     with raise_on_all_ranks(world):
         schedule = make_lr_schedule(o, peak_lr, task, replica.optimizer, total_steps)
@@ -184,7 +186,7 @@ def prepare(config: TrainConfig, world: World) -> TrainingComponents:
     train_set = sets.pop("train")
     average = replica.average = None if o.ema is None else WeightAverage(replica.state(), o.ema)
     if config.data.micro_batch is not None:
-        plan, notice = split_into_micro_batches(config, task, replica, train_set, plan, share, loading)
+        plan, notice = plan_largest_micro_batches(config, task, replica, train_set, plan, share, loading)
         notices.append(notice)
         config = replace(config, data=replace(config.data, accumulation=plan.accumulation, micro_batch=None))
     facts = {"data": data, "hardware": hardware_facts(world.device)}
@@ -209,9 +211,9 @@ def check_stream_settings(config: TrainConfig, data: Any) -> None:
         raise UsageError(code="stream-with-sync-batchnorm")
 
 
-def make_stream(
+def make_data_stream(
     config: TrainConfig, task: Task, data: Any, shape: BatchSizes, loading: LoadingOptions, world: World
-) -> Stream:
+) -> GlobalBatchStream:
     check_stream_settings(config, data)
     schedule = config.optimizer.schedule
     if config.run.steps is None:
@@ -221,10 +223,10 @@ def make_stream(
             raise UsageError(code="stream-schedule-without-steps", value=schedule)
     batch, virtual_ranks, last_batch = shape.global_batch, shape.virtual_ranks, config.data.last_batch
     plan = StreamPlan(ENDLESS_NUM_SAMPLES, batch, virtual_ranks, shape.accumulation, config.run.seed, False, last_batch)
-    return Stream(data, plan, loading, world, print)
+    return GlobalBatchStream(data, plan, loading, world, print)
 
 
-def split_into_micro_batches(
+def plan_largest_micro_batches(
     config: TrainConfig, task: Task, replica: Strategy, dataset: Dataset[Any], plan: BatchPlan, share: range,
     loading: LoadingOptions,
 ) -> tuple[BatchPlan, str]:  # fmt: skip
@@ -253,7 +255,7 @@ def parallel_config(config: TrainConfig) -> ParallelConfig:
 
 
 def make_model(task: Task, seed: int, world: World) -> nn.Module:
-    with seeded_random_stream(derive_seed(seed, "model"), torch.device("cpu")):
+    with fork_rng_with_seed(derive_seed(seed, "model"), torch.device("cpu")):
         model = task.make_model()
     if any(isinstance(p, nn.UninitializedParameter) for p in model.parameters()):
         raise UsageError(code="lazy-layers")
@@ -265,14 +267,14 @@ def make_model(task: Task, seed: int, world: World) -> nn.Module:
     return model.to(world.device)
 
 
-def make_plan(config: TrainConfig, shape: BatchSizes, num_samples: int) -> BatchPlan:
+def make_batch_plan(config: TrainConfig, shape: BatchSizes, num_samples: int) -> BatchPlan:
     batch, virtual_ranks, last_batch = shape.global_batch, shape.virtual_ranks, config.data.last_batch
     return BatchPlan(num_samples, batch, virtual_ranks, shape.accumulation, config.run.seed, last_batch=last_batch)
 
 
-def make_replica(
+def make_configured_strategy(
     config: TrainConfig, maker: MakeOptimizer, model: nn.Module, world: World, virtual_ranks: int,
-    parallelism: ParallelPlan,
+    parallelism: ModelParallelPlan,
 ) -> Strategy:  # fmt: skip
     try:
         if config.model.batchnorm == "sync":
@@ -283,18 +285,18 @@ def make_replica(
         for setting, owner in unsupported_settings(name).items():
             if setting in options:
                 flag = setting.replace("_", "-")
-                raise report_on_one_rank(
+                raise error_for_this_rank(
                     UsageError(code="option-of-another-strategy", flag=flag, owner=owner, name=name), world
                 )
         keywords = {keyword: options.get(setting) for setting, keyword in STRATEGY_INFO[name].factory_kwargs.items()}
         return parallelism.apply(partial(STRATEGIES[name], **keywords), model, maker, world, virtual_ranks)
     except (TypeError, ValueError) as error:  # raised on all ranks: an unsupported layer, or models that differ
-        raise report_on_one_rank(UsageError(str(error)), world) from None
+        raise error_for_this_rank(UsageError(str(error)), world) from None
 
 
 def try_loss_on_first_samples(
     task: Task, model: nn.Module, dataset: Dataset[Any], loading: LoadingOptions,
-    check_size: Callable[[Any, int], None] | None = None, count: FlopCount | None = None, samples: int = 2,
+    check_size: Callable[[Any, int], None] | None = None, count: FlopCounter | None = None, samples: int = 2,
 ) -> int:  # fmt: skip
     """Run forward, loss and backward on the first `samples` samples, so that errors appear before the first step.
 
@@ -310,12 +312,12 @@ def try_loss_on_first_samples(
     indices = torch.arange(min(samples, len(dataset)))  # pyright: ignore[reportArgumentType]
     # eval mode: no update of batch statistics and no dropout
     buffers_before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with preserve_generator_states(), eval_mode(model), explain_missing_kernel(UsageError), torch.enable_grad():
+    with preserve_generator_states(), eval_mode(model), convert_missing_kernel_error(UsageError), torch.enable_grad():
         for inputs, targets in fetch_inputs_and_targets(dataset, [(0, indices)], 0, loading):
             if check_size is not None and batch_gatherer(dataset) is None:  # gathering needs no worker processes
                 check_size((inputs, targets), len(indices))
             with nullcontext() if count is None else count.count_samples(len(indices)):
-                losses, _ = weighted_losses(task.loss, call_model(model, inputs), targets)
+                losses, _ = compute_losses_and_weights(task.loss, call_model(model, inputs), targets)
                 if losses.requires_grad:  # some models disable gradients in eval mode
                     losses.sum().backward()
                     if count is not None:
@@ -356,7 +358,7 @@ def resolve_compute(
         precision, notice = _choose_precision(all_gather_object([why_no_bf16, seconds], world))
         notices.append(notice)
     with raise_on_all_ranks(world):
-        apply_precision(precision, model, world.device)
+        apply_autocast(precision, model, world.device)
         if config.cuda_graphs:
             use_cuda_graphs(model, world.device)
         if config.compile:
@@ -391,7 +393,7 @@ def _measure_precisions(
 
         def step(bf16: bool) -> None:
             outputs = call_model(model, batch[0], in_bf16_once if bf16 else None)
-            losses, _ = weighted_losses(task.loss, outputs, batch[1])
+            losses, _ = compute_losses_and_weights(task.loss, outputs, batch[1])
             if losses.requires_grad:
                 losses.sum().backward()
             model.zero_grad(set_to_none=True)

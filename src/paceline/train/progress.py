@@ -14,11 +14,11 @@ import torch
 
 from paceline.checkpoint.export import state_dict_names_by_saved_name
 from paceline.checkpoint.resume import ResumePoint, RunLocation, TrainerState
-from paceline.checkpoint.shards import sha256_of
+from paceline.checkpoint.shards import hash_tensors
 from paceline.checkpoint.state import TensorShard
-from paceline.collectives.control import all_gather_object, check_equal, report_on_one_rank
+from paceline.collectives.control import all_gather_object, check_equal, error_for_this_rank
 from paceline.compute.flops import Utilization
-from paceline.compute.resources import peak_memory
+from paceline.compute.resources import peak_resident_memory
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan
 from paceline.errors import ExitCode, PacelineError, TrainingError
@@ -40,10 +40,10 @@ from paceline.train.checkpointing import CheckpointedModels, CheckpointIntervals
 from paceline.train.preemption import StopRequest
 from paceline.train.records import RunRecorder, StepTraces
 from paceline.train.step_record import StepRecord
-from paceline.train.weights import save, save_in_any_folder, save_weights_on_one_rank
+from paceline.train.weights import save, save_weights_on_one_rank, save_with_fallback_folders
 
 if TYPE_CHECKING:
-    from paceline.train.streaming import Stream
+    from paceline.train.streaming import GlobalBatchStream
 
 CheckpointValues = Callable[[], dict[str, Any]]
 """Returns the values that a checkpoint contains in addition to tensors, metrics and the definition."""
@@ -70,7 +70,7 @@ class TrainingProgress(RunRecorder):
         self._began, self._costs = time.perf_counter(), dict[str, Any]()
         self._checkpoints: CheckpointManager | None = None
         self._saves_seen = self._saves_done = 0  # user requests for a checkpoint: at the last vote, and handled
-        self.stream: Stream | None = None
+        self.stream: GlobalBatchStream | None = None
         """The training data, if they are a stream."""
         self.micro_batches: Sequence[MicroBatch] = ()
         """of this rank in the current step of a session or a stream"""
@@ -229,8 +229,10 @@ class TrainingProgress(RunRecorder):
         failure, is_first_rank = self._checkpoints.failed, self._world.rank == 0
         if stopped and failure:
             weights = self._replicas[0].weights()
-            failure += f"; {save_in_any_folder(weights, self.place.folder)}" if is_first_rank else ""
-            raise report_on_one_rank(TrainingError(code="stopped-unsaved", step=self.step, reason=failure), self._world)
+            failure += f"; {save_with_fallback_folders(weights, self.place.folder)}" if is_first_rank else ""
+            raise error_for_this_rank(
+                TrainingError(code="stopped-unsaved", step=self.step, reason=failure), self._world
+            )
         fields: dict[str, Any] = {}
         if not stopped:
             fields = {"weights_sha256": self._save_weights(self.place), "seconds": time.perf_counter() - self._began}
@@ -243,7 +245,7 @@ class TrainingProgress(RunRecorder):
             for line in lines(self.summarise(code, **fields)):
                 self.show(line)
         if failure:
-            raise report_on_one_rank(TrainingError(code="last-checkpoint-unsaved", reason=failure), self._world)
+            raise error_for_this_rank(TrainingError(code="last-checkpoint-unsaved", reason=failure), self._world)
         return code
 
     def _save_weights(self, location: RunLocation) -> str:
@@ -253,7 +255,7 @@ class TrainingProgress(RunRecorder):
                 weights = replica.weights(adapters and adapters.names)  # a rank may have no memory for frozen weights
                 if adapters is not None and adapters.missing(weights):
                     adapters, weights = None, replica.weights()
-                digests.append(sha256_of(weights))
+                digests.append(hash_tensors(weights))
                 check_equal("final weights", digests[-1], self._world, error=TrainingError)
                 file = location.folder / (f"model-{number}.safetensors" if number > 1 else WEIGHTS)
                 folder = location.folder / (f"{ADAPTER}-{number}" if number > 1 else ADAPTER)
@@ -289,7 +291,7 @@ class TrainingProgress(RunRecorder):
 def max_costs_over_ranks(data_share: float | None, world: World) -> tuple[dict[str, Any], int]:
     """The maximum of each cost over all ranks, and the rank that waited most for its data (collective)."""
     gpu = torch.accelerator.max_memory_allocated(world.device) if world.device.type != "cpu" else 0
-    local = [data_share or 0.0, peak_memory(), gpu]
+    local = [data_share or 0.0, peak_resident_memory(), gpu]
     fractions, peaks, gpu_peaks = zip(*all_gather_object(local, world), strict=True)
     largest = max(fractions)
     costs = {"peak_memory_bytes": max(peaks) or None, "peak_gpu_memory_bytes": max(gpu_peaks) or None}

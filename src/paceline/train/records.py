@@ -22,13 +22,13 @@ from paceline.rank.world import World
 from paceline.runs import events
 from paceline.runs.events import Event, MemoryBreakdown, TracedStep
 from paceline.runs.summary import finite_metrics, format_metrics
-from paceline.runs.trackers import TrackerQueue, tracker_names
+from paceline.runs.trackers import TrackerQueue, parse_report_to
 from paceline.runs.writers import EventWriter
 from paceline.strategies.base import Strategy
 from paceline.train.step_record import PhaseStart, StepRecord
 
 if TYPE_CHECKING:
-    from paceline.host.machine_log import NodeLog
+    from paceline.host.node_utilization import NodeUtilizationLogger
 
 NUM_LAST_TRACED_STEPS = 8  # the last steps of a run are always traced
 MAX_LISTED_PARAMETERS = 4096
@@ -42,13 +42,13 @@ class RunRecorder:
         self.place, self.show, self._world = place, show, world
         self._writer: EventWriter | None = None
         self._tracking = TrackerQueue([], Path(), {}, self.say)
-        self._machine: NodeLog | None = None
+        self._machine: NodeUtilizationLogger | None = None
         self._listed_step = 0  # the last step whose samples are recorded
 
     def begin(self, place: RunLocation, report_to: str | None) -> EventWriter:
         self._writer = EventWriter(place.folder / f"events-{self._world.rank}.jsonl")
         self._tracking = TrackerQueue(
-            tracker_names(report_to) if self._world.rank == 0 else [], place.folder, place.definition, self.say
+            parse_report_to(report_to) if self._world.rank == 0 else [], place.folder, place.definition, self.say
         )
         return self._writer
 
@@ -61,10 +61,10 @@ class RunRecorder:
         node = int(os.environ.get("GROUP_RANK", world.rank // world.local_size))  # torchrun's
         processes: list[tuple[int, int, int]] = all_gather_object((node, world.rank, os.getpid()), world)
         if world.local_rank == 0:
-            from paceline.host.machine_log import NodeLog  # most runs have an agent
+            from paceline.host.node_utilization import NodeUtilizationLogger  # most runs have an agent
 
             pids = {rank: pid for rank_node, rank, pid in processes if rank_node == node}
-            self._machine = NodeLog(self.place.folder, node, pids)
+            self._machine = NodeUtilizationLogger(self.place.folder, node, pids)
 
     def write(self, event: events.Event) -> None:
         """Write an event. Raise OSError if the file cannot be written, e.g. because the disk is full."""
@@ -167,7 +167,7 @@ class StepTraces:
         began, ended = borders[0][1], borders[-1][1]
         pairs = pairwise(borders)
         calls = [
-            (op.name or op.kind, round(at / 1e9 - began, 7), round(seconds, 7), collective_bytes(op.shape, op.dtype))
+            (op.name or op.kind, round(at / 1e9 - began, 7), round(seconds, 7), parse_tensor_bytes(op.shape, op.dtype))
             for at, seconds, op in self._page.calls_since(int(began * 1e9))
             if at / 1e9 <= ended
         ]
@@ -184,7 +184,7 @@ def is_traced_step(step: int) -> bool:
     return step % (1 << max(0, step.bit_length() - FULLY_TRACED_STEP_BITS)) == 0
 
 
-def collective_bytes(shapes: str, dtypes: str) -> int:
+def parse_tensor_bytes(shapes: str, dtypes: str) -> int:
     """Bytes of a collective's tensors, from the guard's texts, e.g. '[10, 3] [4]' and 'float32'; 0 if unknown."""
     width = max((int("".join(filter(str.isdigit, name)) or 0) // 8 for name in dtypes.split(", ")), default=0)
     shape_texts = shapes.removeprefix("[").removesuffix("]").split("] [") if shapes else []

@@ -15,7 +15,7 @@ import torch
 from paceline import __version__
 from paceline.checkpoint.resume import ResumePoint, RunLocation, find_resume_point, lock_run_folder
 from paceline.collectives.communicator import get_communicator, make_communicator
-from paceline.collectives.control import check_equal, raise_on_all_ranks, report_on_one_rank
+from paceline.collectives.control import check_equal, error_for_this_rank, raise_on_all_ranks
 from paceline.config.definition import (
     EXACT_ONLY_SETTINGS,
     check_same_definition,
@@ -23,7 +23,7 @@ from paceline.config.definition import (
     parse_allowed_changes,
 )
 from paceline.config.mesh import resolve_mesh
-from paceline.config.settings import TrainConfig, config_to_record, dump, load, resolve_defaults
+from paceline.config.settings import TrainConfig, drop_start_only_settings, dump, load, resolve_defaults
 from paceline.config.strategies import EXACT_STRATEGIES, check_can_audit
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.protocol.control import WorkerSpec, restart_count
@@ -81,7 +81,7 @@ def train(config: TrainConfig) -> tuple[Path, ExitCode]:
                 check_user_code(world)
                 if rehearsed_step is not None and 0 < parts.total_steps <= rehearsed_step:
                     error = UsageError(code="rehearsal-too-late", value=rehearsed_step, steps=parts.total_steps)
-                    raise report_on_one_rank(error, world)
+                    raise error_for_this_rank(error, world)
                 location = replace(location, definition=parts.definition)
                 if config.strategy in EXACT_STRATEGIES:
                     check_equal("processors and libraries", location.definition["hardware"], world)
@@ -136,7 +136,7 @@ def restore_auto_settings(config: TrainConfig, place: RunLocation) -> TrainConfi
 def _write_settings(config: TrainConfig, location: RunLocation, parts: TrainingComponents) -> None:
     assert location.attempt_dir is not None
     run_folder.move_summary_to_attempt(location.folder, location.attempt)
-    run_folder.write_settings(location.folder, dump(config_to_record(config)))
+    run_folder.write_settings(location.folder, dump(drop_start_only_settings(config)))
     run_folder.write_settings(location.attempt_dir, dump(config))  # restarted workers read this file
     environment = msgspec.json.encode(_environment(parts.replica.world))
     writing.replace_file(location.folder / "environment.json", msgspec.json.format(environment, indent=2))

@@ -25,7 +25,7 @@ from paceline.stepping.audit import StepAuditor
 from paceline.stepping.micro_step import MicroStep, make_weighted_loss, upcast_to_float32
 from paceline.stepping.nonfinite import select_samples
 from paceline.stepping.order import CollectiveOrderCheck
-from paceline.stepping.step import Step, StepNotAppliedError
+from paceline.stepping.step import PreviousStepNotAppliedError, Step
 from paceline.stepping.totals import AwaitTotals, ControlFlags, StepResult
 from paceline.stepping.trained_model import LossScale, ModelInTraining
 from paceline.strategies.base import Strategy
@@ -120,7 +120,7 @@ class TaskSteps(Step):
             return True
         except BaseException as error:
             self.abort_step()
-            if isinstance(error, StepNotAppliedError):
+            if isinstance(error, PreviousStepNotAppliedError):
                 return False
             if is_out_of_memory(error):
                 traceback.clear_frames(error.__traceback__)  # they hold tensors
@@ -169,7 +169,7 @@ class TaskSteps(Step):
 
     def _compute(self, batch: MicroBatch) -> None:
         outputs = call_model(self._replica.model, batch.inputs, self._replica.module)
-        self.backward(*weighted_losses(self._loss, outputs, batch.targets))
+        self.backward(*compute_losses_and_weights(self._loss, outputs, batch.targets))
 
     def _run_pipeline(self, where: str, micro_batches: Sequence[MicroBatch], line: "Pipeline") -> None:
         """Compute a global batch, with the same micro-batches on all stages, except its `end`.
@@ -211,7 +211,7 @@ class TaskSteps(Step):
 
     def _add_stage_loss(self, batch: MicroBatch, is_last: bool, outputs: Any) -> Tensor:
         micro_step = MicroStep(batch, batch.work, is_last, [])
-        losses, weights = weighted_losses(self._loss, outputs, batch.targets)
+        losses, weights = compute_losses_and_weights(self._loss, outputs, batch.targets)
         self._sums.in_round = 0
         weighed = make_weighted_loss(losses, weights, "mean", micro_step)
         self._sums.add_loss(losses, weighed, "mean", micro_step, plain=False)
@@ -322,7 +322,7 @@ def fit(
             step.abort_step()
 
 
-def weighted_losses(loss: Loss, outputs: Any, targets: Any) -> tuple[Tensor, Tensor | None]:
+def compute_losses_and_weights(loss: Loss, outputs: Any, targets: Any) -> tuple[Tensor, Tensor | None]:
     """Call `loss` and check its result: losses (B, ...), and weights of the same shape or None for all ones.
 
     Both are converted to float32 if their precision is lower.
@@ -338,5 +338,5 @@ def weighted_losses(loss: Loss, outputs: Any, targets: Any) -> tuple[Tensor, Ten
 
 
 def weighted_loss_sum(loss: Loss, outputs: Any, targets: Any) -> Tensor:
-    losses, weights = weighted_losses(loss, outputs, targets)
+    losses, weights = compute_losses_and_weights(loss, outputs, targets)
     return losses.sum() if weights is None else (losses * weights).sum()

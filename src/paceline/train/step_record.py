@@ -19,7 +19,7 @@ from msgspec import Struct, field
 
 from paceline.compute.flops import count_tokens
 from paceline.data.loader import MicroBatch
-from paceline.data.plan import combine_fingerprints, fingerprint
+from paceline.data.plan import combine_fingerprints, fingerprint_indices
 from paceline.protocol.evidence import Phase
 from paceline.protocol.status_page import StatusPage
 from paceline.stepping.totals import StepResult
@@ -54,7 +54,7 @@ class StepRecord(Struct, frozen=True):
 
     def fingerprint(self) -> int:
         used = [batch.work for batch in self.microbatches if batch.work.is_counted]
-        return combine_fingerprints(*(fingerprint(work.indices) for work in used))
+        return combine_fingerprints(*(fingerprint_indices(work.indices) for work in used))
 
     @property
     def data_seconds(self) -> float:

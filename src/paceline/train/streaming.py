@@ -8,18 +8,18 @@ from typing import Any
 
 import torch
 
-from paceline.collectives.control import all_gather_object, check_equal, raise_on_all_ranks, report_on_one_rank
+from paceline.collectives.control import all_gather_object, check_equal, error_for_this_rank, raise_on_all_ranks
 from paceline.data.fingerprint import hash_samples
 from paceline.data.loader import LoadingOptions, MicroBatch
 from paceline.data.plan import MicroBatchPlan
 from paceline.data.streams import (
-    ChunkReader,
+    LocalBatch,
+    LocalBatchReader,
     Position,
-    StreamBatch,
-    StreamChunk,
-    StreamCursor,
+    StreamMicroBatch,
     StreamPlan,
-    read_chunks,
+    StreamReader,
+    read_local_batches,
     shard_stream,
 )
 from paceline.errors import PacelineError, TrainingError, UsageError
@@ -30,7 +30,7 @@ from paceline.train.json_values import as_json, from_json
 NO_SAMPLES = hash_samples([])  # the hash of a part after its end, in checkpoints of version 0.1
 
 
-class Stream:
+class GlobalBatchStream:
     """Yields the global batches of a stream of unknown length, for tasks and sessions.
 
     Each rank reads one batch ahead, and adds the number of its samples in that batch to the totals of the current step.
@@ -46,12 +46,12 @@ class Stream:
     ) -> None:
         self.dataset, self.plan, self.loading = dataset, plan, loading
         self._world, self.say = world, say
-        self._is_split, self._parts = plan.is_split, dict[int, StreamCursor]()
+        self._is_split, self._parts = plan.is_split, dict[int, StreamReader]()
         count = 1 if plan.is_split else plan.parts_of_stream
-        self._whole = [StreamCursor(dataset, plan.seed, number, count) for number in range(count)]
+        self._whole = [StreamReader(dataset, plan.seed, number, count) for number in range(count)]
         self.saved: dict[str, Any] = {}
         """The `checkpoint_position` from which the next epoch resumes."""
-        self._chunks: dict[tuple[int, int], StreamChunk | Exception] = {}  # by (epoch, batch): the current and next one
+        self._chunks: dict[tuple[int, int], LocalBatch | Exception] = {}  # by (epoch, batch): the current and next one
         self._positions: dict[tuple[int, int], Mapping[int, Position]] = {}  # before each of them
         self._total = self._incomplete = 0  # samples of the current batch; number of incomplete batches in the epoch
         self._is_read = self._trained = False
@@ -85,7 +85,7 @@ class Stream:
         ends, self._incomplete = not self._continues, self._incomplete + (0 < self._total < self.plan.global_batch)
         if self._total < self.plan.global_batch and not self._is_split:
             ahead = self._ahead
-            size = ahead.num_samples if isinstance(ahead, StreamChunk) else None
+            size = ahead.num_samples if isinstance(ahead, LocalBatch) else None
             check_equal("numbers of samples in the stream", size, self._world, error=TrainingError)
         if ends and self._total:
             self.say(f"the stream has ended: its last {self._total} samples do not fill a batch and are dropped")
@@ -102,12 +102,12 @@ class Stream:
         positions = [(number, batches, as_json(state)) for number, (batches, state) in self._positions[place].items()]
         if world is not None and self._is_split:
             positions = [*chain.from_iterable(all_gather_object(positions, world))]
-        return {"probe": chunk.probe_hash if isinstance(chunk, StreamChunk) else None, "positions": positions}
+        return {"probe": chunk.probe_hash if isinstance(chunk, LocalBatch) else None, "positions": positions}
 
     def training_batches(self, plan: object, share: range, epoch: int, start: int) -> Generator[list[MicroBatch]]:
         """Yield the micro-batches of this rank for each step of an epoch from `start` on (its start is collective)."""
         first, chunks, positions = self._open(share, epoch, start)
-        current: StreamChunk | Exception
+        current: LocalBatch | Exception
         step, current, self._incomplete = start, first, 0
         self._chunks, self._positions = {(epoch, step): current}, {(epoch, step): positions}
         with closing(chunks):
@@ -115,7 +115,7 @@ class Stream:
                 if isinstance(current, Exception):
                     raise current
                 try:
-                    self._ahead: StreamChunk | Exception = next(chunks)
+                    self._ahead: LocalBatch | Exception = next(chunks)
                     self.next_batch_samples = float(self._ahead.local_samples)
                 except Exception as error:  # raised with the next step, because the current batch is complete
                     self._ahead, self.next_batch_samples = error, float(sum(self._quota(v) for v in share))
@@ -130,7 +130,9 @@ class Stream:
         """Yield (this rank's portion of a batch, samples of the batch on all ranks) over the unsplit stream."""
         by_rank = replace(self.plan, virtual_ranks=world.size, accumulation=1, last_batch="keep", is_split=False)
         share, collate = range(world.rank, world.rank + 1), self.loading.collate
-        reader = ChunkReader(self._whole, by_rank, share, torch.tensor(0), min_last_batch=world.size, collate=collate)
+        reader = LocalBatchReader(
+            self._whole, by_rank, share, torch.tensor(0), min_last_batch=world.size, collate=collate
+        )
         with closing(self._read(reader, evaluates=True)) as chunks:
             for number, chunk in enumerate(chunks):
                 if not number:
@@ -147,13 +149,13 @@ class Stream:
     def _quota(self, virtual_rank: int) -> int:
         return len(range(virtual_rank, self.plan.global_batch, self.plan.virtual_ranks))
 
-    def _micro_batch(self, batch: StreamBatch, epoch: int, step: int) -> MicroBatch:
+    def _micro_batch(self, batch: StreamMicroBatch, epoch: int, step: int) -> MicroBatch:
         work = MicroBatchPlan(epoch, step, batch.virtual_rank, batch.micro_batch, batch.indices, batch.counted)
         return MicroBatch(batch.batch, None, work, work.random_seed(self.plan.seed))
 
     def _open(
         self, share: range, epoch: int, start: int
-    ) -> tuple[StreamChunk, Generator[StreamChunk], Mapping[int, Position]]:
+    ) -> tuple[LocalBatch, Generator[LocalBatch], Mapping[int, Position]]:
         """Go to batch `start` by the saved states, or else by counting.
 
         Returns the chunk there, the later ones, and the position before it.
@@ -167,7 +169,7 @@ class Stream:
                     positions.setdefault(number, (batches, from_json(state)))
         counted: dict[int, Position] = {number: (batches, None) for number, (batches, _) in positions.items()}
         for tried in (positions, counted) if positions != counted else (counted,):
-            reader = ChunkReader(parts, self.plan, share, torch.tensor(epoch), tried, collate=collate)
+            reader = LocalBatchReader(parts, self.plan, share, torch.tensor(epoch), tried, collate=collate)
             chunks = self._read(reader)
             try:
                 if (first := self._check_first(chunks, share, epoch, start)) is not None:
@@ -178,7 +180,7 @@ class Stream:
             chunks.close()
         raise self._error("stream-differs-from-saved", batch=start)
 
-    def _check_first(self, chunks: Generator[StreamChunk], share: range, epoch: int, start: int) -> StreamChunk | None:
+    def _check_first(self, chunks: Generator[LocalBatch], share: range, epoch: int, start: int) -> LocalBatch | None:
         """Return the first chunk, after a comparison over all ranks; None if it differs from the checkpoint."""
         with nullcontext() if self._trained else raise_on_all_ranks(self._world):
             first = next(chunks)
@@ -199,23 +201,23 @@ class Stream:
             raise self._error("stream-part-is-empty")
         return first
 
-    def _parts_of(self, share: range) -> list[StreamCursor]:
+    def _parts_of(self, share: range) -> list[StreamReader]:
         if not self._is_split:
             return self._whole
         for v in share:
             if v not in self._parts:
                 count = self.plan.virtual_ranks
-                self._parts[v] = StreamCursor(shard_stream(self.dataset, v, count), self.plan.seed, v, count)
+                self._parts[v] = StreamReader(shard_stream(self.dataset, v, count), self.plan.seed, v, count)
         return [self._parts[v] for v in share]
 
-    def _read(self, reader: ChunkReader, *, evaluates: bool = False) -> Generator[StreamChunk]:
+    def _read(self, reader: LocalBatchReader, *, evaluates: bool = False) -> Generator[LocalBatch]:
         if self._is_read:
             raise UsageError(code="stream-read-twice")
         self._is_read = True
         for part in reader.parts if self.plan.sets_epoch else ():  # here: processes may share the number
             part.set_epoch(int(reader.epoch))
         try:
-            with closing(read_chunks(reader, replace(self.loading, evaluates=evaluates))) as chunks:
+            with closing(read_local_batches(reader, replace(self.loading, evaluates=evaluates))) as chunks:
                 yield from chunks
         finally:
             self._is_read = False
@@ -225,4 +227,4 @@ class Stream:
             raise self._error("streams-differ", ranks=different)
 
     def _error(self, code: str, **fields: Any) -> PacelineError:
-        return report_on_one_rank((TrainingError if self._trained else UsageError)(code=code, **fields), self._world)
+        return error_for_this_rank((TrainingError if self._trained else UsageError)(code=code, **fields), self._world)

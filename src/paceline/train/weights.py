@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.checkpoint.export import state_dict_from_checkpoint
 from paceline.checkpoint.manager import Checkpoints, MessageCallback
-from paceline.checkpoint.shards import gather_full_state, sha256_of
+from paceline.checkpoint.shards import gather_full_state, hash_tensors
 from paceline.checkpoint.state import TensorShard
 from paceline.collectives.control import check_equal, raise_on_all_ranks
 from paceline.errors import UsageError, first_few
@@ -91,10 +91,10 @@ def _unique(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str,
 def save_weights_on_one_rank(replica: Strategy, run_dir: Path) -> str:
     if replica.world.size > 1 and any(h.name.startswith("model/") and not h.replicated for h in replica.state()):
         return "the weights are sharded over all ranks, so one rank cannot save them. Resume from the newest checkpoint"
-    return save_in_any_folder(replica.weights(), run_dir)
+    return save_with_fallback_folders(replica.weights(), run_dir)
 
 
-def save_in_any_folder(weights: Mapping[str, Tensor], run_dir: Path) -> str:
+def save_with_fallback_folders(weights: Mapping[str, Tensor], run_dir: Path) -> str:
     """Save the weights in the first folder with enough space, e.g. if the disk is full. Return a text with the path."""
     for folder in (run_dir, Path.cwd(), Path(tempfile.gettempdir()), Path("/dev/shm"), Path.home()):
         path = folder.resolve() / f"{run_dir.name}-rescued.safetensors"
@@ -118,7 +118,7 @@ def load_initial_weights(replica: Strategy, path: Path, *, trust: bool, report: 
     with raise_on_all_ranks(replica.world):
         weights = read_weights(path, trust=trust, report=report)
         source = _matching(replica, shards, weights, path, report)
-    digest = sha256_of(weights)
+    digest = hash_tensors(weights)
     check_equal("initial weights", digest, replica.world)
     with raise_on_all_ranks(replica.world):
         replica.load(source)

@@ -35,7 +35,7 @@ def opening_lines(parts: "TrainingComponents") -> list[str]:
         lines.append(line)
     lines += parts.notices
     if (every := config.guard.audit_every) is not None:
-        lines.append(audit_line(every, world))
+        lines.append(describe_audit_interval(every, world))
     o = config.optimizer
     if o.lr_scaling != "none":
         peak_lr = scaled_lr(o.lr, o.lr_scaling, plan.global_batch, o.lr_base_batch)
@@ -52,7 +52,7 @@ def opening_lines(parts: "TrainingComponents") -> list[str]:
     return lines
 
 
-def audit_line(every: int, world: World) -> str:
+def describe_audit_interval(every: int, world: World) -> str:
     if world.size == 1:
         return "no audits, because one rank is left"
     return f"audit every {'step' if every == 1 else f'{every} steps'}"

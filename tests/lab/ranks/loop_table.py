@@ -8,7 +8,7 @@ from pathlib import Path
 from tests import warm
 from tests.lab.ranks import loops
 
-from paceline.lab.ranks.loop_findings import make_loop_reports
+from paceline.lab.ranks.loop_findings import make_verify_reports
 from paceline.lab.verify import CAUSES, LOOP_CAUSES, LoopCase, LoopSpec, VerifyReport, compare_and_print_digests
 
 RANKS = (1, 2, 3)
@@ -50,7 +50,7 @@ def said_of(names: Sequence[str], folder: Path, ranks: Sequence[int] = RANKS, *,
         words = program if ranks == (1,) else (*launch, "--hang-timeout", window, "--", *program)
         done = warm.run(words, ranks=True, cwd=folder, timeout=900)
         ended[size] = "" if done.returncode == 0 else done.stderr
-    return {name: said(*make_loop_reports(folder / name, spec_of(name), ranks, ended)) for name in names}
+    return {name: said(*make_verify_reports(folder / name, spec_of(name), ranks, ended)) for name in names}
 
 
 def said(report: VerifyReport, bits: Sequence[object]) -> str:

@@ -15,9 +15,10 @@ from tests.lab.ranks.mutations import Mutation, planted
 from tests.lab.ranks.mutations import bug as bug_of_reducer
 from torch import Tensor
 
-from paceline.collectives import memory_sum
+from paceline.collectives import shm_collectives
 from paceline.collectives.buckets import divide
-from paceline.collectives.memory_sum import (
+from paceline.collectives.shared_memory import SharedMemory
+from paceline.collectives.shm_collectives import (
     AsyncAllReduce,
     Chunk,
     Results,
@@ -26,8 +27,7 @@ from paceline.collectives.memory_sum import (
     TensorSegment,
     TreeSum,
 )
-from paceline.collectives.shared_memory import SharedMemory
-from paceline.collectives.tree import TreeNode
+from paceline.collectives.sum_tree import TreeNode
 
 BULK_BYTES = 16 << 10
 ODD_RANK = 1  # the one that does something wrong, where only one does
@@ -50,7 +50,7 @@ def memory_other_order() -> AbstractContextManager[None]:
             total += other
         out.copy_(total if divisor is None else divide(total, divisor))
 
-    return planted((memory_sum, "sum_subtrees", root_of))
+    return planted((shm_collectives, "sum_subtrees", root_of))
 
 
 @bug("a loop that ends one chunk early", "sync")
@@ -160,7 +160,7 @@ def memory_totals_short() -> AbstractContextManager[None]:
 
 @bug("weights sent before they are written", "optimizer", strategies="zero")
 def memory_weights_late() -> AbstractContextManager[None]:
-    original = memory_sum.all_gather
+    original = shm_collectives.all_gather
     kept: dict[int, Tensor] = {}
 
     def all_gather(memory: SharedMemory, mine: Tensor, out: Tensor, name: str) -> None:
@@ -169,7 +169,7 @@ def memory_weights_late() -> AbstractContextManager[None]:
             late, kept[out.data_ptr()] = kept.get(out.data_ptr(), mine), mine.clone()
         original(memory, late if memory.rank == ODD_RANK else mine, out, name)
 
-    return planted((memory_sum, "all_gather", all_gather))
+    return planted((shm_collectives, "all_gather", all_gather))
 
 
 OTHER_ORDER = MEMORY_MUTATIONS[0]

@@ -16,7 +16,7 @@ from tests.lab.ranks.memory_mutations import BULK_BYTES, MEMORY_MUTATIONS, OTHER
 from tests.lab.ranks.mutations import CONTROL, CONTROLS_OF_SCALE, MUTATIONS, Mutation, planted
 from tests.run_ranks import run_ranks
 
-from paceline.collectives import communicator, memory_sum
+from paceline.collectives import communicator, shm_collectives
 from paceline.collectives.communicator import make_communicator
 from paceline.lab.ranks.verify import collect_bit_digests, verify
 from paceline.lab.verify import Case, Diagnosis, Result, VerifySpec
@@ -44,7 +44,7 @@ def findings_in_memory(rank: int, world_size: int, names: Sequence[str]) -> dict
     world = World(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
     communicator.BULK_BYTES = BULK_BYTES
     assert make_communicator("shared").memory is not None
-    with planted((memory_sum, "MAX_DIRECT_SUM_BYTES", 0)):  # as gradients of any size that matters
+    with planted((shm_collectives, "MAX_DIRECT_SUM_BYTES", 0)):  # as gradients of any size that matters
         return {
             m.name: (_bits_of if m is OTHER_ORDER else _verified)(m, world) for m in THROUGH_MEMORY if m.name in names
         }

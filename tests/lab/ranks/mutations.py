@@ -27,13 +27,13 @@ from paceline.collectives import batchnorm, communicator
 from paceline.collectives.batchnorm import Moments, SyncBatchNorm
 from paceline.collectives.buckets import PackedBucket, trainable_parameters
 from paceline.collectives.control import Deferred
-from paceline.collectives.control import scale_gradients as scaled_on
+from paceline.collectives.control import scale_and_check_gradients as scaled_on
 from paceline.collectives.reducer import Reducer
 from paceline.data import loader as loader_module
 from paceline.data import plan as shuffle_module
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan, MicroBatchPlan
-from paceline.seeding import SeededStream
+from paceline.seeding import SeededRngScope
 from paceline.stepping.totals import StepTotals, Totals
 from paceline.stepping.trained_model import ModelInTraining
 from paceline.strategies import base
@@ -55,7 +55,7 @@ Patch = tuple[Any, str, Any]  # (owner, attribute, what it becomes)
 Plant = Callable[[], AbstractContextManager[None]]
 
 
-def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
+def scale_and_check_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
     scaled_on(parameters, factor, torch.device("cpu"))
 
 
@@ -281,7 +281,7 @@ def head_made_after_broadcast() -> AbstractContextManager[None]:
 @bug("a bare training loop under torchrun; no_sync around all", "sync")
 def never_reduced() -> AbstractContextManager[None]:
     def local(parameters: Iterable[nn.Parameter], divisor: Tensor) -> None:
-        scale_gradients(parameters, dist.get_world_size() / divisor)
+        scale_and_check_gradients(parameters, dist.get_world_size() / divisor)
 
     def finish(self: Reducer, divisor: Tensor) -> None:
         local(self._parameters, divisor)
@@ -309,10 +309,10 @@ def one_gradient_forgotten() -> AbstractContextManager[None]:
 
     def all_but_last(parameters: Sequence[nn.Parameter], divisor: Tensor) -> None:
         right_reduce(parameters[:-1], divisor)
-        scale_gradients(parameters[-1:], dist.get_world_size() / divisor)
+        scale_and_check_gradients(parameters[-1:], dist.get_world_size() / divisor)
 
     def finish_last(right: Right, works: list[MicroBatchPlan], total_weight: Tensor) -> None:
-        scale_gradients(trainable_parameters(right.model)[-1:], dist.get_world_size() / total_weight)
+        scale_and_check_gradients(trainable_parameters(right.model)[-1:], dist.get_world_size() / total_weight)
         right.sync_gradients(total_weight)
 
     @wraps(right_ddp)  # its signature is looked at
@@ -335,7 +335,7 @@ def parameter_reduced_instead() -> AbstractContextManager[None]:
         for parameter in parameters:
             dist.all_reduce(parameter.data)
             parameter.data /= dist.get_world_size()
-            scale_gradients([parameter], dist.get_world_size() / divisor)
+            scale_and_check_gradients([parameter], dist.get_world_size() / divisor)
 
     return planted((manual_module, "all_reduce_gradients", all_reduce))
 
@@ -421,7 +421,7 @@ def mean_of_rank_means() -> AbstractContextManager[None]:
 
     def manual(right: Right) -> None:
         def divide() -> None:
-            scale_gradients(trainable_parameters(right.model), torch.tensor(1 / count(), dtype=torch.float64))
+            scale_and_check_gradients(trainable_parameters(right.model), torch.tensor(1 / count(), dtype=torch.float64))
 
         change(right, before_sync=divide)
 
@@ -439,14 +439,14 @@ def mean_of_rank_means() -> AbstractContextManager[None]:
 
 @bug("transformers before 4.46: mean per micro-batch", "shares loss", task="tokens")
 def mean_of_token_means() -> AbstractContextManager[None]:
-    original = step_module.weighted_losses
+    original = step_module.compute_losses_and_weights
 
-    def weighted_losses(loss: Any, outputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
+    def compute_losses_and_weights(loss: Any, outputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
         losses, weights = original(loss, outputs, targets)
         weights = torch.ones_like(losses) if weights is None else weights
         return losses, weights / weights.sum()
 
-    return planted((step_module, "weighted_losses", weighted_losses))
+    return planted((step_module, "compute_losses_and_weights", compute_losses_and_weights))
 
 
 # ---- accumulation ------------------------------------------------------------------------------------------------
@@ -672,7 +672,7 @@ def weight_known_too_late() -> AbstractContextManager[None]:
 def clipped_before_sync() -> AbstractContextManager[None]:
     def change(right: Right) -> None:
         def sync_gradients(total_weight: Tensor) -> None:
-            scale_gradients(trainable_parameters(right.model), right.world.size / total_weight)
+            scale_and_check_gradients(trainable_parameters(right.model), right.world.size / total_weight)
             right.clip_grad_norm(1.0).result()
             right.sync_gradients(float(right.world.size))
 
@@ -826,7 +826,7 @@ def same_stream_each_microbatch() -> AbstractContextManager[None]:
 
 @bug("002: RNG differs", "random")
 def not_seeded() -> AbstractContextManager[None]:
-    return planted((SeededStream, "enter", lambda self, seed: None))
+    return planted((SeededRngScope, "enter", lambda self, seed: None))
 
 
 # ---- buffers -----------------------------------------------------------------------------------------------------
@@ -900,8 +900,8 @@ def biased_running_variance() -> AbstractContextManager[None]:
 
 @bug("padding tokens count like others", "loss", task="tokens")
 def weights_ignored() -> AbstractContextManager[None]:
-    original = step_module.weighted_losses
-    return planted((step_module, "weighted_losses", lambda *arguments: (original(*arguments)[0], None)))
+    original = step_module.compute_losses_and_weights
+    return planted((step_module, "compute_losses_and_weights", lambda *arguments: (original(*arguments)[0], None)))
 
 
 @bug("003: loss of rank 0", "loss")
@@ -929,12 +929,12 @@ def own_loss_reported() -> AbstractContextManager[None]:
 
 @bug("002: reduction='mean'", "error")
 def loss_averages() -> AbstractContextManager[None]:
-    original = step_module.weighted_losses
+    original = step_module.compute_losses_and_weights
 
-    def weighted_losses(loss: Any, outputs: Any, targets: Any) -> Any:
+    def compute_losses_and_weights(loss: Any, outputs: Any, targets: Any) -> Any:
         return original(lambda *arguments: loss(*arguments).mean(), outputs, targets)
 
-    return planted((step_module, "weighted_losses", weighted_losses))
+    return planted((step_module, "compute_losses_and_weights", compute_losses_and_weights))
 
 
 @bug("own buckets without no_sync", "error", strategies="bucketed")

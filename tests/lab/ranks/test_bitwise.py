@@ -10,7 +10,7 @@ from tests.run_ranks import run_ranks
 from torch import nn
 
 from paceline import ArrayDataset, Task
-from paceline.collectives import tree
+from paceline.collectives import sum_tree
 from paceline.collectives.reducer import Reducer
 from paceline.lab.ranks.verify import collect_bit_digests
 from paceline.lab.verify import DigestReport, VerifySpec, compare_and_print_digests
@@ -65,10 +65,10 @@ def measured(rank: int, size: int) -> list[bytes]:
     """The report as it should be, with another order of additions, and with a rank that goes its own way."""
     world = World(rank, size, rank, size, torch.device("cpu"), "gloo")
     found = [collect_bit_digests(SPEC, world)]
-    balanced = tree.find_split_leaf
-    tree.find_split_leaf = lambda node: node[0] + 1  # as if that depended on the world size
+    balanced = sum_tree.find_split_leaf
+    sum_tree.find_split_leaf = lambda node: node[0] + 1  # as if that depended on the world size
     found.append(collect_bit_digests(SPEC, world))
-    tree.find_split_leaf = balanced
+    sum_tree.find_split_leaf = balanced
     if rank == 1:
         whole = Reducer.finish
 

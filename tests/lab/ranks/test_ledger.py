@@ -16,11 +16,11 @@ from tests.rendered import rendered
 
 from paceline.cli.ledger import main
 from paceline.config.settings import DataConfig, TrainConfig, dump
-from paceline.data.plan import BatchPlan, fingerprint, virtual_ranks_of
+from paceline.data.plan import BatchPlan, fingerprint_indices, virtual_ranks_of
 from paceline.errors import UsageError
 from paceline.lab.ranks.ledger import LedgerReport, check_sample_use
 from paceline.runs.events import Ended, Event, RolledBack, Samples, Started, Step, UnloggedStep
-from paceline.runs.writers import EventWriter, merge_steps
+from paceline.runs.writers import EventWriter, merge_consecutive_steps
 
 Place = tuple[int, int, int]
 """(which start, step, rank)"""
@@ -91,7 +91,9 @@ class History:
                 lines = [line for line in path.read_bytes().split(b"\n") if line]
                 half = max(0, len(lines) - rank - 1) * (part + 2) // (part + 3)
                 path.write_bytes(
-                    b"".join(line + b"\n" for line in [*merge_steps(lines[:half], lines[half:]), *lines[half:]])
+                    b"".join(
+                        line + b"\n" for line in [*merge_consecutive_steps(lines[:half], lines[half:]), *lines[half:]]
+                    )
                 )
 
     def _events(self, number: int, start: Start, rank: int) -> Iterator[Event]:
@@ -110,7 +112,7 @@ class History:
                 continue
             place = (number, step, rank)
             used, epoch = self.used[place], (step - 1) // per_epoch
-            told = f"{fingerprint(torch.tensor(used, dtype=torch.int64)):x}"
+            told = f"{fingerprint_indices(torch.tensor(used, dtype=torch.int64)):x}"
             line = Step(step, epoch, 1.0, 9, 0.1, 0.1, 0.0, 0.0, None, self.shares[place], len(used), told,
                         skipped=place in self.left_out)  # fmt: skip
             yield from [line] * self.copies.get(place, 1)
@@ -574,7 +576,7 @@ def test_a_streams_samples_are_judged_by_their_numbers(tmp_path, capsys, parts, 
     with EventWriter(tmp_path / "events-0.jsonl") as writer:
         writer.write(Started(1, 0, 1, "host", 1, "cpu", 0.0, own_order=True, stream_parts=parts))
         for step, used in ((1, [0, 1, 2, 3]), (2, second)):
-            hashed = f"{fingerprint(torch.tensor(used)):016x}"
+            hashed = f"{fingerprint_indices(torch.tensor(used)):016x}"
             writer.write(Samples(step, 0, 0, 0, used))
             writer.write(Step(step, 0, 1.0, len(used), 0.1, 0.1, 0.0, 0.0, None, (0, 2), len(used), hashed))
         writer.write(Ended(2, 0.0))

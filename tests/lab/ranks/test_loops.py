@@ -15,7 +15,7 @@ from tests.lab.ranks import loops
 from tests.lab.ranks.loop_table import ENDS, RANKS, RIGHT, right, said_of, spec_of
 
 from paceline.lab.ranks.causes import Comparison
-from paceline.lab.ranks.loop_findings import make_loop_reports
+from paceline.lab.ranks.loop_findings import make_verify_reports
 from paceline.lab.ranks.reference import StepValues
 from paceline.lab.verify import LOOP_CAUSES, Case, Result, VerifyReport, print_report
 
@@ -94,7 +94,7 @@ LOWER = {  # loops with padded batches: the type in which the loss is computed, 
 def test_a_loss_in_a_lower_precision_has_its_tolerance_and_padding_is_no_other_input(tmp_path: Path) -> None:
     said_of([*LOWER], tmp_path, ranks=(1,))
     for name, (precision, cause) in LOWER.items():
-        report, bits = make_loop_reports(tmp_path / name, spec_of(name), (1,), {1: ""})
+        report, bits = make_verify_reports(tmp_path / name, spec_of(name), (1,), {1: ""})
         if cause != "refused":
             assert (report.precision, len(report.notes), len(bits)) == (precision, int(precision != "float64"), 1), name
         assert [one.finding and one.finding.cause for one in report.results] == [cause], (name, report.results)

@@ -115,9 +115,9 @@ def test_what_is_no_optimizer_for_it_is_refused(monkeypatch: pytest.MonkeyPatch)
         ("lbfgs", [], "optimizer-needs-closure"),
     ):
         asked = spec(name, optimizers=optimizers)
-        task = trial.load_verified_task(asked)
+        task = trial.load_task_to_verify(asked)
         with raises(code):
             trial.optimizers_to_verify(asked, task, trial.build_float64_model(task, 0, torch.device("cpu")))
-    task = trial.load_verified_task(spec("dropout"))
+    task = trial.load_task_to_verify(spec("dropout"))
     made = trial.optimizers_to_verify(spec("dropout"), task, trial.build_float64_model(task, 0, torch.device("cpu")))
     assert [*made] == ["sgd", "adamw"]

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import Subset, default_collate
 
-from paceline.lab.ranks.reference import Reference, subsample_gradient
+from paceline.lab.ranks.reference import Reference, pick_gradient_elements
 from paceline.lab.ranks.trial import build_float64_model
 from paceline.lab.verify import VerifySpec
 from paceline.tasks.task import Task
@@ -68,7 +68,7 @@ def test_a_step_can_be_taken_apart_afterwards_and_nothing_is_changed_by_it(union
     parts = one.gradient_parts(4.0)
     assert parts.shape[1] == (2 if union else 6)
     (probes,) = {len(column) for column in parts.T}
-    whole = subsample_gradient(seen.gradients, dict(one.model.named_parameters()))
+    whole = pick_gradient_elements(seen.gradients, dict(one.model.named_parameters()))
     assert len(whole) == probes
     assert float((parts.sum(1) - whole).abs().max()) < 1e-13 * float(whole.abs().max())
     want = other.step(0)

@@ -13,8 +13,8 @@ from benchmarks.faults.reading import said_by_paceline
 
 from paceline.launch.agent import channel
 from paceline.launch.agent.channel import (
+    CoordinatorHandshake,
     CoordinatorHeartbeat,
-    Handshake,
     Link,
     Message,
     RunEndNotice,
@@ -31,7 +31,7 @@ def met(head_secret: bytes = SECRET, node_secret: bytes = SECRET) -> tuple[Link 
     """Both ends after a meeting: the head's (None: a stranger) and the node's, or why it is refused."""
     with socket.create_server(("127.0.0.1", 0)) as door:
         near = socket.create_connection(door.getsockname())
-        knock = Handshake(door.accept()[0], head_secret)
+        knock = CoordinatorHandshake(door.accept()[0], head_secret)
     with ThreadPoolExecutor(1) as pool:
         node = pool.submit(authenticate_to_coordinator, near, node_secret)
         link = None
@@ -126,7 +126,7 @@ def test_a_false_head_is_not_believed_and_a_program_of_another_kind_told_apart(g
 def test_a_stranger_who_says_nothing_is_shown_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel, "HANDSHAKE_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as door, closing(socket.create_connection(door.getsockname())):
-        knock = Handshake(door.accept()[0], SECRET)
+        knock = CoordinatorHandshake(door.accept()[0], SECRET)
         assert knock.try_complete() is None and not knock.closed
         time.sleep(0.3)
         assert knock.try_complete() is None and knock.closed

@@ -20,7 +20,7 @@ from paceline.launch.agent.channel import (
     authenticate_to_coordinator,
 )
 from paceline.launch.agent.cluster import NODE_END_SECONDS, RemoteNodes
-from paceline.protocol.control import StopOrders, signal_wakeup
+from paceline.protocol.control import StopSignals, signal_wakeup
 from paceline.protocol.job import NodePlan
 
 SECRET = "5e" * 32
@@ -78,7 +78,7 @@ def node_of_a_crew() -> Iterator[tuple[Link, RemoteNodes]]:
     """A node's link to a head, and that head's cluster."""
     plan = NodePlan(("true",), nproc=1, nodes=2, node0_ports=(0,), secret=SECRET)
     with signal_wakeup(()) as wakeup:
-        cluster = RemoteNodes(plan, StopOrders(wakeup, lifeline=False))
+        cluster = RemoteNodes(plan, StopSignals(wakeup, lifeline=False))
         connection = socket.create_connection(("127.0.0.1", cluster.port))
         cluster.wait(1.0)  # greets whoever has connected
         connection.settimeout(5.0)

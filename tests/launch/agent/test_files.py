@@ -21,10 +21,10 @@ from tests.checkpoint.checkpoint_harness import header, manifest_of
 
 from paceline.errors import UsageError
 from paceline.launch.agent import channel, files
-from paceline.launch.agent.files import FileClient, FileLink, FileServer, SeparateRunFolder
+from paceline.launch.agent.files import BlockingLink, FileClient, FileServer, SeparateRunFolder
 from paceline.launch.agent.follower import COORDINATOR_STOP_SECONDS, Follower
 from paceline.launch.agent.workers import InheritedResources
-from paceline.protocol.control import StopOrders, TransferRequest, WorkerSpec, send, signal_wakeup, transfer
+from paceline.protocol.control import StopSignals, TransferRequest, WorkerSpec, send, signal_wakeup, transfer
 from paceline.protocol.job import NodePlan, NodeRanks
 from paceline.runs import writing
 from paceline.runs.checkpoint_format import encode_manifest
@@ -71,7 +71,7 @@ class Connected(FileClient):
 
     connections, damaged_from = 0, -1
 
-    def _connect(self) -> FileLink:
+    def _connect(self) -> BlockingLink:
         made = super()._connect()
         self.connections += 1
         if self.connections == 1 and self.damaged_from >= 0:
@@ -116,7 +116,7 @@ def test_a_part_that_is_damaged_on_its_way_is_detected_and_the_file_is_sent_agai
 
 
 def test_a_file_with_a_wrong_hash_is_not_stored(node0: Node0) -> None:
-    def send(link: FileLink) -> None:
+    def send(link: BlockingLink) -> None:
         link.send(channel.FilePart(SHARD, b"ab"))
         link.request(channel.FilePart(SHARD, b"c", hashlib.sha256(b"abd").hexdigest()), channel.FileReply)
 
@@ -225,15 +225,15 @@ class Stuck:
             replace(path, data, sync=sync)
 
         monkeypatch.setattr(writing, "replace_file", wait)
-        send = FileLink.send_file
+        send = BlockingLink.send_file
 
-        def send_file(link: FileLink, path: Path, name: str) -> tuple[int, int]:
+        def send_file(link: BlockingLink, path: Path, name: str) -> tuple[int, int]:
             if "/step-" in name and "/shard-" in name:
                 self.reached.set()
                 self._free.wait(60)
             return send(link, path, name)
 
-        monkeypatch.setattr(FileLink, "send_file", send_file)
+        monkeypatch.setattr(BlockingLink, "send_file", send_file)
 
     def end(self) -> None:
         self._free.set()
@@ -298,7 +298,7 @@ def test_the_transfer_of_a_rank_that_has_ended_ends(
     node0: Node0, folder: SeparateRunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stuck = Stuck(monkeypatch, node0.run_dir)
-    connections, connect = list[FileLink](), FileClient._connect
+    connections, connect = list[BlockingLink](), FileClient._connect
     monkeypatch.setattr(FileClient, "_connect", lambda client: connections.append(connect(client)) or connections[-1])
     write(folder._checkpoints / ".tmp-5-1-0" / "shard-1-of-2.safetensors", CONTENT)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as rank:
@@ -361,7 +361,7 @@ def test_the_last_copy_takes_no_longer_than_the_grace_of_a_stop(
     node0: Node0, grace_left: float, signals: int, waits: bool
 ) -> None:
     with signal_wakeup(()) as wakeup:
-        orders = StopOrders(wakeup, lifeline=False)
+        orders = StopSignals(wakeup, lifeline=False)
         orders.signals += [signal.SIGTERM] * signals
         node = Follower(node0.plan, orders, InheritedResources(), lambda: None)
         node._deadline_seconds = time.monotonic() + grace_left + COORDINATOR_STOP_SECONDS
@@ -395,10 +395,10 @@ def test_the_log_of_a_rank_continues_on_another_node(node0: Node0, folder: Separ
 
 
 def test_a_file_that_grows_is_sent_once(node0: Node0, folder: SeparateRunFolder) -> None:
-    sent, send_message = list[channel.Message](), FileLink.send
+    sent, send_message = list[channel.Message](), BlockingLink.send
     log, stored = (path / "attempt-1" / "trace.log" for path in (folder._run_dir, node0.run_dir))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FileLink, "send", lambda link, part: (sent.append(part), send_message(link, part)))
+        patch.setattr(BlockingLink, "send", lambda link, part: (sent.append(part), send_message(link, part)))
         for text in ("one\n", "one\ntwo\n"):
             with log.open("a") as file:
                 file.write(text[len(log.read_text()) :])

@@ -10,8 +10,14 @@ import pytest
 from tests.errors import raises
 
 from paceline.launch.agent.cluster import RemoteNodes
-from paceline.launch.agent.store_proxy import LOOPBACK, STORE_ADDRESS, StoreProxy, open_node0_store, remote_store_proxy
-from paceline.protocol.control import StopOrders, signal_wakeup
+from paceline.launch.agent.store_proxy import (
+    LOOPBACK,
+    STORE_ADDRESS,
+    StoreProxy,
+    bind_store_and_proxy,
+    remote_store_proxy,
+)
+from paceline.protocol.control import StopSignals, signal_wakeup
 from paceline.protocol.job import NodePlan
 
 SECRET = "5e" * 32
@@ -55,10 +61,10 @@ def answered(port: int, data: bytes) -> bytes:
 def head() -> Iterator[tuple[int, StoreProxy]]:
     """Node 0's agent with its gate: the port of its door, and the gate."""
     plan = NodePlan(("true",), nproc=1, nodes=2, node0_ports=(0,), secret=SECRET)
-    store, gate = open_node0_store(0)
+    store, gate = bind_store_and_proxy(0)
     serve(store)
     with signal_wakeup(()) as wakeup:
-        cluster, over = RemoteNodes(plan, StopOrders(wakeup, lifeline=False)), threading.Event()
+        cluster, over = RemoteNodes(plan, StopSignals(wakeup, lifeline=False)), threading.Event()
         cluster.gate = gate
 
         def wait() -> None:
@@ -133,8 +139,8 @@ def test_when_a_generation_ends_its_gate_lets_nobody_through(head: tuple[int, St
 
 
 def test_a_port_that_is_taken_is_named() -> None:
-    store, gate = open_node0_store(0)
+    store, gate = bind_store_and_proxy(0)
     with raises("port-taken", port=f"port {gate.port}"):
-        open_node0_store(gate.port)
+        bind_store_and_proxy(gate.port)
     gate.close()
     store.close()

@@ -15,8 +15,8 @@ from paceline.guard.report import DiagnosisRecord, read_diagnosis
 from paceline.launch.agent.cluster import Generation, RemoteNodes
 from paceline.launch.agent.monitor import Monitor
 from paceline.launch.agent.workers import Workers
-from paceline.protocol.control import StopOrders, signal_wakeup
-from paceline.protocol.evidence import StopKind, WorkerSample
+from paceline.protocol.control import StopSignals, signal_wakeup
+from paceline.protocol.evidence import DiagnosisKind, WorkerSample
 from paceline.protocol.job import NodePlan, NodeRanks
 
 pytestmark = pytest.mark.sample(3)
@@ -81,23 +81,23 @@ def page(one: Launch) -> list[str]:
 @pytest.mark.parametrize(
     ("fault", "kind", "words"),
     [
-        ("time.sleep(600)", StopKind.BEHIND, "state S"),
+        ("time.sleep(600)", DiagnosisKind.BEHIND, "state S"),
         pytest.param(
-            "os.kill(os.getpid(), signal.SIGSTOP)", StopKind.STOPPED, "stopped by a signal", marks=pytest.mark.slow
+            "os.kill(os.getpid(), signal.SIGSTOP)", DiagnosisKind.STOPPED, "stopped by a signal", marks=pytest.mark.slow
         ),
-        ("import re; re.match(r'(a+)+$', 'a' * 60 + 'b')", StopKind.BEHIND, "does not answer"),
+        ("import re; re.match(r'(a+)+$', 'a' * 60 + 'b')", DiagnosisKind.BEHIND, "does not answer"),
     ],
     ids=["sleeps", "frozen", "holds the lock"],
 )
 def test_who_does_not_come_is_named_with_its_line_and_all_is_ended(
-    run: Run, fault: str, kind: StopKind, words: str
+    run: Run, fault: str, kind: DiagnosisKind, words: str
 ) -> None:
     one = run(fault)
     assert one.finish() == ExitCode.STALLED
     told, lines = diagnosis(one), page(one)
     assert (told.diagnosis.kind, told.diagnosis.causes) == (kind, (1,))
     assert re.search(r" \d+\.\d s \(world 3\)\. CAUSE: rank 1 \(\S+, pid \d+\)$", lines[0])
-    assert (words in lines[1] and f"job.py:{line_of_fault(one.folder)}" in lines[1]) or kind is StopKind.STOPPED
+    assert (words in lines[1] and f"job.py:{line_of_fault(one.folder)}" in lines[1]) or kind is DiagnosisKind.STOPPED
     assert "ranks 0, 2 wait" in one.stderr
     assert told.waited_seconds >= WINDOW_SECONDS
     assert not survivors(one.mark)
@@ -168,7 +168,7 @@ def test_a_rank_that_leaves_is_told_although_the_others_hang(run: Run) -> None:
     """Its connections stay open in a process that it has left behind: the others notice nothing."""
     one = run("if os.fork(): os._exit(0)\n        time.sleep(600)", hang_timeout="60")
     assert one.finish() == ExitCode.FAILED  # within 30 s, half of the window
-    assert diagnosis(one).diagnosis.kind is StopKind.LEFT
+    assert diagnosis(one).diagnosis.kind is DiagnosisKind.LEFT
     assert diagnosis(one).diagnosis.causes == (1,)
 
 
@@ -275,7 +275,7 @@ class Broken(Generation):
 def test_what_goes_wrong_in_the_guard_is_said_once_and_the_run_goes_on(tmp_path: Path, capfd) -> None:
     plan = NodePlan(("true",), nproc=1, ranks=NodeRanks(world_size=1), attempt_dir=str(tmp_path))
     with signal_wakeup(()) as wakeup:
-        guarding = Monitor(Broken(plan, Workers(plan, 0, 0), RemoteNodes(plan, StopOrders(wakeup, lifeline=False))))
+        guarding = Monitor(Broken(plan, Workers(plan, 0, 0), RemoteNodes(plan, StopSignals(wakeup, lifeline=False))))
         (tmp_path / "ask-1-x").touch()
         assert guarding.check() is None
         (line,) = capfd.readouterr().err.splitlines()

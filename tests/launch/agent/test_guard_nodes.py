@@ -11,7 +11,7 @@ from tests.launch.agent.nodes_harness import Nodes, several
 
 from paceline.errors import ExitCode
 from paceline.guard.report import DiagnosisRecord, read_diagnosis
-from paceline.protocol.evidence import StopKind
+from paceline.protocol.evidence import DiagnosisKind
 
 RANKS = """
 import torch, torch.distributed as dist
@@ -57,7 +57,7 @@ def test_a_rank_that_hangs_on_another_node_is_named_by_the_head_and_all_nodes_en
     nodes.start(0, 1)
     assert nodes.codes(50) == [ExitCode.STALLED] * 2, nodes.said(0)
     told = diagnosis(nodes)
-    assert (told.diagnosis.kind, told.diagnosis.causes) == (StopKind.BEHIND, (2,))
+    assert (told.diagnosis.kind, told.diagnosis.causes) == (DiagnosisKind.BEHIND, (2,))
     assert [(rank.rank, rank.node, bool(rank.stacks or rank.native)) for rank in told.evidence] == [
         (0, 0, True),
         (1, 0, True),

@@ -38,8 +38,8 @@ from paceline.launch.agent.monitor import Monitor
 from paceline.launch.agent.workers import Workers
 from paceline.launch.plan import Command
 from paceline.launch.ssh.sessions import Sessions
-from paceline.protocol.control import StopOrders, signal_wakeup
-from paceline.protocol.evidence import Diagnosis, StopKind, WorkerSample
+from paceline.protocol.control import StopSignals, signal_wakeup
+from paceline.protocol.evidence import Diagnosis, DiagnosisKind, WorkerSample
 from paceline.protocol.job import NodePlan, NodeRanks
 
 SECRET = "5e" * 32
@@ -51,7 +51,7 @@ def crew_of(nodes: int) -> Generator[tuple[RemoteNodes, list[Link]]]:
     """A head's cluster, and the other ends of its links."""
     plan = NodePlan(("true",), nproc=1, nodes=nodes, node0_ports=(0,), secret=SECRET)
     with signal_wakeup(()) as wakeup:
-        cluster, facts, links = RemoteNodes(plan, StopOrders(wakeup, lifeline=False)), gather_facts(), list[Link]()
+        cluster, facts, links = RemoteNodes(plan, StopSignals(wakeup, lifeline=False)), gather_facts(), list[Link]()
 
         def come() -> None:
             for node in range(1, nodes):
@@ -111,7 +111,7 @@ def test_connections_of_a_node_that_was_silent_get_as_long_again_to_recover_befo
     with crew_of(3) as (cluster, _):
         guarding = Monitor(Generation(plan, Workers(plan, 0, 0), cluster))
         judged = guarding._stall(waiting, Alarm("stall", 12.0, 10.0))
-        assert judged is not None and judged.diagnosis.kind is StopKind.NETWORK
+        assert judged is not None and judged.diagnosis.kind is DiagnosisKind.NETWORK
         cluster.wait(0.0)
         assert cluster.settled_seconds == 0.0
         cluster.members[2].link.heard_seconds -= 10.0
@@ -146,7 +146,7 @@ def test_an_agent_waits_for_descriptors_that_select_does_not_know() -> None:
             select.select([high], [], [], 0.0)
         os.write(writer, b"x")
         pipe = os.fdopen(high, "rb")
-        assert StopOrders(wakeup, lifeline=False).wait(20.0, [pipe]) is False
+        assert StopSignals(wakeup, lifeline=False).wait(20.0, [pipe]) is False
         pipe.close()
         os.close(reader)
         os.close(writer)
@@ -188,15 +188,15 @@ def test_ranks_that_wait_for_the_same_share_one_list_of_those() -> None:
     diagnosis = diagnose(ranks)
     assert diagnosis.causes == tuple(range(0, 400, 2))
     apart = diagnose([rank(n, BEFORE, op(9, shape="[4]") if n % 2 else WAITS, groups={"0": ()}) for n in range(400)])
-    assert apart.kind is StopKind.MISMATCH and [len(party) for party in apart.tie] == [200, 200]
+    assert apart.kind is DiagnosisKind.MISMATCH and [len(party) for party in apart.tie] == [200, 200]
 
 
 def test_of_thousands_of_ranks_a_diagnosis_keeps_the_blamed_and_one_of_each_kind() -> None:
     odd, causes = 700, 1999
     ranks = [rank(n, BEFORE, *([] if n == causes else [WAITS]), state="R" if n == odd else "S") for n in range(2000)]
-    kept = [one.rank for one in select_ranks_to_record(Diagnosis(StopKind.BEHIND, (causes,)), ranks)]
+    kept = [one.rank for one in select_ranks_to_record(Diagnosis(DiagnosisKind.BEHIND, (causes,)), ranks)]
     assert len(kept) == MAX_RANK_FILES and {0, odd, causes} <= {*kept} and kept == sorted(kept)
-    assert len(select_ranks_to_record(Diagnosis(StopKind.UNKNOWN), ranks[:MAX_RANK_FILES])) == MAX_RANK_FILES
+    assert len(select_ranks_to_record(Diagnosis(DiagnosisKind.UNKNOWN), ranks[:MAX_RANK_FILES])) == MAX_RANK_FILES
 
 
 def test_ssh_sessions_log_in_a_few_at_a_time_and_all_of_them_in_the_end(tmp_path: Path) -> None:

@@ -8,18 +8,18 @@ from hypothesis import strategies as st
 
 from paceline.guard.deaths import RankEndKind
 from paceline.launch.agent.coordinator import FailedGeneration, decide_restart
-from paceline.protocol.evidence import Diagnosis, Evidence, Op, StopKind, WorkerSample
+from paceline.protocol.evidence import Diagnosis, DiagnosisKind, Evidence, Op, WorkerSample
 
 KILLED = FailedGeneration(RankEndKind.SIGNAL, rank=1, exit_code=137, exception="", step=40, nproc=4)
 RAISED = FailedGeneration(RankEndKind.EXCEPTION, rank=1, exit_code=1, exception="ValueError", step=40, nproc=4)
 ENDED = FailedGeneration(RankEndKind.EXIT, rank=1, exit_code=3, exception="", step=40, nproc=4)
-APART = FailedGeneration.from_diagnosis(Diagnosis(StopKind.MISMATCH, (1,)), [], 4, step=40, nproc=4)
+APART = FailedGeneration.from_diagnosis(Diagnosis(DiagnosisKind.MISMATCH, (1,)), [], 4, step=40, nproc=4)
 LOST = FailedGeneration(RankEndKind.VICTIM, rank=0, exit_code=1, exception="DistNetworkError", step=40, nproc=4)
 
 
 def stalled(seq: int, causes: tuple[int, ...] = (1,)) -> FailedGeneration:
     """In a script, whose steps nobody counts."""
-    diagnosis = Diagnosis(StopKind.BEHIND, causes, op=Op("0", seq, "all_reduce"))
+    diagnosis = Diagnosis(DiagnosisKind.BEHIND, causes, op=Op("0", seq, "all_reduce"))
     return FailedGeneration.from_diagnosis(diagnosis, [], 3, step=0, nproc=4)
 
 
@@ -78,7 +78,10 @@ def test_decision(name: str) -> None:
 
 def test_a_rank_killed_during_a_restart_with_other_shares_or_nodes_is_replaced() -> None:
     saved, killed = WorkerSample(0, "n", 1, code=75), WorkerSample(1, "n", 2, code=-9)
-    diagnosis, ranks = Diagnosis(StopKind.DIED, (1,), failed=1), [Evidence.from_sample(one) for one in (saved, killed)]
+    diagnosis, ranks = (
+        Diagnosis(DiagnosisKind.DIED, (1,), failed=1),
+        [Evidence.from_sample(one) for one in (saved, killed)],
+    )
     for regroups, expected in ((True, 2), (False, "a stop was requested")):
         failed = FailedGeneration.from_diagnosis(diagnosis, ranks, 137, step=40, nproc=2, regroups=regroups)
         decision = decide_restart([failed], nproc=2, min_nproc=0, max_restarts=1)

@@ -14,10 +14,10 @@ from paceline.lab.check.findings import (
     do_all_tensors_differ,
     group_corresponding_loaders,
     is_same_dataset,
-    largest_index_overlap,
+    largest_overlap_fraction,
 )
-from paceline.lab.check.step_rules import averages_gradients, joint_steps_by_optimizer
-from paceline.protocol.facts import OWN_GENERATORS, RECORDED_EPOCHS, LoaderPass, ScriptFacts, SeenLoader, SeenStep
+from paceline.lab.check.step_rules import averages_gradients, synced_steps_by_optimizer
+from paceline.protocol.facts import OWN_GENERATORS, RECORDED_EPOCHS, LoaderPass, OptimizerStep, ScriptFacts, SeenLoader
 
 MIN_SAMPLES, MAX_LISTED = 8, 6  # samples that are compared to detect an order; samples in a message
 MAX_OVERLAP = 0.1  # fraction of a rank's samples that other ranks may have; padding adds at most one batch to it
@@ -96,7 +96,7 @@ def _sharding_findings(loaders: Loaders) -> Iterator[Finding]:
         else:
             yield Finding("same batches", "right", "each rank has different data", loader.constructed_at)
         return
-    common = largest_index_overlap([*passes.values()])
+    common = largest_overlap_fraction([*passes.values()])
     repeats = max(1 - len(set(indices)) / len(indices) for indices in index_lists)
     allowed = MAX_OVERLAP + len(loaders) * max(1, loader.batch_size) / max(1, loader.samples)
     first_samples = ", ".join(map(str, index_lists[0][:MAX_LISTED]))
@@ -229,7 +229,7 @@ def evaluation_findings(ranks: Sequence[ScriptFacts], loaders: Loaders) -> Itera
         return
     has_same_data = is_same_dataset(loaders)
     drawn_samples = sum(passes[0].drawn for passes in passes_by_rank.values())
-    if has_same_data and largest_index_overlap([passes[0] for passes in passes_by_rank.values()]) > 1 / 2:
+    if has_same_data and largest_overlap_fraction([passes[0] for passes in passes_by_rank.values()]) > 1 / 2:
         yield Finding("evaluation shared", "note", "each rank evaluates all of the data", loader.site)
     elif not any(p.summed for passes in passes_by_rank.values() for p in passes):
         printing_ranks = [rank for rank, passes in passes_by_rank.items() if any(p.printed for p in passes)]
@@ -296,7 +296,7 @@ def _masked_loss_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
 
 def _local_count_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
     """The losses that each rank divides by a local count, for example the number of unmasked tokens."""
-    rows = [*zip(*(next(iter(joint_steps_by_optimizer(facts)), []) for facts in ranks), strict=False)]
+    rows = [*zip(*(next(iter(synced_steps_by_optimizer(facts)), []) for facts in ranks), strict=False)]
     counts = [*filter(None, map(_divisors, rows))]
     if len(rows) >= MIN_STEPS and len(counts) > len(rows) / 2:
         text = "the loss is a mean over different counts on each rank: each rank divides by a local count"
@@ -307,7 +307,7 @@ def _local_count_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
         yield Finding("mean over padding", "wrong", text, rows[0][0].backward_site, fix, evidence)
 
 
-def _divisors(row: Sequence[SeenStep]) -> list[float]:
+def _divisors(row: Sequence[OptimizerStep]) -> list[float]:
     """The whole numbers by which ranks divided their losses, if they differ and no other factor compensates."""
     products = [abs(math.prod(step.factors)) for step in row]
     whole = ((1 / f for f in step.factors if 0 < f <= 1 / 2 and abs(1 / f - round(1 / f)) < ROUNDING) for step in row)

@@ -83,7 +83,7 @@ def _mostly_same(batches: Iterable[Sequence[Sequence[str]]]) -> bool:
     return 2 * sum(are_same) > len(are_same)
 
 
-def largest_index_overlap(passes: Sequence[LoaderPass]) -> float:
+def largest_overlap_fraction(passes: Sequence[LoaderPass]) -> float:
     sets = [set(p.indices) for p in passes]
     return max((len(a & b) / max(1, min(len(a), len(b))) for n, a in enumerate(sets) for b in sets[:n]), default=0.0)
 

@@ -11,41 +11,43 @@ import msgspec
 
 from paceline.lab.check.data_rules import data_findings
 from paceline.lab.check.findings import LEVELS, Finding, Level
-from paceline.lab.check.step_rules import joint_steps, session_findings, step_findings
+from paceline.lab.check.step_rules import session_findings, step_findings, synced_steps
 from paceline.protocol.facts import ScriptFacts
 from paceline.runs.attempt import ScriptNotice
 
 WIDTH = 110
 
 
-class NoticeRule(NamedTuple):
+class NoticeFindingTemplate(NamedTuple):
     level: Level
     fix: str = ""
     explained_by: frozenset[str] = frozenset()  # a finding of one of these rules is the cause, and is sufficient
 
 
 NOTICE_RULES = {
-    "diverged": NoticeRule(
+    "diverged": NoticeFindingTemplate(
         "wrong",
         "the same number of steps on all ranks; do not change weights or optimizer settings on one rank only",
         frozenset({"gradients", "different start", "replicas", "uneven steps"}),
     ),
-    "mismatch": NoticeRule(
+    "mismatch": NoticeFindingTemplate(
         "wrong", "the same collectives in the same order on all ranks", frozenset({"uneven steps", "swallowed"})
     ),
-    "not finite": NoticeRule("wrong", "if not torch.isfinite(loss): raise; then correct the reported batch or rate"),
-    "swallowed": NoticeRule("wrong", "raise, or correct the cause: skip a batch on all ranks or on none"),
-    "thread": NoticeRule("wrong", "correct the error that ends this thread"),
-    "stale": NoticeRule("wrong", "the same steps on all ranks, each with a batch and a backward()"),
-    "few steps": NoticeRule(
+    "not finite": NoticeFindingTemplate(
+        "wrong", "if not torch.isfinite(loss): raise; then correct the reported batch or rate"
+    ),
+    "swallowed": NoticeFindingTemplate("wrong", "raise, or correct the cause: skip a batch on all ranks or on none"),
+    "thread": NoticeFindingTemplate("wrong", "correct the error that ends this thread"),
+    "stale": NoticeFindingTemplate("wrong", "the same steps on all ranks, each with a batch and a backward()"),
+    "few steps": NoticeFindingTemplate(
         "wrong", "the same number of batches on each rank: DistributedSampler", frozenset({"uneven steps"})
     ),
     # --check shortens epochs, Join supports ranks with fewer batches, and speed depends on other load of the machine
-    **dict.fromkeys(("shadowed", "slow", "left", "round-off"), NoticeRule("note")),
+    **dict.fromkeys(("shadowed", "slow", "left", "round-off"), NoticeFindingTemplate("note")),
 }
 
 
-def check_findings(ranks: Sequence[ScriptFacts], notices: Sequence[ScriptNotice] = ()) -> list[Finding]:
+def collect_findings(ranks: Sequence[ScriptFacts], notices: Sequence[ScriptNotice] = ()) -> list[Finding]:
     """All findings, the worst level first; `notices` are those that paceline reported while the script ran.
 
     A rule reports only its worst finding for a line: several loaders, replicas or optimizers may come from there.
@@ -70,7 +72,7 @@ def _notice_findings(notices: Sequence[ScriptNotice], wrong_rules: AbstractSet[s
     for notice in notices:
         if not notice.kind:
             continue
-        rule = NOTICE_RULES.get(notice.kind, NoticeRule("wrong"))
+        rule = NOTICE_RULES.get(notice.kind, NoticeFindingTemplate("wrong"))
         level = "note" if rule.explained_by & reported else rule.level
         yield Finding(notice.kind, level, notice.words, "", rule.fix if level == "wrong" else "")
 
@@ -81,7 +83,7 @@ def count_mistakes(findings: Sequence[Finding]) -> int:
 
 def render_report(script: str, ranks: Sequence[ScriptFacts], findings: Sequence[Finding], code: int = 0) -> str:
     counts = {level: sum(finding.level == level for finding in findings) for level in LEVELS}
-    steps = max((len(joint_steps(facts)) for facts in ranks), default=0)
+    steps = max((len(synced_steps(facts)) for facts in ranks), default=0)
     mistakes = f"{counts['wrong']} wrong, {counts['costs']} slower than necessary" if count_mistakes(findings) else ""
     result = mistakes or "nothing wrong"
     if code:

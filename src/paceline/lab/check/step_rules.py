@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from paceline.guard.sentences import format_ranks
 from paceline.lab.check.findings import Finding, differs
-from paceline.protocol.facts import ORDER, RECORDED_EPOCHS, FileAccess, ScriptFacts, SeenLoader, SeenStep
+from paceline.protocol.facts import ORDER, RECORDED_EPOCHS, FileAccess, OptimizerStep, ScriptFacts, SeenLoader
 
 TOLERANCE = 1e-3  # relative; the order of summation changes the rounding
 MIN_STEPS = 4  # of an optimizer, to use the majority of its steps
@@ -24,7 +24,7 @@ BYPASSED_DDP_FIELDS = {
 MAX_LISTED = 3  # parts of a state in a message
 MIN_OBSERVED = 8  # steps or forwards, before a rule makes a statement about all of them
 MIN_LENGTH_RATIO = 1.5  # of a schedule for one process to the steps of a rank
-StepRows = list[list[SeenStep]]  # the same step of each rank
+StepRows = list[list[OptimizerStep]]  # the same step of each rank
 
 
 def step_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
@@ -53,17 +53,17 @@ def session_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
 
 def _step_count_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
     uses_join = any(replica.joined for facts in ranks for replica in facts.replicas)
-    counts = [len(next(iter(joint_steps_by_optimizer(facts)), [])) for facts in ranks]
+    counts = [len(next(iter(synced_steps_by_optimizer(facts)), [])) for facts in ranks]
     if all(facts.ended for facts in ranks) and differs(counts) and not uses_join and all(counts):
         by_rank = ", ".join(f"rank {facts.rank}: {count}" for facts, count in zip(ranks, counts, strict=True))
         fix = "the same number of batches on each rank: DistributedSampler, or `with Join([model]):`"
-        site = joint_steps_by_optimizer(ranks[0])[0][0].site
+        site = synced_steps_by_optimizer(ranks[0])[0][0].site
         yield Finding("uneven steps", "wrong", "ranks take different numbers of steps", site, fix, by_rank)
 
 
 def _cleared_gradient_findings(facts: ScriptFacts) -> Iterator[Finding]:
     """Accumulated gradients that are cleared before most steps, not only now and then, as after an overflow."""
-    for steps in joint_steps_by_optimizer(facts):
+    for steps in synced_steps_by_optimizer(facts):
         early_steps = [step for step in steps if step.loader < 0 or step.epoch <= RECORDED_EPOCHS]
         affected = [step for step in early_steps if step.lost and (step.loader >= 0 or _divides(step))]
         if len(affected) < 2 or len(affected) <= len(early_steps) / 2:
@@ -76,13 +76,13 @@ def _cleared_gradient_findings(facts: ScriptFacts) -> Iterator[Finding]:
         return
 
 
-def _divides(step: SeenStep) -> bool:
+def _divides(step: OptimizerStep) -> bool:
     """Whether the loss is divided by the number of micro-batches, which shows that they should accumulate."""
     return any(round(factor * step.backwards, 3) == 1 for factor in step.factors)
 
 
 def _accumulation_window_findings(facts: ScriptFacts) -> Iterator[Finding]:
-    optimizers = joint_steps_by_optimizer(facts)
+    optimizers = synced_steps_by_optimizer(facts)
     if not optimizers or differs(tuple(step.backwards for step in steps) for steps in optimizers):
         return  # optimizers that alternate, as in a GAN, have no common window
     steps = [step for step in optimizers[0] if step.epoch <= RECORDED_EPOCHS and step.loader >= 0]
@@ -92,7 +92,7 @@ def _accumulation_window_findings(facts: ScriptFacts) -> Iterator[Finding]:
     rest = facts.loaders[steps[0].loader].batches % window
     site, is_clean = steps[0].backward_site, True
     usual_factors = [_factor(step) for step in steps if step.backwards == window]
-    for step, next_step in pairwise([*steps, SeenStep(-1, "")]):
+    for step, next_step in pairwise([*steps, OptimizerStep(-1, "")]):
         is_scaled = round(step.scaled * window, 3) == 1
         is_full = is_scaled or any(round(factor * window, 3) == 1 for factor in step.factors)
         is_full = is_full and any(math.isclose(_factor(step), usual, rel_tol=1e-3) for usual in usual_factors)
@@ -115,7 +115,7 @@ def _accumulation_window_findings(facts: ScriptFacts) -> Iterator[Finding]:
         yield Finding("last window", "right", f"windows of {window} micro-batches end with each epoch", site)
 
 
-def _factor(step: SeenStep) -> float:
+def _factor(step: OptimizerStep) -> float:
     """The product of all factors of the loss and of the gradients. It differs in a short window that is right."""
     return math.prod(step.factors) * step.scaled
 
@@ -195,7 +195,7 @@ def _training_loader(facts: ScriptFacts) -> SeenLoader | None:
 
 
 def _learning_rate_findings(facts: ScriptFacts) -> Iterator[Finding]:
-    loader, steps = _training_loader(facts), joint_steps(facts)
+    loader, steps = _training_loader(facts), synced_steps(facts)
     if loader is None or not steps or not loader.training_passes[0].sizes or facts.world // facts.split < 2:
         return
     batch = loader.training_passes[0].sizes[0]
@@ -211,7 +211,7 @@ def _schedule_findings(facts: ScriptFacts) -> Iterator[Finding]:
     loader = _training_loader(facts)
     if loader is None or not facts.ended or loader.batch_size < 1 or loader.samples < 1 or loader.batches < 1:
         return
-    epochs, steps = len(loader.training_passes), len(joint_steps(facts))
+    epochs, steps = len(loader.training_passes), len(synced_steps(facts))
     lengths = {epochs * -(-loader.samples // loader.batch_size), epochs * (loader.samples // loader.batch_size)}
     for schedule in facts.schedules:
         per_batch = schedule.steps == steps == sum(len(p.sizes) for p in loader.passes)
@@ -237,9 +237,9 @@ def gradient_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
     yield from findings
 
 
-def _steps_bypassing_ddp(facts: ScriptFacts) -> Iterator[SeenStep]:
+def _steps_bypassing_ddp(facts: ScriptFacts) -> Iterator[OptimizerStep]:
     """The steps without a forward of the DDP model, except a first one that used a different optimizer's forward."""
-    by_optimizer: defaultdict[int, list[SeenStep]] = defaultdict(list)
+    by_optimizer: defaultdict[int, list[OptimizerStep]] = defaultdict(list)
     for step in facts.steps:
         by_optimizer[step.optimizer].append(step)
     for steps in by_optimizer.values():
@@ -249,7 +249,7 @@ def _steps_bypassing_ddp(facts: ScriptFacts) -> Iterator[SeenStep]:
 
 def _optimizer_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:
     reported = set[str]()
-    for steps_by_rank in zip(*map(joint_steps_by_optimizer, ranks), strict=False):
+    for steps_by_rank in zip(*map(synced_steps_by_optimizer, ranks), strict=False):
         rows, note = _without_private_parameters(_joint_rows(steps_by_rank), replicas=bool(ranks[0].replicas))
         if note is not None:
             yield note
@@ -307,7 +307,7 @@ def _without_private_parameters(rows: StepRows, *, replicas: bool) -> tuple[Step
     return [[_of_parameters(step, shared) for step in row] for row in detailed], note
 
 
-def _of_parameters(step: SeenStep, indices: Sequence[int]) -> SeenStep:
+def _of_parameters(step: OptimizerStep, indices: Sequence[int]) -> OptimizerStep:
     gradients, before, after = (
         ",".join(digests[n] for n in indices if n < len(digests))
         for digests in (step.each, step.each_before, step.each_after)
@@ -315,9 +315,9 @@ def _of_parameters(step: SeenStep, indices: Sequence[int]) -> SeenStep:
     return replace(step, gradients=gradients, parameters=before, after=after, shapes="", strangers=0)
 
 
-def _joint_rows(steps_by_rank: Sequence[Sequence[SeenStep]]) -> StepRows:
+def _joint_rows(steps_by_rank: Sequence[Sequence[OptimizerStep]]) -> StepRows:
     """The first, second, ... step of each epoch on all ranks, without the extra steps of some ranks with Join."""
-    rows: defaultdict[tuple[int, int], list[SeenStep]] = defaultdict(list)
+    rows: defaultdict[tuple[int, int], list[OptimizerStep]] = defaultdict(list)
     for steps in steps_by_rank:
         count: Counter[int] = Counter()
         for step in steps:
@@ -326,7 +326,7 @@ def _joint_rows(steps_by_rank: Sequence[Sequence[SeenStep]]) -> StepRows:
     return [row for row in rows.values() if len(row) == len(steps_by_rank)]
 
 
-def _is_sum(row: Sequence[SeenStep]) -> bool:
+def _is_sum(row: Sequence[OptimizerStep]) -> bool:
     total, applied = sum(step.local for step in row), row[0].applied
     size = sum(abs(step.local) for step in row)
     return abs(applied - total) < TOLERANCE * size and abs(total) > 10 * TOLERANCE * size
@@ -334,17 +334,19 @@ def _is_sum(row: Sequence[SeenStep]) -> bool:
 
 def averages_gradients(ranks: Sequence[ScriptFacts]) -> bool:
     """Whether DDP, or the script itself, averages gradients with the same weight for each rank."""
-    rows = [row for by_rank in zip(*map(joint_steps_by_optimizer, ranks), strict=False) for row in _joint_rows(by_rank)]
+    rows = [
+        row for by_rank in zip(*map(synced_steps_by_optimizer, ranks), strict=False) for row in _joint_rows(by_rank)
+    ]
     measured = [row for row in rows if all(step.local for step in row)]
     return any(facts.replicas for facts in ranks) or any(map(_is_mean, measured))
 
 
-def _is_mean(row: Sequence[SeenStep]) -> bool:
+def _is_mean(row: Sequence[OptimizerStep]) -> bool:
     mean, size = sum(step.local for step in row) / len(row), sum(abs(step.local) for step in row)
     return abs(row[0].applied - mean) < TOLERANCE * size
 
 
-def _local_sgd_note(rows: Sequence[Sequence[SeenStep]]) -> Finding | None:
+def _local_sgd_note(rows: Sequence[Sequence[OptimizerStep]]) -> Finding | None:
     """A note if weights become equal again after steps with different gradients, which is the purpose of local SGD."""
     apart = [differs(step.gradients for step in row) for row in rows]
     start_weights = rows[apart.index(True)][0].parameters
@@ -361,7 +363,7 @@ def _local_sgd_note(rows: Sequence[Sequence[SeenStep]]) -> Finding | None:
     return Finding("gradients", "note", text, rows[0][0].site, fix, seen)
 
 
-def _clipping_findings(rows: Sequence[Sequence[SeenStep]]) -> Iterator[Finding]:
+def _clipping_findings(rows: Sequence[Sequence[OptimizerStep]]) -> Iterator[Finding]:
     """Gradients that differ when they are clipped, but are equal at the step, are averaged after the clipping."""
     for row in rows:
         norms = [step.norm for step in row]
@@ -373,9 +375,9 @@ def _clipping_findings(rows: Sequence[Sequence[SeenStep]]) -> Iterator[Finding]:
             return
 
 
-def _drift_finding(facts: ScriptFacts, rows: Sequence[Sequence[SeenStep]]) -> Finding | None:
+def _drift_finding(facts: ScriptFacts, rows: Sequence[Sequence[OptimizerStep]]) -> Finding | None:
     """The point at which equal weights of replicas become different, although all gradients are equal."""
-    previous: Sequence[SeenStep] = ()
+    previous: Sequence[OptimizerStep] = ()
     for number, row in enumerate(rows, 1):
         if differs(step.parameters for step in row):
             changed = [rank for rank, (a, b) in enumerate(zip(previous, row, strict=False)) if a.after != b.parameters]
@@ -389,7 +391,7 @@ def _drift_finding(facts: ScriptFacts, rows: Sequence[Sequence[SeenStep]]) -> Fi
     return None
 
 
-def _unequal_step_finding(facts: ScriptFacts, row: Sequence[SeenStep], number: int) -> Finding:
+def _unequal_step_finding(facts: ScriptFacts, row: Sequence[OptimizerStep], number: int) -> Finding:
     site, evidence = row[0].site, f"at step {number}"
     plateau = next((schedule for schedule in facts.schedules if schedule.name == "ReduceLROnPlateau"), None)
     if differs(step.learning_rate for step in row):
@@ -408,7 +410,7 @@ def _unequal_step_finding(facts: ScriptFacts, row: Sequence[SeenStep], number: i
     return Finding("replicas", "wrong", text, site, fix, evidence)
 
 
-def _unaveraged_gradient_finding(facts: ScriptFacts, step: SeenStep, when: str, *, start_differs: bool) -> Finding:
+def _unaveraged_gradient_finding(facts: ScriptFacts, step: OptimizerStep, when: str, *, start_differs: bool) -> Finding:
     replica = facts.replicas[0] if facts.replicas else None
     if replica is None:
         suffix = ", and ranks start from different weights" if start_differs else ""
@@ -432,13 +434,13 @@ def _unaveraged_gradient_finding(facts: ScriptFacts, step: SeenStep, when: str, 
     return Finding("gradients", "wrong", text, site, fix, f"they differ {when}")
 
 
-def joint_steps_by_optimizer(facts: ScriptFacts) -> list[list[SeenStep]]:
+def synced_steps_by_optimizer(facts: ScriptFacts) -> list[list[OptimizerStep]]:
     """The steps that ranks take together, by optimizer.
 
     First those of replicas, then those that mostly involve collectives. If there are any, all other steps are private
     to the rank. So are steps outside DDP after steps through it.
     """
-    by_optimizer: defaultdict[int, list[SeenStep]] = defaultdict(list)
+    by_optimizer: defaultdict[int, list[OptimizerStep]] = defaultdict(list)
     for step in facts.steps:
         if not step.past:
             by_optimizer[step.optimizer].append(step)
@@ -449,8 +451,8 @@ def joint_steps_by_optimizer(facts: ScriptFacts) -> list[list[SeenStep]]:
     return [*replicated, *joint] or all_steps
 
 
-def joint_steps(facts: ScriptFacts) -> list[SeenStep]:
-    return [step for steps in joint_steps_by_optimizer(facts) for step in steps]
+def synced_steps(facts: ScriptFacts) -> list[OptimizerStep]:
+    return [step for steps in synced_steps_by_optimizer(facts) for step in steps]
 
 
 def _saved_state_findings(ranks: Sequence[ScriptFacts]) -> Iterator[Finding]:

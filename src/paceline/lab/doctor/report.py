@@ -11,7 +11,7 @@ from rich.text import Text
 
 from paceline.errors import plural
 from paceline.guard.report import printable
-from paceline.host.facts import NODE_RULES, Address, FactRule, Facts, Finding, Node, find_differences, node_as_fact
+from paceline.host.facts import NODE_RULES, Address, FactRule, Facts, Finding, Node, find_differences, node_itself
 from paceline.host.reach import is_loopback
 from paceline.lab.doctor.host import FactsAnswer
 from paceline.lab.doctor.survey import Survey
@@ -77,7 +77,7 @@ def _free_space(disk: FactsAnswer) -> str:
 
 RULES: tuple[FactRule, ...] = (
     *NODE_RULES,
-    FactRule("gpus", "error", node_as_fact, lambda h: 0 < len(h.facts.gpus) < h.workers,
+    FactRule("gpus", "error", node_itself, lambda h: 0 < len(h.facts.gpus) < h.workers,
          lambda h: f"{h.workers} workers, but {len(h.facts.gpus)} GPUs",
          lambda h: f"use --nproc {len(h.facts.gpus)}, or --backend gloo or --device cpu when you train"),
     FactRule("gpus", "error", lambda h: h.facts.gpus, lambda gpu: gpu.lost,
@@ -91,7 +91,7 @@ RULES: tuple[FactRule, ...] = (
          lambda gpu: f"GPU {gpu.index} is in use by {', '.join(f'pid {pid}' for pid in gpu.processes) or 'others'}: "
          f"{gpu.memory_used >> 20} of {gpu.memory >> 20} MiB",
          "wait for it, or choose others with CUDA_VISIBLE_DEVICES"),
-    FactRule("names", "warning", node_as_fact, lambda h: is_loopback(next(iter(h.facts.own_addresses), "")),
+    FactRule("names", "warning", node_itself, lambda h: is_loopback(next(iter(h.facts.own_addresses), "")),
          lambda h: f"its name {h.facts.host} resolves to {h.facts.own_addresses[0]}, which no other node can reach",
          lambda h: f"in its /etc/hosts write {h.facts.addresses[0].address if h.facts.addresses else 'its address'} "
          f"{h.facts.host}, and remove {h.facts.host} from the 127.x line"),

@@ -16,7 +16,7 @@ import msgspec
 
 from paceline.lab.doctor import host as m
 from paceline.launch.plan import Command
-from paceline.launch.ssh.sessions import HostSession, Output, Sessions, open_sessions, why_no_agent
+from paceline.launch.ssh.sessions import HostSession, OutputChunk, Sessions, open_sessions, why_no_agent
 from paceline.protocol.control import STOP_SIGNALS, signal_wakeup
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ class Survey:
     seconds: float
 
 
-class HostPrograms:
+class HostProgramClient:
     """The programs on all hosts. If a host does not answer, `lost` has the reason, and it gets no further request."""
 
     def __init__(self, sessions: Sessions, lost: dict[str, str]) -> None:
@@ -89,7 +89,7 @@ class HostPrograms:
             self._lose(asked[name], self._why_silent(asked[name]))
         return {name: answers[name] for name in requests if name in answers}
 
-    def _lines(self, piece: Output) -> Iterator[bytes]:
+    def _lines(self, piece: OutputChunk) -> Iterator[bytes]:
         """The complete lines that may be answers. A login shell's start-up files may print others before the first."""
         name = piece.session.name
         *lines, self._unread[name] = (self._unread.get(name, b"") + piece.data).split(b"\n")
@@ -120,15 +120,15 @@ class HostPrograms:
 
 
 @contextmanager
-def start_program_on_each_host(commands: Sequence[Command]) -> Generator[HostPrograms]:
+def start_program_on_each_host(commands: Sequence[Command]) -> Generator[HostProgramClient]:
     """Start all in parallel, and end them after the block. Main thread only."""
     found, reason = [command for command in commands if shutil.which(command.argv[0])], os.strerror(errno.ENOENT)
     lost = {c.name: f"{c.argv[0]} cannot be started: {reason}" for c in commands if c not in found}
     with signal_wakeup((*STOP_SIGNALS, signal.SIGCHLD)) as wakeup, open_sessions(found, wakeup) as sessions:
-        yield HostPrograms(sessions, lost)
+        yield HostProgramClient(sessions, lost)
 
 
-def survey_hosts(planned: PlannedRun, programs: HostPrograms) -> Survey:
+def survey_hosts(planned: PlannedRun, programs: HostProgramClient) -> Survey:
     start = time.monotonic()
     tokens = {name: secrets.token_hex(16) for name in planned.hosts}
     requests = {name: m.FactsRequest(token, planned.run_dir) for name, token in tokens.items()}
@@ -150,7 +150,7 @@ def survey_hosts(planned: PlannedRun, programs: HostPrograms) -> Survey:
 
 
 def _connect(
-    programs: HostPrograms, pairs: Mapping[Pair, Sequence[m.ConnectTarget]], measure_seconds: float = 0.0
+    programs: HostProgramClient, pairs: Mapping[Pair, Sequence[m.ConnectTarget]], measure_seconds: float = 0.0
 ) -> dict[Pair, dict[str, m.LinkMeasurement]]:
     attempts_by_host: dict[str, list[tuple[Pair, m.ConnectTarget]]] = {source: [] for source, _ in pairs}
     for pair, targets in pairs.items():
@@ -167,7 +167,7 @@ def _connect(
     return links
 
 
-def _probe_folder(programs: HostPrograms, names: Sequence[str], folder: str) -> dict[str, m.FolderProbeAnswer]:
+def _probe_folder(programs: HostProgramClient, names: Sequence[str], folder: str) -> dict[str, m.FolderProbeAnswer]:
     token, writer = secrets.token_hex(16), names[:1]
 
     def probe(act: Literal["write", "read", "remove"], hosts: Sequence[str]) -> dict[str, m.FolderProbeAnswer]:
@@ -182,7 +182,7 @@ def _probe_folder(programs: HostPrograms, names: Sequence[str], folder: str) -> 
     return seen
 
 
-def _clock_offsets(programs: HostPrograms, names: Sequence[str]) -> dict[str, float]:
+def _clock_offsets(programs: HostProgramClient, names: Sequence[str]) -> dict[str, float]:
     """Compare each clock with this machine's clock at the middle between request and answer."""
     offsets: dict[str, float] = {}
     for name in names:

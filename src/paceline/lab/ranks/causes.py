@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.lab.ranks.reference import NamedTensors, Reference, StepValues, has_batch_norm, subsample_gradient
+from paceline.lab.ranks.reference import NamedTensors, Reference, StepValues, has_batch_norm, pick_gradient_elements
 from paceline.lab.verify import ADAPTIVE_TOLERANCE, TOLERANCES, Case, Diagnosis, Result
 
 CLIPPED = "clipped gradient"  # reported as a gradient
@@ -165,8 +165,8 @@ def _explain_gradient(got: StepValues, want: StepValues, first: TensorDifference
         return "none", mismatched[0], f"one process has {expectation}"
     keys = list(ref.weights)
     present = {n: g for n, g in want.gradients.items() if g is not None}
-    values = subsample_gradient({n: got.gradients.get(n) for n in present}, present)
-    expected = subsample_gradient(present, present)
+    values = pick_gradient_elements({n: got.gradients.get(n) for n in present}, present)
+    expected = pick_gradient_elements(present, present)
     scale = float(values.abs().max()) or 1.0
     if (factor := factor_between(values, expected)) is not None:
         return "mean", first.tensor, f"every gradient is {format_ratio(factor)} the right value"

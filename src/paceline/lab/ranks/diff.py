@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.checkpoint.resume import ResumePoint
-from paceline.checkpoint.shards import sha256_of
+from paceline.checkpoint.shards import hash_tensors
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import MicroBatchPlan
 from paceline.lab.ranks.replay import ReplayObserver, replay_script, replay_task
@@ -131,7 +131,7 @@ class TensorRecorder(ReplayObserver):
         self._calls[key] = call = self._calls.get(key, -1) + 1
         if len(self.records) == self.fetch:
             self.fetched = tensor.to("cpu", copy=True)
-        digest = sha256_of({"": tensor})[:DIGEST_LENGTH]
+        digest = hash_tensors({"": tensor})[:DIGEST_LENGTH]
         samples: tuple[int, ...] = tuple(tensor.tolist()) if kind == "samples" else ()
         self.records.append(TensorRecord(self._step, kind, name, digest, (virtual_rank, micro_batch, call), samples))
 
@@ -149,7 +149,7 @@ def record_steps(source: ReplaySource, request: RecordRequest, folder: Path) -> 
     return StepRecording(recorder.records, recorder.losses, hardware_facts(device))
 
 
-def measure_first_difference(result: Difference, files: Iterable[Path], samples: Sequence[int]) -> None:
+def measure_tensor_difference(result: Difference, files: Iterable[Path], samples: Sequence[int]) -> None:
     """Set by how much the first tensor differs, from its values in both runs. `samples`: those of its micro-batch."""
     a, b = (torch.load(file, map_location="cpu", weights_only=True) for file in files)
     if a.shape != b.shape:

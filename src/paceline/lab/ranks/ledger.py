@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from paceline.data.plan import BatchPlan, LastBatch, combine_fingerprints, fingerprint
+from paceline.data.plan import BatchPlan, LastBatch, combine_fingerprints, fingerprint_indices
 from paceline.data.streams import ENDLESS_NUM_SAMPLES
 from paceline.errors import UsageError, plural
 from paceline.runs.events import Ended, RolledBack, Samples, Started, Step, UnloggedStep, event_files, read_events
@@ -329,7 +329,7 @@ def _add_step(log: RankLog, step: int, portion: tuple[int, int], start: Generati
     else:
         used = _portion_samples(portion, range(step, step + 1), plan) if portion[1] else torch.empty(0).long()
         epoch = (step - 1) // plan.steps_per_epoch
-    digest, skipped = f"{fingerprint(used):016x}", any(record.skipped for record in others)
+    digest, skipped = f"{fingerprint_indices(used):016x}", any(record.skipped for record in others)
     log.steps[step] = [Step(step, epoch, 0.0, 0, 0.0, 0.0, 0.0, 0.0, None, portion, len(used), digest, skipped=skipped)]
     if any(other.samples for other in start.logs):
         log.samples[step] = used.tolist()
@@ -396,7 +396,7 @@ def _rank_faults(span: range, log: RankLog, plan: BatchPlan) -> Iterator[str]:
         for record in records:
             indices = [i for step in steps_of_record(record) for i in log.samples.get(step, [])]
             recorded = torch.tensor(indices, dtype=torch.int64)
-            if record.consumed != len(recorded) or _fingerprint(record) != fingerprint(recorded):
+            if record.consumed != len(recorded) or _fingerprint(record) != fingerprint_indices(recorded):
                 yield f"recorded different samples from those it used: {len(recorded)} instead of {record.consumed}"
         return
     if len(span) == 1 and len(records) > 1:
@@ -416,7 +416,7 @@ def _record_faults(record: Step, log: RankLog, plan: BatchPlan) -> Iterator[str]
     if not 0 <= a < b <= plan.virtual_ranks:
         return  # reported with the portions of all ranks
     expected = _portion_samples((a, b), steps_of_record(record), plan)
-    if record.consumed != len(expected) or _fingerprint(record) != fingerprint(expected):
+    if record.consumed != len(expected) or _fingerprint(record) != fingerprint_indices(expected):
         yield f"did not use the samples of the plan: {record.consumed} samples instead of {len(expected)}"
     if log.samples and record.steps == 1 and sorted(log.samples.get(record.step, [])) != sorted(expected.tolist()):
         yield "did not record the samples of the plan"
@@ -450,7 +450,7 @@ def _check_epoch(epoch: int, steps: Sequence[_CheckedStep], num_samples: int) ->
     consumed = sum(step.consumed for step in steps)
     if consumed != num_samples:
         yield f"epoch {epoch}: {consumed:,} samples were used instead of {num_samples:,}"
-    elif combine_fingerprints(*(step.fingerprint for step in steps)) != fingerprint(torch.arange(num_samples)):
+    elif combine_fingerprints(*(step.fingerprint for step in steps)) != fingerprint_indices(torch.arange(num_samples)):
         yield f"epoch {epoch}: {consumed:,} samples were used, but not each of the {num_samples:,} once"
 
 

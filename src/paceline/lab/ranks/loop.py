@@ -21,24 +21,30 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
 
-from paceline.checkpoint.shards import sha256_of
+from paceline.checkpoint.shards import hash_tensors
 from paceline.data.plan import BatchPlan, MicroBatchPlan
 from paceline.errors import PacelineError
 from paceline.lab.ranks.reference import StepValues, cast_to_float64, floats_to_double, has_batch_norm
-from paceline.lab.ranks.trial import digest_weights_and_state, gradients_of, make_world, parameters_of, tensor_checksums
+from paceline.lab.ranks.trial import (
+    digest_weights_and_state,
+    full_gradients,
+    full_parameters,
+    make_world,
+    tensor_checksums,
+)
 from paceline.lab.verify import TOLERANCES, LoopCase, LoopSpec, StepDigests
 from paceline.nested import map_tensors, tensors
-from paceline.protocol.evidence import reports_lost_peers
+from paceline.protocol.evidence import is_lost_peer_error
 from paceline.rank.world import World
 from paceline.seeding import derive_seed, generator_states, seed_generators
 from paceline.sessions.lifecycle import MIN_RANDOM_SEED, close_all_sessions
 from paceline.sessions.loader import Loader
 from paceline.sessions.observer import ApplyStrategy, Observer, use_observer
-from paceline.stepping.hooks import describe_user_autograd_function, describe_user_module_hook, graph_nodes
+from paceline.stepping.hooks import describe_user_autograd_function, describe_user_backward_hook, graph_nodes
 from paceline.stepping.micro_step import MicroStep, Reduction
 from paceline.stepping.trained_model import ModelInTraining
 from paceline.strategies.base import MakeOptimizer, Strategy
-from paceline.strategies.optimizers import optimizer_names
+from paceline.strategies.optimizers import format_optimizer_types
 from paceline.tasks.registry import load_function
 from paceline.train.step_record import StepRecord
 
@@ -115,7 +121,7 @@ class _Recorder(Observer):
                     if isinstance(module, (_BatchNorm, _DropoutNd)):
                         vars(module.eval())["train"] = partial(_keep_mode, module)
             hooks = (f"a hook on {name}" for name, p in model.named_parameters() if p._backward_hooks)  # pyright: ignore
-            self.run.gradient_path_hooks += [*hooks, *filter(None, [describe_user_module_hook([model])])]
+            self.run.gradient_path_hooks += [*hooks, *filter(None, [describe_user_backward_hook([model])])]
             replica = apply(model, make_optimizer, world)
             if self.case.plain:
                 vars(replica)["sync_gradients"] = partial(_sync_without_division, replica.sync_gradients)
@@ -125,8 +131,8 @@ class _Recorder(Observer):
                     self._on_forward(*values)
 
             model.register_forward_hook(after_forward, with_kwargs=True)
-            self.run.start_fingerprints |= _constants(model) | tensor_checksums(parameters_of(replica))
-            self.run.optimizer = optimizer_names(replica.optimizer)
+            self.run.start_fingerprints |= _constants(model) | tensor_checksums(full_parameters(replica))
+            self.run.optimizer = format_optimizer_types(replica.optimizer)
             return replica
 
         return applied
@@ -209,7 +215,7 @@ class _Recorder(Observer):
     def on_gradients(self, micro_step: MicroStep | None) -> None:
         self._unhook()
         for part in self.models if micro_step is not None and micro_step.is_last else ():
-            self._reduced_gradients[part.number] = self._values(part, gradients_of(part.replica))
+            self._reduced_gradients[part.number] = self._values(part, full_gradients(part.replica))
         self._last_grads = {name: (p.grad, _version(p.grad)) for name, p in self._named() if p.grad is not None}
         self._last_backward = micro_step, len(micro_step.stepped_optimizers) if micro_step is not None else 0
 
@@ -226,7 +232,7 @@ class _Recorder(Observer):
         return values
 
     def on_update(self, part: ModelInTraining) -> None:
-        step, applied = self._step, self._values(part, gradients_of(part.replica))
+        step, applied = self._step, self._values(part, full_gradients(part.replica))
         step.gradients = {**step.gradients, **self._reduced_gradients.pop(part.number, {})}
         step.applied_gradients = {**step.applied_gradients, **applied}
         step.updates = True
@@ -241,10 +247,10 @@ class _Recorder(Observer):
         names = ("input", "output", "values") if self._passes == 1 else ("input", "values")
         step.sums = {name: sum(sums.get(name, 0.0) for sums in self._sums.values()) for name in names}
         for part in self.models:
-            step.parameters = {**step.parameters, **self._values(part, parameters_of(part.replica))}
+            step.parameters = {**step.parameters, **self._values(part, full_parameters(part.replica))}
         if self.case.exact:
             tensor_sets = (step.gradients, step.parameters)
-            digests = [sha256_of({n: t for n, t in by_name.items() if t is not None}) for by_name in tensor_sets]
+            digests = [hash_tensors({n: t for n, t in by_name.items() if t is not None}) for by_name in tensor_sets]
             self.run.bits.append(StepDigests(record.result.loss.hex(), "", *digests))
             step.gradients = step.applied_gradients = step.parameters = {}
         self.run.steps.append(step)
@@ -267,7 +273,7 @@ def least_precise_dtype(dtypes: Iterable[str]) -> str:
     return max(names, key=TOLERANCES.__getitem__, default="float64")
 
 
-def run_loop(spec: LoopSpec, folder: Path, world: World) -> None:
+def run_loop_cases(spec: LoopSpec, folder: Path, world: World) -> None:
     """Run the cases that have enough virtual ranks for this world, until one fails. Each writes a file."""
     sys.argv[:] = [spec.target.rpartition(":")[0], *spec.words]
     for number, case in enumerate(spec.cases):
@@ -279,7 +285,7 @@ def run_loop(spec: LoopSpec, folder: Path, world: World) -> None:
             break
 
 
-def read_run(folder: Path, size: int, number: int) -> list[LoopRun]:
+def read_loop_runs(folder: Path, size: int, number: int) -> list[LoopRun]:
     files = [folder / f"{size}-{number}-{rank}.pt" for rank in range(size)]
     with torch.serialization.safe_globals([LoopRun, LoopStep, StepDigests]):
         return [torch.load(file, weights_only=True) for file in files if file.is_file()]
@@ -302,7 +308,7 @@ def _run_case(spec: LoopSpec, case: LoopCase, rank: int) -> LoopRun:
         close_all_sessions(error)
         if not isinstance(error, SystemExit) or error.code not in (None, 0):
             prefix = "" if isinstance(error, PacelineError) else f"{type(error).__name__}: "
-            run.error, run.victim = f"{prefix}{error}", reports_lost_peers(error)
+            run.error, run.victim = f"{prefix}{error}", is_lost_peer_error(error)
             if run.steps and not run.steps[-1].updates:  # optimizer.step() raised the error, so there was no step
                 run.steps.pop()
     for name in set(sys.modules) - modules_before:  # the next run must not see the state of the loop's modules

@@ -7,7 +7,7 @@ import torch
 
 from paceline.errors import UsageError, plural
 from paceline.lab.ranks import causes
-from paceline.lab.ranks.loop import LoopRun, LoopStep, least_precise_dtype, read_run
+from paceline.lab.ranks.loop import LoopRun, LoopStep, least_precise_dtype, read_loop_runs
 from paceline.lab.ranks.reference import NamedTensors
 from paceline.lab.verify import Case, Diagnosis, DigestReport, LoopCase, LoopSpec, Result, StrategyDigests, VerifyReport
 
@@ -16,11 +16,11 @@ Steps = Sequence[LoopStep]
 Differences = Sequence[Sequence[causes.TensorDifference]]
 
 
-def make_loop_reports(
+def make_verify_reports(
     folder: Path, spec: LoopSpec, ranks: Sequence[int], ended: Mapping[int, str]
 ) -> tuple[VerifyReport, list[DigestReport]]:
     """The results of all runs. There are no bits if a run did not finish."""
-    runs = {(n, i): read_run(folder, n, i) for n in {1, *ranks} for i in range(len(spec.cases))}
+    runs = {(n, i): read_loop_runs(folder, n, i) for n in {1, *ranks} for i in range(len(spec.cases))}
     reference = runs[1, 0]
     if reference and reference[0].trains_at_import:
         raise UsageError(code="session-at-import", script=spec.target.rpartition(":")[0])

@@ -18,11 +18,11 @@ import torch
 from torch.utils.data import Dataset
 
 from paceline.checkpoint.resume import RunLocation
-from paceline.checkpoint.shards import gather_full_state, sha256_of
+from paceline.checkpoint.shards import gather_full_state, hash_tensors
 from paceline.collectives.communicator import make_communicator
 from paceline.collectives.control import all_gather_object, raise_on_all_ranks
 from paceline.collectives.inter_node import DEFAULT_RANK, PowerSgdCodec
-from paceline.compute.flops import FlopCount, Utilization
+from paceline.compute.flops import FlopCounter, Utilization
 from paceline.config import settings as configuration
 from paceline.config.mesh import MODEL_DIMENSIONS, format_strategy, resolve_mesh
 from paceline.config.settings import TrainConfig, resolve_batch_sizes, task_options
@@ -31,10 +31,10 @@ from paceline.data.arrays import on_device
 from paceline.data.loader import LoadingOptions, MicroBatch, load_steps
 from paceline.data.streams import first_samples, is_stream
 from paceline.errors import PacelineError, UsageError, plural
-from paceline.host.machine_log import query_gpu_problems
+from paceline.host.node_utilization import query_gpu_problems
 from paceline.lab import measurement as m
 from paceline.lab.measurement import NO_EXCHANGE, Candidate, Measurement, MeasurementRequest
-from paceline.lab.ranks.memory import TrafficCounter, inspect_memory
+from paceline.lab.ranks.memory import SentBytesCounter, inspect_memory
 from paceline.protocol.evidence import Phase
 from paceline.rank.attach import run_worker
 from paceline.rank.guard import HangGuard
@@ -51,9 +51,9 @@ from paceline.train.optimizer import configured_optimizer_maker, make_lr_schedul
 from paceline.train.parallelism import parallelize_model
 from paceline.train.prepare import (
     check_stream_settings,
+    make_batch_plan,
+    make_configured_strategy,
     make_model,
-    make_plan,
-    make_replica,
     parallel_config,
     resolve_compute,
     try_loss_on_first_samples,
@@ -73,7 +73,9 @@ class Workload:
     dataset: Dataset[Any]
     world: World
     notes: tuple[str, ...] = ()  # the aspects that are not measured
-    count: FlopCount = field(default_factory=FlopCount)  # the FLOPs of one sample; empty if they could not be counted
+    count: FlopCounter = field(
+        default_factory=FlopCounter
+    )  # the FLOPs of one sample; empty if they could not be counted
 
 
 def load_workload(config: TrainConfig, candidates: Iterable[Candidate], world: World) -> Workload:
@@ -96,7 +98,7 @@ def load_workload(config: TrainConfig, candidates: Iterable[Candidate], world: W
         raise UsageError(code="measure-too-few-samples", ranks=ranks, needed=largest, samples=samples)
     if config.data.data_on_device == "auto":
         data = on_device(data, world.device, collate=task.collate)
-    count = FlopCount()
+    count = FlopCounter()
     if config.compute.peak_tflops != 0:
         with suppress(PacelineError):  # each candidate raises it again
             model, loading = make_model(task, config.run.seed, world), LoadingOptions(world.device, 0, task.collate)
@@ -116,7 +118,7 @@ class CandidateTraining:
         config = _configured(workload.config, candidate)
         shape = resolve_batch_sizes(config.data, data.size)
         samples: int = len(dataset)  # pyright: ignore[reportArgumentType]
-        self.plan = make_plan(replace(config, data=replace(config.data, last_batch="drop")), shape, samples)
+        self.plan = make_batch_plan(replace(config, data=replace(config.data, last_batch="drop")), shape, samples)
         self._share = data.share(shape.virtual_ranks)
         self._lists_samples = config.run.record_samples
         model = make_model(task, config.run.seed, world)
@@ -132,7 +134,7 @@ class CandidateTraining:
         if candidate.strategy == NO_EXCHANGE:
             self.replica = sharing.apply(_without_exchange, model, maker, world, shape.virtual_ranks)
         else:
-            self.replica = make_replica(config, maker, model, world, shape.virtual_ranks, sharing)
+            self.replica = make_configured_strategy(config, maker, model, world, shape.virtual_ranks, sharing)
         schedule = make_lr_schedule(optimizer, optimizer.lr, task, self.replica.optimizer, steps)
         folder.mkdir(parents=True, exist_ok=True)
         location = RunLocation(folder, 1, 0, None)
@@ -217,7 +219,7 @@ def _measure(order: MeasurementRequest, workload: Workload, candidate: Candidate
         training.take_steps(1)
         first = time.perf_counter() - start
         training.take_steps(1)  # DDP rebuilds its buckets in the second step; the third is like all later ones
-        traffic = TrafficCounter(status_page, replica.world, replica.pipeline)
+        traffic = SentBytesCounter(status_page, replica.world, replica.pipeline)
         training.take_steps(1)
         sent = traffic.sent_bytes()
         if inspection:
@@ -235,7 +237,7 @@ def _measure(order: MeasurementRequest, workload: Workload, candidate: Candidate
         # before it cools down
         local["gpu"] = query_gpu_problems([os.getpid()], wait_seconds=GPU_DRIVER_WAIT_SECONDS).get(os.getpid(), "")
         weights = [shard for shard in replica.state() if shard.name.startswith("model/")]
-        digest = sha256_of(gather_full_state(weights, world))
+        digest = hash_tensors(gather_full_state(weights, world))
     trained = [p for p in replica.model.parameters() if p.requires_grad]
     local["weights"] = sum(p.nbytes for p in trained)
     results = all_gather_object(local, world)

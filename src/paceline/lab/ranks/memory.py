@@ -16,8 +16,8 @@ import torch
 from torch.distributed import distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from paceline.compute.memory import release_free_memory, storage_bytes
-from paceline.compute.resources import peak_memory
+from paceline.compute.memory import storage_bytes, trim_host_memory
+from paceline.compute.resources import peak_resident_memory
 from paceline.data.loader import MicroBatch
 from paceline.lab.measurement import MemoryUse
 from paceline.nested import tensors
@@ -26,7 +26,7 @@ from paceline.protocol.evidence import Phase
 from paceline.protocol.status_page import RECORDS, StatusPage
 from paceline.rank.world import World
 from paceline.strategies import Strategy
-from paceline.train.records import collective_bytes
+from paceline.train.records import parse_tensor_bytes
 
 MARK = "paceline: "
 SHARED = "shared"  # the name of the shared-memory group in the recorder's ring
@@ -83,14 +83,14 @@ class MemoryInspection:
         activations, exchange, peak = levels
         if self._in_stages:  # forwards and backwards alternate, so there is no moment to measure these
             activations = exchange = None
-        self.found = MemoryUse(*sizes, activations, exchange, peak, peak_memory() or None)
+        self.found = MemoryUse(*sizes, activations, exchange, peak, peak_resident_memory() or None)
 
 
 @contextmanager
 def inspect_memory(device: torch.device) -> Generator[MemoryInspection]:
     """Record allocations inside the block; afterwards `found` has the memory by purpose."""
     inspection = MemoryInspection(device)
-    release_free_memory()
+    trim_host_memory()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         yield inspection
     inspection.close(profiler)
@@ -135,7 +135,7 @@ def _timeline(profiler: profile, device: torch.device) -> list[int | str]:
     return [event for _, event in sorted(events, key=lambda pair: pair[0])]
 
 
-class TrafficCounter:
+class SentBytesCounter:
     """Counts the bytes that this rank sends, from its creation to the call of `sent_bytes`."""
 
     def __init__(self, page: StatusPage, world: World, pipeline: Pipeline | None) -> None:
@@ -153,7 +153,7 @@ class TrafficCounter:
         if is_incomplete or not (entries or shared or messages):
             return 0.0 if self._world.size == 1 else None
         calls = [(entry["profiling_name"], _bytes(entry), self._group_size(entry)) for entry in entries]
-        calls += [(op.kind, collective_bytes(op.shape, op.dtype), self._world.data.size) for op in shared]
+        calls += [(op.kind, parse_tensor_bytes(op.shape, op.dtype), self._world.data.size) for op in shared]
         return sum(collective_sent_bytes(*call) for call in calls) + messages
 
     def _group_size(self, entry: dict[str, Any]) -> int:

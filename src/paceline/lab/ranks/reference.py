@@ -90,9 +90,9 @@ class Reference:
         weight = sum(self.weights.values())
         loss = torch.stack(losses).sum() / weight
         loss.backward()
-        gradients = {n: None if g is None else g.clone() for n, g in gradients_of(self.model).items()}
+        gradients = {n: None if g is None else g.clone() for n, g in gradients_by_name(self.model).items()}
         norm = float(nn.utils.clip_grad_norm_(self._names.values(), self.spec.clip_norm))
-        clipped_gradients = gradients_of(self.model)
+        clipped_gradients = gradients_by_name(self.model)
         self.optimizer.step()
         return StepValues(
             samples=sorted(batch.tolist()),
@@ -162,7 +162,9 @@ class Reference:
             for _, _, losses, _ in self._losses(start):
                 loss = losses * (factor / sum(self.weights.values()))
                 gradients = torch.autograd.grad(loss, [*self._names.values()], allow_unused=True)
-                columns.append(subsample_gradient(dict(zip(self._names, gradients, strict=True)), self._names) / factor)
+                columns.append(
+                    pick_gradient_elements(dict(zip(self._names, gradients, strict=True)), self._names) / factor
+                )
         self._set(parameters, buffers)
         return torch.stack(columns, 1)
 
@@ -199,11 +201,11 @@ def has_batch_norm(model: nn.Module) -> bool:
     return any(isinstance(m, _BatchNorm) for m in model.modules())
 
 
-def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
+def gradients_by_name(model: nn.Module) -> dict[str, Tensor | None]:
     return {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
 
 
-def subsample_gradient(gradients: NamedTensors, like: Mapping[str, Tensor]) -> Tensor:
+def pick_gradient_elements(gradients: NamedTensors, like: Mapping[str, Tensor]) -> Tensor:
     """(n,) values of a gradient at evenly spaced coordinates; None counts as zeros."""
     per_tensor = max(1, NUM_GRADIENT_PROBES // max(1, len(gradients)))
     values: list[Tensor] = []

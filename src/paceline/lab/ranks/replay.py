@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from paceline.checkpoint.manager import Checkpoints
 from paceline.checkpoint.resume import ResumePoint, RunLocation, find_newest_checkpoint
-from paceline.checkpoint.shards import ShardFileSource, gather_full_state, sha256_of
+from paceline.checkpoint.shards import ShardFileSource, gather_full_state, hash_tensors
 from paceline.checkpoint.state import TensorShard
 from paceline.collectives.communicator import make_communicator
 from paceline.config.definition import CHANGEABLE_SETTINGS, TASK_SETTING_PREFIX, check_same_definition
@@ -254,7 +254,7 @@ class ReplayObserver:
         names = {*state, *(name for name in saved.names("") if not name.startswith(REGISTERED_PREFIX))}
         self.result.checkpoint = self.until
         self.result.differing = [n for n in sorted(names) if _bits(state.get(n)) != _bits(saved.tensor(n))]
-        self.result.digest = "" if self.result.differing else sha256_of(state)
+        self.result.digest = "" if self.result.differing else hash_tensors(state)
 
     def finish(self, error: PacelineError | None = None) -> ReplayResult:
         """The result. `error`: of the requested step, as in the run."""
@@ -279,10 +279,10 @@ def _nonfinite_cause(module: nn.Module, inputs: Any) -> str:
 
 
 def _bits(tensor: Tensor | None) -> str:
-    return "" if tensor is None else sha256_of({"": tensor})
+    return "" if tensor is None else hash_tensors({"": tensor})
 
 
-def explain_differing_bits(watch: ReplayObserver, now: Mapping[str, Any], origin: ResumePoint | None) -> None:
+def set_expected_differences(watch: ReplayObserver, now: Mapping[str, Any], origin: ResumePoint | None) -> None:
     """Set the reasons why the bits can differ, and the expected difference."""
     source, request, result = watch.source, watch.request, watch.result
     config = source.config
@@ -336,7 +336,7 @@ def replay_task(watch: ReplayObserver) -> ReplayResult:
         origin = watch.begin(world)
         parts = prepare(replace(config, launch=replace(config.launch, mesh=None)), world)
         now = parts.definition
-        explain_differing_bits(watch, now, origin)
+        set_expected_differences(watch, now, origin)
         if request.without and parts.stream is not None:
             raise UsageError(code="replay-without-in-stream")
         if origin is not None:
@@ -399,7 +399,7 @@ class _SessionReplay(Observer):
             "strategy": self._watch.source.config.strategy, "hardware": hardware_facts(world.device),
             "threads_per_rank": torch.get_num_threads(),
         }  # fmt: skip
-        explain_differing_bits(self._watch, now, self._origin)
+        set_expected_differences(self._watch, now, self._origin)
         return self._origin
 
     def wrap_strategy(self, name: str, apply: ApplyStrategy) -> ApplyStrategy:

@@ -13,7 +13,7 @@ from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivate
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import Dataset, Subset
 
-from paceline.checkpoint.shards import gather_full_state, sha256_of
+from paceline.checkpoint.shards import gather_full_state, hash_tensors
 from paceline.collectives.batchnorm import convert_sync_batchnorm
 from paceline.collectives.control import Deferred, all_gather_object, new_group, raise_on_all_ranks
 from paceline.compute.forward import checkpoint_activations
@@ -31,10 +31,10 @@ from paceline.stepping.totals import StepResult
 from paceline.strategies import STRATEGIES, Strategy
 from paceline.strategies.base import MakeOptimizer
 from paceline.strategies.optimizer_scope import find_update_scope
-from paceline.strategies.optimizers import each_optimizer, optimizer_names
+from paceline.strategies.optimizers import each_optimizer, format_optimizer_types
 from paceline.tasks.registry import load_task
 from paceline.tasks.task import Task
-from paceline.train.optimizer import TaskSchedule, check_optimizer_type
+from paceline.train.optimizer import TaskSchedule, as_single_optimizer
 from paceline.train.parallelism import ParallelConfig, parallelize_model
 
 PARAMETER = "model/"  # prefix of parameters in a state
@@ -62,7 +62,7 @@ class VerificationSetup:
     world: World
 
 
-def load_verified_task(spec: VerifySpec) -> Task:
+def load_task_to_verify(spec: VerifySpec) -> Task:
     return load_task(spec.task, {k: Path(v) if k == "data_dir" else v for k, v in spec.options.items()})
 
 
@@ -75,7 +75,7 @@ def optimizers_to_verify(spec: VerifySpec, task: Task, model: nn.Module) -> dict
     for name, optimizer in optimizers.items():
         _add_schedule(name, task, optimizer, spec.steps)
     return {
-        name: VerifiedOptimizer(optimizer_names(optimizer), not isinstance(optimizer, SGD), _refusal(optimizer))
+        name: VerifiedOptimizer(format_optimizer_types(optimizer), not isinstance(optimizer, SGD), _refusal(optimizer))
         for name, optimizer in optimizers.items()
     }
 
@@ -85,14 +85,14 @@ def _refusal(optimizer: Optimizer) -> str | None:
         for one in each_optimizer(optimizer):
             find_update_scope(one, "a strategy")
     except UsageError:
-        return f"shards parameters, but {optimizer_names(optimizer)} may need all of them at once"
+        return f"shards parameters, but {format_optimizer_types(optimizer)} may need all of them at once"
     return None
 
 
 def optimizer_factory(name: str, task: Task, model: nn.Module) -> MakeOptimizer:
     if name != TASK_OPTIMIZER or task.make_optimizer is None:
         return OPTIMIZERS[name]
-    optimizer = check_optimizer_type(task.make_optimizer(model))
+    optimizer = as_single_optimizer(task.make_optimizer(model))
     return lambda _: optimizer
 
 
@@ -238,14 +238,14 @@ def _install_observers(trial: StrategyTrial) -> None:
 
     def clip_grad_norm(max_norm: float) -> Deferred[float]:
         # not in sync_gradients: hooks on parameters run after it
-        gradients = gradients_of(inner)
+        gradients = full_gradients(inner)
         trial.gradient_fingerprints = tensor_checksums(gradients)
         if inner.world.rank == 0:
             trial.step_values.gradients = {n: g.clone() for n, g in gradients.items()}
         return right_clip(max_norm)
 
     def before_step(*_: object) -> None:
-        trial.step_values.applied_gradients = gradients_of(inner)
+        trial.step_values.applied_gradients = full_gradients(inner)
 
     inner.optimizer.register_step_pre_hook(before_step)
     vars(inner).update(enter=enter, clip_grad_norm=clip_grad_norm)
@@ -253,7 +253,7 @@ def _install_observers(trial: StrategyTrial) -> None:
 
 def compare_initial_parameters(trial: StrategyTrial, reference: Reference | None) -> None:
     """Compare the parameters before the first step, over ranks and on rank 0 with one process (a collective)."""
-    world, parameters = trial.replica.world, parameters_of(trial.replica)
+    world, parameters = trial.replica.world, full_parameters(trial.replica)
     trial.first_start_difference = _first_difference(tensor_checksums(parameters), world)
     if trial.first_start_difference is None:
         want = dict(reference.model.named_parameters()) if reference else {}
@@ -274,7 +274,7 @@ def collect_step_values(
         k: v for part in all_gather_object(got.stream_fingerprints, world) for k, v in part.items()
     }
     got.scalars = {"loss": result.loss, "weight": result.total_weight, "gradient norm": result.grad_norm or 0.0}
-    got.parameters = parameters = parameters_of(replica)
+    got.parameters = parameters = full_parameters(replica)
     with replica.use_merged_buffers():
         got.buffers = buffers = {n: b.detach() for n, b in replica.model.named_buffers()}
         if replica.pipeline is not None:  # the model has only the buffers of this stage
@@ -306,8 +306,8 @@ def _first_difference(local: Mapping[str, int], world: World) -> str | None:
 
 def digest_weights_and_state(replica: Strategy) -> tuple[str, str]:
     with replica.use_merged_buffers():
-        weights = sha256_of(replica.weights())
-    return weights, sha256_of(gather_full_state(replica.state(), replica.world))
+        weights = hash_tensors(replica.weights())
+    return weights, hash_tensors(gather_full_state(replica.state(), replica.world))
 
 
 def tensor_checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
@@ -315,7 +315,7 @@ def tensor_checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return {n: zlib.crc32(f.view(torch.uint8).numpy()) for n, f in flat.items()}  # pyright: ignore[reportArgumentType]
 
 
-def parameters_of(replica: Strategy) -> dict[str, Tensor]:
+def full_parameters(replica: Strategy) -> dict[str, Tensor]:
     """All unsharded parameters, by name (a collective if they are sharded). Not copies: use before the next step."""
     if not replica.sharded:
         return {name: parameter.detach() for name, parameter in replica.model.named_parameters()}
@@ -323,7 +323,7 @@ def parameters_of(replica: Strategy) -> dict[str, Tensor]:
     return {name.removeprefix(PARAMETER): tensor for name, tensor in gather_full_state(shards, replica.world).items()}
 
 
-def gradients_of(replica: Strategy) -> dict[str, Tensor]:
+def full_gradients(replica: Strategy) -> dict[str, Tensor]:
     """All unsharded gradients of the step, by name (a collective if they are sharded). Not copies."""
     shards = replica.gradients()
     if replica.sharded:

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from paceline.checkpoint.shards import sha256_of
+from paceline.checkpoint.shards import hash_tensors
 from paceline.collectives.control import all_gather_object, raise_on_all_ranks
 from paceline.config.choices import torch_unsupported_reason
 from paceline.config.mesh import resolve_mesh
@@ -20,7 +20,7 @@ from paceline.data.loader import MicroBatch
 from paceline.errors import ReportedByPeer, UsageError
 from paceline.lab.ranks import trial as trials
 from paceline.lab.ranks.causes import explain_difference
-from paceline.lab.ranks.loop import run_loop
+from paceline.lab.ranks.loop import run_loop_cases
 from paceline.lab.ranks.reference import Reference, StepValues, has_batch_norm
 from paceline.lab.ranks.trial import StrategyTrial, VerificationSetup, VerifiedOptimizer
 from paceline.lab.verify import (
@@ -47,7 +47,7 @@ def verify(spec: VerifySpec, world: World) -> VerifyReport:
     """Run all cases of `spec` on this world (a collective). Use the report of rank 0."""
     world = create_mesh_groups(world, resolve_mesh(spec.mesh or None, world.size))
     with raise_on_all_ranks(world):
-        task = trials.load_verified_task(spec)
+        task = trials.load_task_to_verify(spec)
         model = trials.build_float64_model(task, spec.seed, world.device)
         optimizers = trials.optimizers_to_verify(spec, task, model)
     policies: list[BatchNormPolicy] = ["local", "sync"] if has_batch_norm(model) else ["none"]
@@ -137,7 +137,7 @@ def _skip_reason(strategy: str, policy: BatchNormPolicy, world: World, optimizer
 
 def collect_bit_digests(spec: VerifySpec, world: World) -> DigestReport:
     with raise_on_all_ranks(world):
-        task = trials.load_verified_task(spec)
+        task = trials.load_task_to_verify(spec)
         model = make_model(task, spec.seed, world)
         optimizers = trials.optimizers_to_verify(spec, task, model)
         policy = "local" if has_batch_norm(model) else "none"
@@ -156,7 +156,10 @@ def _bits_of(setting: VerificationSetup, strategy: str, optimizer: str) -> Strat
     for microbatches in batches:
         result = train_step(replica, microbatches, setting.task.loss, max_norm=spec.clip_norm)
         norm = float(result.grad_norm or 0.0).hex()
-        gradients, parameters = sha256_of(trials.gradients_of(replica)), sha256_of(trials.parameters_of(replica))
+        gradients, parameters = (
+            hash_tensors(trials.full_gradients(replica)),
+            hash_tensors(trials.full_parameters(replica)),
+        )
         steps.append(StepDigests(result.loss.hex(), norm, gradients, parameters))
     weights, state = trials.digest_weights_and_state(replica)
     by_rank = all_gather_object([weights, [msgspec.to_builtins(step) for step in steps]], world)
@@ -169,7 +172,7 @@ def main(arguments: Sequence[str]) -> int:
     spec = msgspec.json.decode(Path(arguments[0]).read_bytes(), type=VerifySpec | LoopSpec)
     world, report = trials.make_world(spec.device), Path(arguments[1])
     if isinstance(spec, LoopSpec):
-        run_loop(spec, report.parent, world)
+        run_loop_cases(spec, report.parent, world)
         return 0
     torch.set_num_threads(DEFAULT_THREADS)
     with process_group(world, timeout_seconds=300 if spec.bitwise else 120):

@@ -26,14 +26,14 @@ from msgspec.structs import replace
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.host.cgroup import threads_per_rank, usable_cores
 from paceline.host.facts import gather_facts as gather_facts
-from paceline.host.shell_environment import load_shell_environment
+from paceline.host.shell_environment import activate_environment
 from paceline.host.sweep import start_cleanup_process
 from paceline.launch.agent.preload import start_preloader
-from paceline.launch.agent.workers import InheritedResources, create_snapshot_files, worker_environment
+from paceline.launch.agent.workers import InheritedResources, create_memory_snapshot_files, worker_environment
 from paceline.protocol.control import (
     LIFELINE_DESCRIPTOR,
     STOP_SIGNALS,
-    StopOrders,
+    StopSignals,
     hold_standard_descriptors,
     signal_wakeup,
 )
@@ -129,7 +129,7 @@ def prepare_environment(plan: NodePlan) -> NodePlan:
             host, strerror = os.uname().nodename, error.strerror
             raise UsageError(code="folder-not-entered", folder=plan.cwd, host=host, strerror=strerror) from None
     if plan.modules or plan.activate or plan.env:
-        env = load_shell_environment(plan.modules, plan.activate, plan.env, dict(os.environ))
+        env = activate_environment(plan.modules, plan.activate, plan.env, dict(os.environ))
         os.environ.clear()
         os.environ.update(env)
     return replace(plan, threads=plan.threads or threads_per_rank(usable_cores(), plan.nproc))
@@ -149,9 +149,9 @@ def prepare_run_dir(plan: NodePlan) -> tuple[NodePlan, tuple[int, ...]]:
 
 def run_agent(plan: NodePlan, *, lifeline: bool) -> int:
     if plan.attach >= 0:
-        from paceline.launch.agent.attach import run_attached_agent
+        from paceline.launch.agent.attach import watch_attached_ranks
 
-        return run_attached_agent(plan)
+        return watch_attached_ranks(plan)
     on_started = detach(Path(plan.run_dir) / f"agent-{plan.node}.log") if plan.detached else lambda: None
     plan = prepare_environment(plan)
     with TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True) as temporary:
@@ -161,7 +161,7 @@ def run_agent(plan: NodePlan, *, lifeline: bool) -> int:
         preloader = start_preloader(plan.argv, worker_environment(plan, 0, 0)) if plan.preload else None
         try:
             plan, locks = prepare_run_dir(plan)
-            pairs = create_snapshot_files(plan.nproc) if plan.max_restarts or plan.elastic else ()
+            pairs = create_memory_snapshot_files(plan.nproc) if plan.max_restarts or plan.elastic else ()
             inherited = InheritedResources(pairs, (*plan.keep_open, *locks), janitor, temporary, preloader)
             return _serve(plan, inherited, on_started, lifeline=lifeline)
         finally:
@@ -174,7 +174,7 @@ def _serve(plan: NodePlan, inherited: InheritedResources, on_started: Callable[[
     from paceline.launch.agent.follower import Follower  # while the preloader imports torch
 
     with signal_wakeup((*STOP_SIGNALS, signal.SIGCHLD)) as wakeup:
-        orders = StopOrders(wakeup, lifeline=lifeline and not plan.detached, silence_seconds=plan.silence_seconds)
+        orders = StopSignals(wakeup, lifeline=lifeline and not plan.detached, silence_seconds=plan.silence_seconds)
         if inherited.preloader is not None:
             inherited.preloader.wait_ready(orders)
         try:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from paceline.errors import ExitCode, PacelineError
-from paceline.guard.deaths import diagnosis_due_seconds, first_to_fail
+from paceline.guard.deaths import diagnosis_due_at_seconds, first_to_fail
 from paceline.guard.sentences import format_ranks, format_subject_verb
 from paceline.host.procfs import read_process
 from paceline.host.sweep import RosterWorker, start_ticks
@@ -53,7 +53,7 @@ PIDFD_INFO_BYTES, PIDFD_INFO_EXIT = 64, 1 << 3  # linux/pidfd.h
 PIDFD_GET_INFO = 3 << 30 | PIDFD_INFO_BYTES << 16 | 0xFF << 8 | 11  # _IOWR(0xFF, 11, struct pidfd_info)
 
 
-def exit_code(pid: int, pidfd: int) -> int | None:
+def read_process_exit_code(pid: int, pidfd: int) -> int | None:
     """The exit code, as in `subprocess`, of an ended process that need not be a child; None if it is unknown.
 
     /proc has the code until the parent waits for the process. Since Linux 6.15, the descriptor has it afterwards.
@@ -87,7 +87,7 @@ class ForeignProcess:
 
     def poll(self) -> int | None:
         if self.code is None and control.wait_readable([self], 0.0):
-            code = exit_code(self.pid, self.pidfd)
+            code = read_process_exit_code(self.pid, self.pidfd)
             self.code = -signal.SIGKILL if code is None else code  # it sent no Goodbye: it was killed
         return self.code
 
@@ -101,7 +101,7 @@ class ForeignProcess:
         return self.poll()
 
 
-class AttachedWorkers(Workers, control.StopOrders):
+class AttachedWorkers(Workers, control.StopSignals):
     """The attached ranks of one node, and the orders to its agent. Ranks are ended only if `plan.may_end`.
 
     Signals are not orders: they reach all processes of a job, and the ranks handle them. The only order is the end of
@@ -336,7 +336,7 @@ class AttachedCoordinator:
             self.workers.send_address_to_rank_0(control.Rendezvous(addresses, self.cluster.port, self.plan.secret))
         monitor = Monitor(self._generation)
         while self._continues():
-            is_failing = diagnosis_due_seconds(self._generation.samples()) is not None and not self._has_reported
+            is_failing = diagnosis_due_at_seconds(self._generation.samples()) is not None and not self._has_reported
             self.cluster.wait(POLL_FAILING_SECONDS if is_failing else monitor.look_seconds)
             if self.workers.meeting is not None and not self.is_head and not self._is_apart:
                 self._follow(self.workers.meeting)
@@ -352,7 +352,7 @@ class AttachedCoordinator:
         if self.workers.running:
             return True
         samples = self._generation.samples()
-        if diagnosis_due_seconds(samples) is not None and not self._has_reported:
+        if diagnosis_due_at_seconds(samples) is not None and not self._has_reported:
             return True
         self._over_seconds = self._over_seconds or time.monotonic()
         return any(sample.is_running for sample in samples) and time.monotonic() < self._over_seconds + LINGER_SECONDS
@@ -387,7 +387,7 @@ class AttachedCoordinator:
 
     def _judge(self, monitor: Monitor, samples: Sequence[WorkerSample]) -> None:
         now = time.monotonic()
-        if (due := diagnosis_due_seconds(samples)) is not None:
+        if (due := diagnosis_due_at_seconds(samples)) is not None:
             # only the samples of all ranks show which ranks are victims of a failure on a different node
             is_complete = self._has_all_ranks or self._is_apart or self.plan.nodes == 1
             if now >= due + (0.0 if is_complete else NODE_CONNECT_SECONDS):
@@ -437,7 +437,7 @@ class AttachedCoordinator:
         self._generation.stop(grace_seconds)
 
 
-def run_attached_agent(plan: NodePlan) -> int:
+def watch_attached_ranks(plan: NodePlan) -> int:
     """Run the agent of the ranks that attach at `plan.attach`. The exit code has no meaning."""
     for number in control.STOP_SIGNALS:  # they reach all processes of a job; the ranks decide how to react
         signal.signal(number, signal.SIG_IGN)

@@ -324,7 +324,7 @@ class Link:
         self._socket.close()
 
 
-class Handshake:
+class CoordinatorHandshake:
     """The coordinator's side of a handshake with an unauthenticated peer. It never waits."""
 
     def __init__(self, connection: socket.socket, secret: bytes) -> None:
@@ -438,7 +438,7 @@ class Listener:
 
     def __init__(self, ports: Sequence[int], secret: bytes) -> None:
         self._socket, self._secret = _listen(ports), secret
-        self._handshakes: list[Handshake] = []
+        self._handshakes: list[CoordinatorHandshake] = []
         self._authenticated: list[Link] = []  # have sent no message yet
         self.port: int = self._socket.getsockname()[1]
 
@@ -449,7 +449,7 @@ class Listener:
         """The new authenticated links since the last call, each with at least one message."""
         with suppress(BlockingIOError):
             for _ in range(MAX_HANDSHAKES):
-                self._handshakes.append(Handshake(self._socket.accept()[0], self._secret))
+                self._handshakes.append(CoordinatorHandshake(self._socket.accept()[0], self._secret))
         for handshake in list(self._handshakes):
             link = None if handshake.closed else handshake.try_complete()
             if link is not None:

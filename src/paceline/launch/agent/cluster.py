@@ -18,13 +18,13 @@ from msgspec.structs import replace
 
 from paceline.errors import PacelineError, UsageError
 from paceline.guard.collect import ADVANCE_INTERVAL_SECONDS, NATIVE_STACK_SECONDS
-from paceline.guard.deaths import diagnosis_due_seconds
+from paceline.guard.deaths import diagnosis_due_at_seconds
 from paceline.host.procfs import raise_open_file_limit
 from paceline.launch.agent import channel
 from paceline.launch.agent.files import FileServer
 from paceline.launch.agent.workers import InheritedResources, Workers
 from paceline.protocol.balance import expand_to_rank_speeds
-from paceline.protocol.control import LIFELINE_GRACE_SECONDS, STOP_SIGNALS, StopOrders
+from paceline.protocol.control import LIFELINE_GRACE_SECONDS, STOP_SIGNALS, StopSignals
 from paceline.protocol.evidence import Evidence, WorkerSample
 from paceline.protocol.job import NodePlan
 from paceline.runs import writing
@@ -123,7 +123,7 @@ SILENT_SECONDS = 3 * channel.BEAT_SECONDS
 class RemoteNodes:
     """All nodes except the coordinator's, and all orders, to any of the agents."""
 
-    def __init__(self, plan: NodePlan, orders: StopOrders) -> None:
+    def __init__(self, plan: NodePlan, orders: StopSignals) -> None:
         self.members: dict[int, RemoteNode] = {}
         self.gate: StoreProxy | None = None  # to the store of the present generation
         self.files: FileServer | None = None  # for nodes that do not see the run folder
@@ -376,7 +376,7 @@ class Generation:
     @property
     def interrupted(self) -> bool:
         """Whether an order to stop or a failure has come, which is more urgent than a question."""
-        return self.cluster.is_stop_ordered or diagnosis_due_seconds(self.samples()) is not None
+        return self.cluster.is_stop_ordered or diagnosis_due_at_seconds(self.samples()) is not None
 
     def running(self) -> list[WorkerSample]:
         return [sample for sample in self.samples() if sample.is_running]

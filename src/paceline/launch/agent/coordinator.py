@@ -20,17 +20,24 @@ import msgspec
 from msgspec.structs import replace
 
 from paceline.errors import ExitCode, FaultyRankError, UsageError, first_few, plural
-from paceline.guard.deaths import RankEndKind, classify_rank_end, diagnosis_due_seconds, first_to_fail
+from paceline.guard.deaths import RankEndKind, classify_rank_end, diagnosis_due_at_seconds, first_to_fail
 from paceline.guard.judge import diagnose_first_failure
 from paceline.guard.report import RunEvent, same_diagnosis
 from paceline.host.sweep import agent_mark
 from paceline.launch.agent.cluster import Generation, RemoteNode, RemoteNodes
-from paceline.launch.agent.joining import JoinQueue, gather_nodes, use_reachable_address
+from paceline.launch.agent.joining import JoinQueue, gather_nodes, with_reachable_master_addr
 from paceline.launch.agent.monitor import LiveStatusWriter, Monitor, StopReport
 from paceline.launch.agent.workers import InheritedResources
 from paceline.protocol.balance import AUTO, SAMPLE_SECONDS, SpeedMeter, assign_virtual_ranks, parse_balance
-from paceline.protocol.control import AGENT_MARK, LIFELINE_GRACE_SECONDS, REMOTE_GRACE_SECONDS, StopOrders
-from paceline.protocol.evidence import LOADER_KILLED, SUCCESS_EXIT_CODES, Diagnosis, Evidence, StopKind, WorkerSample
+from paceline.protocol.control import AGENT_MARK, LIFELINE_GRACE_SECONDS, REMOTE_GRACE_SECONDS, StopSignals
+from paceline.protocol.evidence import (
+    LOADER_KILLED,
+    SUCCESS_EXIT_CODES,
+    Diagnosis,
+    DiagnosisKind,
+    Evidence,
+    WorkerSample,
+)
 from paceline.protocol.job import EVENT_SECONDS, NodePlan
 from paceline.runs import writing
 from paceline.runs.attempt import AttemptEnd, write_attempt_end
@@ -139,11 +146,11 @@ def _not_worth_it(last: FailedGeneration) -> str:
         return "a rank had saved its state and stopped, so a stop was requested"
     if last.exit_code == ExitCode.USAGE:
         return "a restart cannot fix wrong use"
-    if last.diagnosis is not None and last.diagnosis.kind in (StopKind.MISMATCH, StopKind.DEADLOCK):
+    if last.diagnosis is not None and last.diagnosis.kind in (DiagnosisKind.MISMATCH, DiagnosisKind.DEADLOCK):
         return "the ranks call different collectives, an error of the program that a restart would repeat"
     if last.exit_code in (ExitCode.NOT_FINITE, ExitCode.DIVERGED):
         return "wrong results are an error of the program or of a node, and a restart would repeat it"
-    has_left = last.diagnosis is not None and last.diagnosis.kind is StopKind.LEFT
+    has_left = last.diagnosis is not None and last.diagnosis.kind is DiagnosisKind.LEFT
     if has_left or (last.rank_end is RankEndKind.VICTIM and last.good_exit_codes):
         return "a rank ended while others ran, which is an error of the program"
     if last.rank_end is RankEndKind.EXCEPTION and not last.loader_killed:
@@ -229,7 +236,7 @@ def is_queued_again(plan: NodePlan, signals: Sequence[int]) -> bool:
 
 class Coordinator:
     def __init__(
-        self, plan: NodePlan, orders: StopOrders, inherited: InheritedResources, on_started: Callable[[], None]
+        self, plan: NodePlan, orders: StopSignals, inherited: InheritedResources, on_started: Callable[[], None]
     ) -> None:
         self.plan, self.cluster = plan, RemoteNodes(plan, orders)
         self._inherited = inherited
@@ -278,10 +285,10 @@ class Coordinator:
             self.cluster.wait(POLL_FAILING_SECONDS)
 
     def _run(self) -> int:
-        self.plan = use_reachable_address(gather_nodes(self.plan, self.cluster), self.cluster)
+        self.plan = with_reachable_master_addr(gather_nodes(self.plan, self.cluster), self.cluster)
         self._queue.invite(self.plan)
         while not self.cluster.is_stop_ordered:
-            self.plan = use_reachable_address(self.plan, self.cluster)
+            self.plan = with_reachable_master_addr(self.plan, self.cluster)
             ranks = replace(self.plan.ranks, restarts=len(self._failures), speeds=self._speeds(self._nproc))
             plan = replace(self.plan, nproc=self._nproc, ranks=ranks)
             with Generation.start(plan, self._number, self.cluster, self._inherited) as generation:
@@ -354,7 +361,7 @@ class Coordinator:
             generation.write_clocks()
             if all(sample.code in SUCCESS_EXIT_CODES for sample in ranks):
                 return monitor.check_at_end() or success_exit_code(ranks)
-            due = diagnosis_due_seconds(ranks)
+            due = diagnosis_due_at_seconds(ranks)
             if due is not None and time.monotonic() >= due:
                 return monitor.judge_failure(ranks)
             save_times = [sample.ended_seconds for sample in ranks if sample.code == ExitCode.SAVED]

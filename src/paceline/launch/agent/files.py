@@ -77,7 +77,7 @@ def _ignore() -> None:
 # ---- a connection for files ----
 
 
-class FileLink:
+class BlockingLink:
     """A link whose methods wait. They raise ConnectionError when it has ended.
 
     They call `tick` for each message, and every second in which they wait for one.
@@ -165,10 +165,10 @@ class FileServer:
     def serve(self, link: channel.Link, messages: Sequence[channel.Message]) -> None:
         """Serve a link in a thread, until it ends."""
         threading.Thread(
-            target=self._serve, args=(FileLink(link, messages),), daemon=True, name="paceline-files"
+            target=self._serve, args=(BlockingLink(link, messages),), daemon=True, name="paceline-files"
         ).start()
 
-    def _serve(self, link: FileLink) -> None:
+    def _serve(self, link: BlockingLink) -> None:
         with suppress(ConnectionError):
             while True:
                 message = link.receive()
@@ -181,7 +181,7 @@ class FileServer:
                     link.send(FileReply(f"node 0 ({os.uname().nodename}): {_reason(error)}", number or errno.EREMOTEIO))
         link.close()
 
-    def _answer(self, link: FileLink, message: channel.Message) -> None:
+    def _answer(self, link: BlockingLink, message: channel.Message) -> None:
         match message:
             case FilePart(name, data, _, appends_at) if self._may_store(name):
                 if appends_at >= 0:
@@ -244,10 +244,10 @@ class FileClient:
 
     def __init__(self, plan: NodePlan) -> None:
         self._plan = plan
-        self._link: FileLink | None = None
+        self._link: BlockingLink | None = None
         self.lock = threading.Lock()
 
-    def run(self, action: Callable[[FileLink], T], tick: Tick = _ignore) -> T:
+    def run(self, action: Callable[[BlockingLink], T], tick: Tick = _ignore) -> T:
         """The result of `action`, which is repeated if the connection breaks or a message was damaged on its way."""
         for number in range(1, TRIES + 1):
             try:
@@ -269,12 +269,12 @@ class FileClient:
             self._link.close()
         self._link = None
 
-    def _connect(self) -> FileLink:
+    def _connect(self) -> BlockingLink:
         secret = bytes.fromhex(self._plan.secret)
-        return FileLink(channel.connect_to_coordinator(self._plan.master_addr, self._plan.node0_ports[0], secret))
+        return BlockingLink(channel.connect_to_coordinator(self._plan.master_addr, self._plan.node0_ports[0], secret))
 
     def upload(self, path: Path, name: str, tick: Tick = _ignore) -> tuple[int, int]:
-        def action(link: FileLink) -> tuple[int, int]:
+        def action(link: BlockingLink) -> tuple[int, int]:
             sent = link.send_file(path, name)
             link.receive_reply(FileReply)
             return sent
@@ -282,7 +282,7 @@ class FileClient:
         return self.run(action, tick)
 
     def download(self, name: str, path: Path, tick: Tick = _ignore) -> None:
-        def action(link: FileLink) -> None:
+        def action(link: BlockingLink) -> None:
             link.send(FileRequest(name))
             writing.replace_file(path, link.receive_file(), sync=True)
 

@@ -17,10 +17,10 @@ from paceline.guard.detectors import heartbeat_interval_seconds, sample_interval
 from paceline.host.facts import gather_facts as gather_facts
 from paceline.launch.agent import channel
 from paceline.launch.agent.files import SeparateRunFolder
-from paceline.launch.agent.joining import find_unreachable_peers, interface_of, join
+from paceline.launch.agent.joining import find_unreachable_peers, interface_of, wait_for_coordinator_link
 from paceline.launch.agent.workers import InheritedResources, Workers
 from paceline.protocol.balance import AUTO, SAMPLE_SECONDS
-from paceline.protocol.control import REMOTE_GRACE_SECONDS, StopOrders
+from paceline.protocol.control import REMOTE_GRACE_SECONDS, StopSignals
 from paceline.protocol.job import NodePlan
 from paceline.runs import writing
 from paceline.runs.console import print_to_stderr
@@ -33,7 +33,7 @@ COORDINATOR_STOP_SECONDS = 20.0  # beyond the grace: within it the coordinator e
 
 class Follower:
     def __init__(
-        self, plan: NodePlan, orders: StopOrders, inherited: InheritedResources, on_started: Callable[[], None]
+        self, plan: NodePlan, orders: StopSignals, inherited: InheritedResources, on_started: Callable[[], None]
     ) -> None:
         self.plan, self.orders = plan, orders
         self._inherited = inherited
@@ -56,7 +56,7 @@ class Follower:
 
     def run(self) -> int:
         """Follow the coordinator to the end of the run; return the exit code, which the coordinator determines."""
-        link = join(self.plan, self.orders)
+        link = wait_for_coordinator_link(self.plan, self.orders)
         if link is None:
             return ExitCode.FAILED if self.orders.launcher_gone else 128 + self.orders.signals[0]
         try:

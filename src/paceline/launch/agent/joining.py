@@ -33,10 +33,10 @@ from paceline.host.facts import gather_facts as gather_facts
 from paceline.host.reach import resolve_addresses, why_unreachable
 from paceline.launch.agent.channel import JoinOrder, Link, PeerAddress, ReachabilityRequest, authenticate_to_coordinator
 from paceline.launch.agent.cluster import RemoteNode, RemoteNodes
-from paceline.protocol.control import StopOrders
+from paceline.protocol.control import StopSignals
 from paceline.protocol.job import NodePlan, host_labels
 from paceline.runs import writing
-from paceline.runs.attempt import NodesStatus, NodeState, NodeStatus, write_nodes
+from paceline.runs.attempt import NodesStatus, NodeState, NodeStatus, write_nodes_status
 from paceline.runs.console import MAX_NAMES, print_to_stderr
 from paceline.runs.folder import JOIN_FILE
 
@@ -74,7 +74,7 @@ def gather_nodes(plan: NodePlan, cluster: RemoteNodes) -> NodePlan:
     return plan
 
 
-def use_reachable_address(plan: NodePlan, cluster: RemoteNodes) -> NodePlan:
+def with_reachable_master_addr(plan: NodePlan, cluster: RemoteNodes) -> NodePlan:
     address = cluster.present_nodes[0].link.own_address if cluster.present_nodes else plan.master_addr
     if address == plan.master_addr:
         return plan
@@ -167,7 +167,7 @@ def check_compatible(plan: NodePlan, own: Facts, members: Sequence[RemoteNode]) 
         print_to_stderr(f"warning: {text}")
 
 
-def join(plan: NodePlan, orders: StopOrders) -> Link | None:
+def wait_for_coordinator_link(plan: NodePlan, orders: StopSignals) -> Link | None:
     start = time.monotonic()
     next_message = start + FIRST_MESSAGE_SECONDS
     other_programs: dict[int, str] = {}  # port -> message, from all tries: the coordinator may be gone at the timeout
@@ -381,7 +381,7 @@ class JoinQueue:
         status = NodesStatus(plan.min_nodes, plan.nodes, (*present, *self._gone.values()))
         if status != self._written:
             self._written = status
-            write_nodes(Path(plan.attempt_dir), status)
+            write_nodes_status(Path(plan.attempt_dir), status)
 
     def invite(self, plan: NodePlan) -> None:
         """Let hosts join from now on. `plan` is complete.

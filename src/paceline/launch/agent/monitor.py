@@ -38,13 +38,13 @@ from paceline.protocol.evidence import (
     LIVE,
     WATCHED_FILE,
     Diagnosis,
+    DiagnosisKind,
     Evidence,
     LiveState,
-    StopKind,
     WorkerSample,
 )
 from paceline.runs import writing
-from paceline.runs.attempt import ScriptNotice, write_notice
+from paceline.runs.attempt import ScriptNotice, append_script_notice
 from paceline.runs.console import print_to_stderr
 
 FAILURE_ANSWER_SECONDS = 0.3  # for answers after a failure
@@ -56,7 +56,7 @@ REQUEST_POLL_SECONDS = 1.0
 MAX_HANG_REQUESTS = 8  # requests of `paceline hang` that are answered at a time
 HANG_REQUEST_PATTERN = re.compile(r"ask-[0-9]{1,10}-([0-9A-Za-z_-]{1,64})")
 # diagnoses that are possible before the timeout
-EARLY_DIAGNOSIS_KINDS = (StopKind.LEFT, StopKind.NOT_MET, StopKind.STOPPED)
+EARLY_DIAGNOSIS_KINDS = (DiagnosisKind.LEFT, DiagnosisKind.NOT_MET, DiagnosisKind.STOPPED)
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Monitor:
             lambda: ops_by_call_hash(generation.collect_evidence(WAITING_CALLS_TIMEOUT_SECONDS)),
         )
         self._sleep = detectors.SleepingRankDetector(self._windows)
-        self._unmet = detectors.DeadlockDetector(self._windows)
+        self._unmet = detectors.DeadlockCheckSchedule(self._windows)
         self._off = self._windows.off
 
     def check(self) -> StopReport | None:
@@ -146,7 +146,9 @@ class Monitor:
     def _look(self) -> StopReport | None:
         running = self._generation.running()
         self.look_seconds = detectors.heartbeat_interval_seconds(self._windows, self._plan.nodes, running)
-        alarm = self._stalls.update(time.monotonic(), detectors.mark_as_waiting(running, self._plan.ranks.world_size))
+        alarm = self._stalls.update(
+            time.monotonic(), detectors.mark_unknown_as_waiting(running, self._plan.ranks.world_size)
+        )
         for kind, notice in (("", self._stalls.notice), ("slow", self._straggler_warning(running))):
             if notice:
                 self._notify(notice, kind=kind)
@@ -166,7 +168,7 @@ class Monitor:
             ranks = f"{format_subject_verb(unwatched_ranks, 'has', 'have')}"
             print_to_stderr(f"warning: the hang guard is off: {ranks} started a different program (exec)")
             return None
-        if self._generation.interrupted or not detectors.is_stalled(evidence, alarm, self._windows):
+        if self._generation.interrupted or not detectors.is_run_stalled(evidence, alarm, self._windows):
             return None
         if not is_warning:
             return self._stall(evidence, alarm)
@@ -196,7 +198,7 @@ class Monitor:
         if on_screen:
             print_to_stderr(message)
         if self._plan.attempt_dir:
-            write_notice(Path(self._plan.attempt_dir), ScriptNotice(round(time.time(), 3), message, step, kind))
+            append_script_notice(Path(self._plan.attempt_dir), ScriptNotice(round(time.time(), 3), message, step, kind))
 
     def _straggler_warning(self, running: Sequence[WorkerSample]) -> str:
         warning_text = self._stragglers.update(running)
@@ -214,7 +216,7 @@ class Monitor:
         if self._generation.interrupted or not is_deadlocked(evidence):
             return None
         diagnosis = diagnose(evidence)
-        if diagnosis.kind not in (StopKind.MISMATCH, StopKind.DEADLOCK):
+        if diagnosis.kind not in (DiagnosisKind.MISMATCH, DiagnosisKind.DEADLOCK):
             return None
         return self._make_stop_report(
             diagnosis, evidence, max(rank.still_seconds for rank in evidence if rank.is_running)
@@ -246,7 +248,7 @@ class Monitor:
         proof = self._sleep.proves_sleep(diagnosis, evidence)
         if not alarm.window_seconds and not (diagnosis.kind in EARLY_DIAGNOSIS_KINDS if proof is None else proof):
             return None
-        if diagnosis.kind is StopKind.NETWORK:
+        if diagnosis.kind is DiagnosisKind.NETWORK:
             failures = find_unreachable_nodes(
                 self._generation.cluster, REACHABILITY_TEST_SECONDS, lambda: self._generation.interrupted
             )

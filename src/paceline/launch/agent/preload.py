@@ -65,7 +65,7 @@ class Preloader:
         self._ready = self._gone = False
         channel.settimeout(ANSWER_SECONDS)
 
-    def wait_ready(self, orders: control.StopOrders) -> None:
+    def wait_ready(self, orders: control.StopSignals) -> None:
         """Wait until the imports are done, have failed, or an order has come; give up after a minute."""
         deadline = time.monotonic() + READY_SECONDS
         while not (self._ready or self._gone or orders.has_order):

@@ -101,7 +101,7 @@ async def _copy(source: socket.socket, sink: socket.socket) -> None:
             await loop.sock_sendall(sink, data)
 
 
-def open_node0_store(port: int) -> tuple[socket.socket, StoreProxy]:
+def bind_store_and_proxy(port: int) -> tuple[socket.socket, StoreProxy]:
     """On node 0: the socket for rank 0's store, and the gate to it, at the same port of two loopback addresses."""
     for _ in range(PORT_TRIES):
         store, listener, key = socket.socket(), socket.socket(), os.urandom(KEY_BYTES)

@@ -21,11 +21,11 @@ import msgspec
 from paceline.errors import UsageError
 from paceline.guard.collect import EvidenceCollection, IdleClock
 from paceline.host.cgroup import oom_kills
-from paceline.host.machine_log import NodeLog
+from paceline.host.node_utilization import NodeUtilizationLogger
 from paceline.host.sweep import Roster, RosterWorker, agent_mark, roster_path, start_ticks, sweep
 from paceline.launch.agent.channel import Order, StopOrder, StopStepOrder, UnblockOrder, port_taken_error
 from paceline.launch.agent.preload import ForkedProcess, Preloader
-from paceline.launch.output import relay_output
+from paceline.launch.output import start_output_relay
 from paceline.protocol.control import AGENT_MARK, RANK_PACKAGE, RUN_ID, SHARED_MEMORY, WorkerSpec
 from paceline.protocol.evidence import SUCCESS_EXIT_CODES, Failure, WorkerSample
 from paceline.protocol.job import NodePlan
@@ -39,7 +39,7 @@ from paceline.protocol.status_page import (
 )
 from paceline.runs import writing
 from paceline.runs.attempt import LogTimesWriter
-from paceline.runs.folder import create_compile_cache_folder
+from paceline.runs.folder import create_user_compile_cache
 
 if TYPE_CHECKING:
     from paceline.launch.agent.store_proxy import StoreProxy
@@ -75,7 +75,7 @@ class Store:
                 port, secret = plan.node0_ports[0], bytes.fromhex(plan.secret)
                 store, proxy = None, store_proxy.remote_store_proxy(plan.master_addr, port, secret)
             else:
-                store, proxy = store_proxy.open_node0_store(plan.ranks.master_port)
+                store, proxy = store_proxy.bind_store_and_proxy(plan.ranks.master_port)
             return cls(proxy.port, store_proxy.LOOPBACK, store, proxy=proxy)
         if plan.node:
             return cls(plan.ranks.master_port, plan.master_addr)
@@ -126,7 +126,7 @@ class InheritedResources:
         return [*(descriptor for pair in self.snapshot_fds for descriptor in pair), *self.keep_open]
 
 
-def create_snapshot_files(nproc: int) -> tuple[tuple[int, int], ...]:
+def create_memory_snapshot_files(nproc: int) -> tuple[tuple[int, int], ...]:
     """Two empty memory files for each rank of the first generation: one stays complete while the other is written."""
     return tuple(
         (os.memfd_create(f"paceline-snapshot-{rank}-0"), os.memfd_create(f"paceline-snapshot-{rank}-1"))
@@ -134,7 +134,7 @@ def create_snapshot_files(nproc: int) -> tuple[tuple[int, int], ...]:
     )
 
 
-class Process(Protocol):
+class ProcessHandle(Protocol):
     pid: int
 
     def poll(self) -> int | None: ...
@@ -148,7 +148,7 @@ class Process(Protocol):
 @dataclass(frozen=True)
 class Worker:
     member: RosterWorker
-    process: Process
+    process: ProcessHandle
     log: Path
     log_start: int  # offset of its first byte in the log; earlier generations wrote the bytes before it
     relays: Sequence[threading.Thread]
@@ -207,7 +207,7 @@ def worker_environment(plan: NodePlan, local_rank: int, port: int, generation: i
     env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, at the first matrix product
     if "TORCHINDUCTOR_CACHE_DIR" not in env:  # torch's default, in /tmp, is lost with the node or the job
         with suppress(UsageError):  # there is no private folder, and a script may compile nothing
-            env["TORCHINDUCTOR_CACHE_DIR"] = str(cache := create_compile_cache_folder())
+            env["TORCHINDUCTOR_CACHE_DIR"] = str(cache := create_user_compile_cache())
             env.setdefault("TRITON_CACHE_DIR", str(cache / "triton"))
     if plan.master_addr == "127.0.0.1":
         # One host: gradients stay on the loopback, even if the name of the host cannot be resolved
@@ -277,7 +277,9 @@ def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inhe
             for writer in writers.values():
                 os.close(writer)
         prefix = b"" if plan.show == "rank 0" else b"[rank %d] " % rank
-        relays = [relay_output(os.fdopen(reader, "rb"), os.dup(log), screen=s, prefix=prefix) for reader, _, s in pipes]
+        relays = [
+            start_output_relay(os.fdopen(reader, "rb"), os.dup(log), screen=s, prefix=prefix) for reader, _, s in pipes
+        ]
         os.close(log)
         member = RosterWorker(rank, process.pid, start_ticks(process.pid))
         yield Worker(member, process, path, log_start, relays, record, status_page)
@@ -335,7 +337,7 @@ class Workers:
         self._drained: set[int] = set()  # ranks with complete last output
         self._oom_kills_before = oom_kills()
         self._idle_clock, self._saves_asked = IdleClock(), 0
-        self.machine: NodeLog | None = None  # in the run folder; None for a run without a folder
+        self.machine: NodeUtilizationLogger | None = None  # in the run folder; None for a run without a folder
         self.gate: StoreProxy | None = None  # relays the workers' connections to the store, for several hosts
 
     @classmethod
@@ -360,7 +362,7 @@ class Workers:
         folder = Path(plan.run_dir).resolve()  # each node may have different links
         if plan.run_dir and folder.is_dir():
             pids = {worker.rank: worker.process.pid for worker in workers._workers}
-            workers.machine = NodeLog(folder, plan.node, pids)
+            workers.machine = NodeUtilizationLogger(folder, plan.node, pids)
         return workers
 
     def _write_roster(self) -> None:

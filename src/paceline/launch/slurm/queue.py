@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from paceline.errors import ExitCode, PacelineError, UsageError, plural, unknown_name_error
 from paceline.host.procfs import PR_SET_PDEATHSIG
-from paceline.launch.output import LogTail
+from paceline.launch.output import LogFollower
 from paceline.launch.plan import Plan
 from paceline.launch.slurm.plan import SCRIPT_FILE
 from paceline.protocol.control import STOP_SIGNALS, read_stop_signals, signal_wakeup
@@ -66,7 +66,7 @@ class JobState(NamedTuple):
         return f"{self.state}{reason}{nodes}{turn}"
 
 
-def run_slurm(*argv: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def run_slurm_command(*argv: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     environment = {**(os.environ if env is None else env), "LC_ALL": "C", "SLURM_TIME_FORMAT": "standard"}
     try:
         return subprocess.run(
@@ -79,7 +79,7 @@ def run_slurm(*argv: str, env: Mapping[str, str] | None = None) -> subprocess.Co
         raise PacelineError(code="slurm-silent", command=argv[0], seconds=ANSWER_SECONDS) from None
 
 
-def slurm_error(done: subprocess.CompletedProcess[str]) -> str:
+def format_slurm_error(done: subprocess.CompletedProcess[str]) -> str:
     prefix = re.compile(r"^(?:\w+: )?(?:error|fatal): |^allocation failure: ")
     lines = [prefix.sub("", line) for line in done.stderr.splitlines()]
     return "; ".join(dict.fromkeys(line.strip() for line in lines if line.strip())) or f"exit code {done.returncode}"
@@ -98,26 +98,26 @@ def submit(plan: Plan, env: Mapping[str, str]) -> str:
     env = remove_sbatch_override_variables(
         env, partition="#SBATCH --partition=" in script, minutes="#SBATCH --time=" in script
     )
-    result = run_slurm(plan.submit_command.argv[0], "--test-only", *plan.submit_command.argv[2:], env=env)
+    result = run_slurm_command(plan.submit_command.argv[0], "--test-only", *plan.submit_command.argv[2:], env=env)
     if result.returncode == 0:
-        result = run_slurm(*plan.submit_command.argv, env=env)
+        result = run_slurm_command(*plan.submit_command.argv, env=env)
     if result.returncode != 0:
-        raise UsageError(code="job-refused", reason=slurm_error(result))
+        raise UsageError(code="job-refused", reason=format_slurm_error(result))
     return result.stdout.strip().split(";")[0]  # ID;CLUSTER
 
 
 def query_job_state(job_id: str) -> JobState | None:
-    done = run_slurm("scontrol", "show", "job", "-o", job_id)
+    done = run_slurm_command("scontrol", "show", "job", "-o", job_id)
     if done.returncode == 0:
         return parse_job(done.stdout)
     if "Invalid job id" not in done.stderr:
-        raise PacelineError(code="slurm-query", job=job_id, reason=slurm_error(done))
+        raise PacelineError(code="slurm-query", job=job_id, reason=format_slurm_error(done))
     return _from_accounting(job_id)
 
 
 def job_writes_to(job_id: str, folder: Path) -> bool:
     """Whether the output of this job goes into `folder`. If not, the job belongs to a different run."""
-    job_info = run_slurm("scontrol", "show", "job", "-o", job_id).stdout
+    job_info = run_slurm_command("scontrol", "show", "job", "-o", job_id).stdout
     return any(f" StdOut={path}/" in job_info for path in (str(folder), str(folder).replace("%", "%%")))
 
 
@@ -142,7 +142,7 @@ def _code(text: str) -> int:
 
 def _from_accounting(job_id: str) -> JobState | None:
     try:
-        done = run_slurm("sacct", "-n", "-P", "-X", "-j", job_id, "-o", "State,ExitCode,NodeList")
+        done = run_slurm_command("sacct", "-n", "-P", "-X", "-j", job_id, "-o", "State,ExitCode,NodeList")
     except PacelineError:
         return None
     fields = done.stdout.splitlines()[-1].split("|") if done.returncode == 0 and done.stdout.strip() else []
@@ -159,11 +159,11 @@ def cancel(job_id: str, *, now: bool = False) -> None:
     """
     job = query_job_state(job_id) if now else None
     for _ in range(2 if job is not None and job.state == "RUNNING" else 0):  # scancel --signal waits for pending jobs
-        run_slurm("scancel", "--signal=TERM", job_id)
+        run_slurm_command("scancel", "--signal=TERM", job_id)
         time.sleep(SECOND_SIGNAL_SECONDS)
-    done = run_slurm("scancel", job_id)
+    done = run_slurm_command("scancel", job_id)
     if done.returncode != 0:
-        raise PacelineError(code="slurm-cancel", job=job_id, reason=slurm_error(done))
+        raise PacelineError(code="slurm-cancel", job=job_id, reason=format_slurm_error(done))
 
 
 def follow_job(job_id: str, output: Path, *, cancel_on_interrupt: bool) -> int:
@@ -171,7 +171,7 @@ def follow_job(job_id: str, output: Path, *, cancel_on_interrupt: bool) -> int:
 
     With `cancel_on_interrupt`, Ctrl-C cancels the job, and a second Ctrl-C stops following.
     """
-    tail = LogTail(output)
+    tail = LogFollower(output)
     try:
         return _watch(job_id, tail)
     except KeyboardInterrupt:
@@ -183,7 +183,7 @@ def follow_job(job_id: str, output: Path, *, cancel_on_interrupt: bool) -> int:
     return _watch(job_id, tail)
 
 
-def _watch(job_id: str, tail: LogTail) -> int:
+def _watch(job_id: str, tail: LogFollower) -> int:
     last = ""
     while True:
         job_state, has_ended = None, False
@@ -238,9 +238,9 @@ def check_job_fits_partitions(job: JobSpec, env: Mapping[str, str]) -> None:
 
 
 def _partitions(job: JobSpec, env: Mapping[str, str]) -> tuple[list[NodeSet], str]:
-    done = run_slurm("sinfo", "-h", "-e", "-o", SINFO_FORMAT)
+    done = run_slurm_command("sinfo", "-h", "-e", "-o", SINFO_FORMAT)
     if done.returncode != 0:
-        raise PacelineError(code="slurm-partitions", reason=slurm_error(done))
+        raise PacelineError(code="slurm-partitions", reason=format_slurm_error(done))
     nodes = parse_sinfo(done.stdout)
     default = next((n.partition for n in nodes if n.default), "")
     return nodes, job.slurm.partition or env.get("SBATCH_PARTITION", "") or default
@@ -345,7 +345,7 @@ def _number(text: str) -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def check_allocation(allocation: CurrentAllocation, job: JobSpec) -> None:
+def check_job_fits_allocation(allocation: CurrentAllocation, job: JobSpec) -> None:
     alloc, where = job.slurm, f"this shell is inside the allocation of Slurm job {allocation.job_id}"
     if allocation.nodes and job.nodes != allocation.nodes:
         raise UsageError(code="more-nodes-than-held", value=job.nodes, where=where, nodes=allocation.nodes)

@@ -23,7 +23,7 @@ from paceline.launch.plan import Plan
 from paceline.launch.ssh.sessions import (
     SSH_FAILED_EXIT_CODE,
     HostSession,
-    Output,
+    OutputChunk,
     Sessions,
     await_agents,
     open_sessions,
@@ -45,7 +45,7 @@ GIVE_UP_SECONDS = 4 * 3600.0  # without an answer
 STABLE_CONNECTION_SECONDS = 60.0  # a host that was back for this time begins with the first pause again
 
 
-def run_remote(plan: Plan) -> int:
+def run_plan(plan: Plan) -> int:
     """Run the plan on other hosts to its end; return the exit code. Main thread only. See supervise.run."""
     with signal_wakeup((*STOP_SIGNALS, signal.SIGCHLD)) as wakeup, open_sessions(plan.agents, wakeup) as sessions:
         # a detached agent on this machine does not announce itself
@@ -238,7 +238,7 @@ class Reconnector:
             host.session, host.is_connecting = self._sessions.reconnect(host.session), True
         return max(0.0, min((host.due_seconds - now for host in waiting if not host.is_connecting), default=math.inf))
 
-    def handle_message(self, piece: Output) -> bool:
+    def handle_message(self, piece: OutputChunk) -> bool:
         """Process output of a host that is being reconnected; return False for output of other hosts.
 
         If the output completes an announcement, the agent gets its plan.

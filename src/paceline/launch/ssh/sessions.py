@@ -80,7 +80,7 @@ class HostSession:
                 os.killpg(self.process.pid, number)
 
 
-class Output(NamedTuple):
+class OutputChunk(NamedTuple):
     session: HostSession
     descriptor: int
     data: bytes
@@ -128,7 +128,7 @@ class Sessions:
             session.unsent += line + b"\n"
             self._send(session)
 
-    def wait(self, seconds: float, *, read: bool = True) -> tuple[list[Output], list[signal.Signals]]:
+    def wait(self, seconds: float, *, read: bool = True) -> tuple[list[OutputChunk], list[signal.Signals]]:
         """Wait up to `seconds` for output, a stop signal or the end of a session; return output and signals.
 
         Without `read`, the output stays in the pipes. Unsent lines are sent in any case.
@@ -142,7 +142,7 @@ class Sessions:
         self._poll_processes()
         ending = any(session.has_ended and not session.is_drained for session in self.all)
         seconds = 0.0 if ending else max(0.0, min(seconds, until_heartbeat))
-        pieces: list[Output] = []
+        pieces: list[OutputChunk] = []
         if read:
             for key, _ in self._selector.select(seconds):
                 pieces += self._read(*key.data) if key.data else ()
@@ -158,10 +158,10 @@ class Sessions:
                     if session.process is not None:
                         session.process.poll()
 
-    def reap(self) -> tuple[list[HostSession], list[Output]]:
+    def reap(self) -> tuple[list[HostSession], list[OutputChunk]]:
         self._poll_processes()
         ended_sessions = [session for session in self.all if session.has_ended and not session.is_drained]
-        pieces: list[Output] = []
+        pieces: list[OutputChunk] = []
         for session in ended_sessions:
             session.is_drained = session.answered = True
             for descriptor, pipe in session.open_pipes:
@@ -222,7 +222,7 @@ class Sessions:
         except OSError:  # the client is ending; its exit code has the reason
             session.unsent = b""
 
-    def _read(self, session: HostSession, descriptor: int, pipe: IO[bytes]) -> list[Output]:
+    def _read(self, session: HostSession, descriptor: int, pipe: IO[bytes]) -> list[OutputChunk]:
         try:
             data = os.read(pipe.fileno(), READ_BYTES)
         except BlockingIOError:
@@ -233,7 +233,7 @@ class Sessions:
         session.answered = session.answered or descriptor == 1
         if descriptor == 2:
             session.stderr = (session.stderr + data)[-KEPT_STDERR_BYTES:]
-        return [Output(session, descriptor, data)]
+        return [OutputChunk(session, descriptor, data)]
 
     def _close(self, pipe: IO[bytes]) -> None:
         if not pipe.closed:
@@ -344,7 +344,7 @@ def await_agents(sessions: Sessions, *, seconds: float) -> list[Facts] | signal.
     return [facts for session in sessions.all if not isinstance(facts := answers[session.node], str)]
 
 
-def read_announcement(piece: Output) -> Facts | str | None:
+def read_announcement(piece: OutputChunk) -> Facts | str | None:
     """The announcement of an agent in the output of its host; None: not yet complete; or why it can never come."""
     session = piece.session
     session.greeting += piece.data if piece.descriptor == 1 else b""

@@ -26,7 +26,7 @@ from paceline.protocol.facts import (
     MAX_STEPS,
     FileAccess,
     LoaderPass,
-    MeanLoss,
+    MaskedMeanLoss,
     PaddedMetric,
     ScriptFacts,
     SeenSchedule,
@@ -39,7 +39,7 @@ from paceline.rank.check.steps import StepRecorder
 from paceline.rank.guard import HangGuard
 from paceline.rank.probes import ScriptListener, leaves, wrap_function, wrap_when_imported
 from paceline.rank.probes.steps import JointOptimizerDetector
-from paceline.rank.sites import format_frame, short_filename, user_site
+from paceline.rank.sites import format_frame, format_user_site, short_filename
 from paceline.runs import writing
 
 EVERY_SECONDS = 2.0  # interval of writes, because a script may be killed
@@ -52,7 +52,7 @@ IGNORED_PATHS = ("/dev/", "/proc/", "/sys/", "/__pycache__/", "/.cache/", *PACKA
 class MiscellaneousFactsRecorder(ScriptListener):
     def __init__(self, facts: ScriptFacts, own_folder: str) -> None:
         self._facts, self._own, self._pid = facts, own_folder, os.getpid()
-        self._losses: dict[str, MeanLoss] = {}
+        self._losses: dict[str, MaskedMeanLoss] = {}
         self._passes: list[tuple[LoaderPass, int, int]] = []  # evaluations: start time, and number of prints before
         self._printed = 0
         self.schedules: dict[int, tuple[Any, str, str]] = {}  # by id: the lines that made and last stepped it
@@ -68,8 +68,10 @@ class MiscellaneousFactsRecorder(ScriptListener):
 
     def on_torch_imported(self) -> None:
         torch: Any = sys.modules["torch"]
-        wrap_function(torch, "manual_seed", before=lambda *_, **__: self._facts.seeds.update(torch=user_site()))
-        wrap_function(torch, "set_num_threads", before=lambda _: setattr(self._facts, "threads_site", user_site()))
+        wrap_function(torch, "manual_seed", before=lambda *_, **__: self._facts.seeds.update(torch=format_user_site()))
+        wrap_function(
+            torch, "set_num_threads", before=lambda _: setattr(self._facts, "threads_site", format_user_site())
+        )
         wrap_function(torch, "save", before=self._on_torch_save)
         wrap_function(torch, "load", after=self._on_torch_load)
         torch.serialization.save, torch.serialization.load = torch.save, torch.load
@@ -97,7 +99,7 @@ class MiscellaneousFactsRecorder(ScriptListener):
             with suppress(Exception):  # from a function of the script
                 name = type(schedule).__name__
                 self._facts.schedules.append(
-                    SeenSchedule(site, origin, schedule.last_epoch, schedule_end_step(schedule), name)
+                    SeenSchedule(site, origin, schedule.last_epoch, lr_schedule_end_step(schedule), name)
                 )
 
     def _finish_passes(self) -> None:
@@ -119,7 +121,7 @@ class MiscellaneousFactsRecorder(ScriptListener):
         if path.startswith(self._own) or any(part in path for part in IGNORED_PATHS):
             return
         if len(self._facts.saved_files) < MAX_FILES and not any(file.path == path for file in self._facts.saved_files):
-            self._facts.saved_files.append(FileAccess(path, user_site()))
+            self._facts.saved_files.append(FileAccess(path, format_user_site()))
 
     def _on_torch_save(self, state: Any, file: Any = None, *_: Any) -> None:
         if isinstance(file, (str, os.PathLike)):
@@ -131,16 +133,16 @@ class MiscellaneousFactsRecorder(ScriptListener):
         if devices and isinstance(file, (str, os.PathLike)):
             path = os.path.realpath(os.fspath(file))  # pyright: ignore[reportUnknownArgumentType]
             cuda: Any = sys.modules["torch.cuda"]
-            self._facts.loaded_files.append(FileAccess(path, user_site(), devices, cuda.current_device()))
+            self._facts.loaded_files.append(FileAccess(path, format_user_site(), devices, cuda.current_device()))
 
     def _record_mean_loss(self, result: Any, predicted: Any, target: Any, *args: Any, **kwargs: Any) -> None:
         if not result.requires_grad or target.is_floating_point() or result.dim():
             return
         if kwargs.get("reduction", args[4] if len(args) > 4 else "mean") == "mean":
-            site = user_site()
+            site = format_user_site()
             record = self._losses.get(site)
             if record is None:
-                record = self._losses[site] = MeanLoss(site)
+                record = self._losses[site] = MaskedMeanLoss(site)
                 self._facts.losses.append(record)
             if len(record.counts) < MAX_DIGESTS:
                 ignore_index = kwargs.get("ignore_index", args[2] if len(args) > 2 else -100)
@@ -155,10 +157,10 @@ class MiscellaneousFactsRecorder(ScriptListener):
             for loader_pass, *_when in self._passes:
                 if len(loader_pass.reduced) < MAX_DIGESTS:
                     loader_pass.reduced += [finite_or_default(value) for value in tensor.detach().reshape(-1).tolist()]
-                    loader_pass.reduced_site = loader_pass.reduced_site or user_site()
+                    loader_pass.reduced_site = loader_pass.reduced_site or format_user_site()
 
     def _on_schedule_step(self, schedule: Any, *_: Any, **__: Any) -> None:
-        site = user_site()
+        site = format_user_site()
         self.schedules[id(schedule)] = schedule, self.schedules.get(id(schedule), ("", site))[1], site
 
     def _wrap_stream_write(self, write: Callable[[str], int]) -> Callable[[str], int]:
@@ -212,7 +214,7 @@ def add_padding_column(prediction: Any) -> Any:
     return type(prediction)(predictions=predicted, label_ids=labels, inputs=prediction.inputs, losses=prediction.losses)
 
 
-def schedule_end_step(schedule: Any) -> int:
+def lr_schedule_end_step(schedule: Any) -> int:
     """The step from which a schedule's rate is constant; -1: unknown."""
     for name in ("total_steps", "T_max", "total_iters"):
         if isinstance(steps := getattr(schedule, name, None), int):

@@ -35,7 +35,7 @@ from paceline.protocol.facts import (
 from paceline.rank.guard import HangGuard
 from paceline.rank.imports import hide_from_warnings, when_imported
 from paceline.rank.probes import ScriptListener, leaf_digests, sample_count, short_hash, wrap_function
-from paceline.rank.sites import USER, call_site, code_owner, user_site
+from paceline.rank.sites import USER, call_site, code_owner, format_user_site
 
 MAX_SKIPPED_BATCHES = 100_000  # skipped batches to reach the last one
 MAX_SECONDS, LATER_SECONDS = 5.0, 1.0  # time limit for skipping, in a recorded epoch and in a later one
@@ -127,7 +127,7 @@ class LoaderRecorder(ScriptListener):
         self.given = 0  # number of batches of all loaders
 
     def on_torch_imported(self) -> None:
-        wrap_generator_setters()
+        wrap_seed_functions()
         dataloader: Any = sys.modules["torch.utils.data.dataloader"]
         fetchers: Any = sys.modules["torch.utils.data._utils.fetch"]
         loader = dataloader.DataLoader
@@ -138,7 +138,7 @@ class LoaderRecorder(ScriptListener):
             return shortened_epoch_length(length(self)) if is_cut else length(self)
 
         def made(_: Any, loader: Any, *__: Any, **___: Any) -> None:
-            loader.made_at = user_site()
+            loader.made_at = format_user_site()
             loader.divided = find_division_by_world_size(call_site(sys._getframe(1)).frame, "batch_size", 1)  # pyright: ignore[reportPrivateUsage]
 
         loader.__len__, loader.whole_length = shortened, length
@@ -174,7 +174,7 @@ class LoaderRecorder(ScriptListener):
 
     def _loader_number(self, loader: Any) -> int:
         """The number of a loader's record, which may be that of an earlier loader of this data at the same lines."""
-        record = describe_loader(loader)
+        record = inspect_loader(loader)
         for number, data in self._live.items():
             known = self._facts.loaders[number]
             if data is loader.dataset and (known.site, known.constructed_at) == (record.site, record.constructed_at):
@@ -226,7 +226,7 @@ def _loader_number_of(batches: Any) -> int:
     return getattr(batches, "loader_number", -1)
 
 
-def describe_loader(loader: Any) -> SeenLoader:
+def inspect_loader(loader: Any) -> SeenLoader:
     # with a custom batch sampler, the loader does not use its default sampler
     first_sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     samplers = [first_sampler, getattr(first_sampler, "batch_sampler", None), getattr(first_sampler, "sampler", None)]
@@ -238,7 +238,7 @@ def describe_loader(loader: Any) -> SeenLoader:
     shuffle = next((value for s in samplers if isinstance(value := getattr(s, "shuffle", None), bool)), None)
     shuffles = False if "SequentialSampler" in names else True if "RandomSampler" in names else shuffle
     return SeenLoader(
-        site=user_site(),
+        site=format_user_site(),
         constructed_at=getattr(loader, "made_at", ""),
         sampler=sampler or base_sampler,
         shuffles=shuffles,
@@ -336,7 +336,7 @@ class RngSnapshots:
 _LIVE_SNAPSHOTS: weakref.WeakSet[RngSnapshots] = weakref.WeakSet()
 
 
-def wrap_generator_setters() -> None:
+def wrap_seed_functions() -> None:
     for module in GENERATOR_STATE_SETTERS:
         when_imported(module, partial(_wrap_setters_of_module, module))
 

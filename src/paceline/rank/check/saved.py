@@ -18,8 +18,8 @@ from typing import Any
 from paceline.protocol.facts import ORDER, SavedState, ScriptFacts
 from paceline.rank.probes import ScriptListener, short_hash, wrap_when_imported
 from paceline.rank.probes.steps import is_sharded
-from paceline.rank.sites import user_site
-from paceline.runs.owners import NotOwnedError, open_file
+from paceline.rank.sites import format_user_site
+from paceline.runs.owners import UntrustedFileError, open_file
 
 MAX_STATES, MAX_BYTES = 2, 2 << 30  # checkpoints that are loaded, and the size of one
 RECENT_STEPS = 8  # an optimizer that is not among these steps belongs to an earlier training
@@ -68,7 +68,7 @@ class SavedStateRecorder(ScriptListener):
     def _compare(self, path: Path, parts: Parts, orders: Iterable[tuple[str, Any]] = (), **flags: Any) -> None:
         if len(self._facts.saved_states) >= MAX_STATES:
             return
-        state = SavedState(user_site(), path.name, **flags)
+        state = SavedState(format_user_site(), path.name, **flags)
         self._facts.saved_states.append(state)
         in_memory = [*parts]
         if state.weights_only or any(is_sharded(value) for _, value in in_memory):
@@ -78,13 +78,13 @@ class SavedStateRecorder(ScriptListener):
             in_files = set[str]()
             try:
                 for file in files:
-                    add_digests(_load(file), in_files)
-            except NotOwnedError:  # to load it could run code of a different user
+                    hash_nested(_load(file), in_files)
+            except UntrustedFileError:  # to load it could run code of a different user
                 return
             state.parts = len(in_memory)
-            state.missing = [name for name, value in in_memory if add_digests(value, set()) not in in_files]
+            state.missing = [name for name, value in in_memory if hash_nested(value, set()) not in in_files]
             in_memory = [*_random_states(), *orders]
-            state.random = [name for name, value in in_memory if add_digests(value, set()) not in in_files]
+            state.random = [name for name, value in in_memory if hash_nested(value, set()) not in in_files]
 
 
 def _shards(name: object) -> bool:
@@ -132,16 +132,16 @@ def _load(file: Path) -> Any:
         return load(content, map_location="cpu", weights_only=False)  # random states and settings are not only tensors
 
 
-def add_digests(value: Any, digests: set[str]) -> str:
+def hash_nested(value: Any, digests: set[str]) -> str:
     """The digest of a nested value, with all bits of its tensors. Adds the digests of its parts to `digests`."""
     torch: Any = sys.modules["torch"]
     if isinstance(value, torch.Tensor):
         content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         text = f"{value.dtype} {tuple(value.shape)} {short_hash(content)}"
     elif isinstance(value, Mapping):
-        text = "{" + " ".join(sorted(f"{key!r}: {add_digests(inner, digests)}" for key, inner in value.items())) + "}"
+        text = "{" + " ".join(sorted(f"{key!r}: {hash_nested(inner, digests)}" for key, inner in value.items())) + "}"
     elif isinstance(value, (list, tuple)):
-        text = "[" + " ".join(add_digests(inner, digests) for inner in value) + "]"
+        text = "[" + " ".join(hash_nested(inner, digests) for inner in value) + "]"
     elif type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
         text = f"{value.dtype} {value.shape} {short_hash(value.tobytes())}"
     else:  # the text of other objects may contain their addresses

@@ -16,9 +16,9 @@ from paceline.protocol.facts import (
     MAX_DIGESTS,
     MAX_STEPS,
     DroppedGradients,
+    OptimizerStep,
     ScriptFacts,
     SeenReplica,
-    SeenStep,
     finite_or_default,
 )
 from paceline.rank.check.loaders import LoaderRecorder
@@ -27,14 +27,14 @@ from paceline.rank.imports import hide_from_warnings, when_imported
 from paceline.rank.probes import (
     MAX_ELEMENTS,
     ScriptListener,
-    digest_of,
     leaf_digests,
     leaves,
+    sampled_digest,
     short_hash,
     wrap_function,
 )
 from paceline.rank.probes.steps import JointOptimizerDetector, is_sharded
-from paceline.rank.sites import CodeOwner, call_site, code_owner, user_site
+from paceline.rank.sites import CodeOwner, call_site, code_owner, format_user_site
 
 MAX_UNJOINED_STEPS = 1000  # replaces MAX_STEPS while there is no evidence that the rank trains with others
 MAX_RECORDS, MAX_PRIVATE = 400, 100
@@ -75,7 +75,7 @@ class StepRecorder(ScriptListener):
         self._averaged = set[int]()  # ids of the parameters of all replicas
         self._evaluated: dict[int, int] = {}  # number of steps at the last evaluation
         self._optimizers: list[Any] = []
-        self._step: SeenStep | None = None  # the current step, if its parameters are compared
+        self._step: OptimizerStep | None = None  # the current step, if its parameters are compared
         self._depth = 0  # of nested steps: a step may call another one, or run backward in a closure
         self._inside = 0  # replicas in their forward
         self._windows: dict[int, AccumulationWindow] = {}  # by id of the optimizer
@@ -104,11 +104,11 @@ class StepRecorder(ScriptListener):
 
     def _on_no_sync(self, ddp: Any) -> None:
         if id(ddp) in self._replicas:
-            self._replicas[id(ddp)].no_sync_site = user_site()
+            self._replicas[id(ddp)].no_sync_site = format_user_site()
 
     def _on_zero_grad(self, optimizer: Any, *_: Any, **__: Any) -> None:
         if not self._depth:
-            self._clear_site = user_site()
+            self._clear_site = format_user_site()
             if optimizer is not None:
                 self._gradient_window(optimizer)
 
@@ -129,7 +129,7 @@ class StepRecorder(ScriptListener):
             compiling = sys.modules["torch.compiler"].is_compiling()
             if not self._depth and not compiling and not any(map(is_sharded, parameter_list)):
                 norm, limit = finite_or_default(total_norm), finite_or_default(max_norm)
-                self._clipped = {id(p) for p in parameter_list}, norm, limit, user_site()
+                self._clipped = {id(p) for p in parameter_list}, norm, limit, format_user_site()
 
         return clipped
 
@@ -138,7 +138,7 @@ class StepRecorder(ScriptListener):
         while "/paceline/rank/" in caller.f_code.co_filename and caller.f_back is not None:
             caller = caller.f_back
         record = SeenReplica(
-            site=user_site(),
+            site=format_user_site(),
             by_library=code_owner(caller.f_code.co_filename) is CodeOwner.LIBRARY,
             find_unused=bool(ddp.find_unused_parameters),
         )
@@ -165,8 +165,8 @@ class StepRecorder(ScriptListener):
         buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
         if buffers and self._evaluated.get(id(module)) != num_steps and len(record.buffers) < MAX_DIGESTS:
             self._evaluated[id(module)] = num_steps
-            record.buffers.append(digest_of(buffers))
-            record.evaluation_site = user_site()
+            record.buffers.append(sampled_digest(buffers))
+            record.evaluation_site = format_user_site()
 
     def _site_outside_model(self) -> str:
         """The line outside of a replica's model that called the model or one of its methods."""
@@ -174,7 +174,7 @@ class StepRecorder(ScriptListener):
         outer = frame
         while outer is not None and id(outer.f_locals.get("self")) in self._parts:
             outer = call_site(outer.f_back).frame
-        return user_site(outer or frame)
+        return format_user_site(outer or frame)
 
     def on_forward_begin(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         self._inside += 1
@@ -193,7 +193,7 @@ class StepRecorder(ScriptListener):
         record = self._replicas.get(id(ddp))
         if record is None or not record.find_unused or record.looked >= MAX_UNUSED_CHECKS or not ddp.training:
             return
-        used_ids = parameters_in_graph([getattr(leaf, "grad_fn", None) for leaf in leaves(output)])
+        used_ids = parameter_ids_in_graph([getattr(leaf, "grad_fn", None) for leaf in leaves(output)])
         if used_ids:
             # DDP reduces the parameters from its construction, not later replacements
             num_unused = sum(p.requires_grad and id(p) not in used_ids for p in ddp._module_parameters)
@@ -214,7 +214,7 @@ class StepRecorder(ScriptListener):
             self._at = at
             return
         self._find_lost_gradients(at)
-        self._backward_site = user_site()
+        self._backward_site = format_user_site()
         self._factors = constant_loss_factors(losses)
         for number, optimizer in enumerate(self._optimizers):
             if at != self._at and self._at[0] == loader_number and self._pending[number]:
@@ -266,7 +266,7 @@ class StepRecorder(ScriptListener):
         if index is None:
             self._optimizers.append(optimizer)
         if self._facts.session:
-            self._facts.steps.append(SeenStep(number, user_site()))
+            self._facts.steps.append(OptimizerStep(number, format_user_site()))
             return
         history, private = self._joint.history_of(optimizer), self._joint.is_private(optimizer)
         loader = self._at[0]
@@ -284,12 +284,12 @@ class StepRecorder(ScriptListener):
         if not unsharded and index is None:
             split = self._meshes.model_parallel_position(parameters)
             self._facts.split, self._facts.split_rank = max(split, (self._facts.split, self._facts.split_rank))
-        step = SeenStep(
+        step = OptimizerStep(
             optimizer=number,
-            site=user_site(),
+            site=format_user_site(),
             loader=self._at[0],
             epoch=self._at[1],
-            gradients=digest_of(p.grad for p in parameters) if unsharded else "",
+            gradients=sampled_digest(p.grad for p in parameters) if unsharded else "",
             lost=window.lost_backwards if (window := self._gradient_window(optimizer)) else 0,
             clear_site=window.clear_site if window else "",
             backwards=self._pending.pop(-1, 0) if index is None else self._pending[number],
@@ -299,7 +299,7 @@ class StepRecorder(ScriptListener):
             synced=self._synced,
             learning_rate=finite_or_default(optimizer.param_groups[0].get("lr", 0.0)),
             settings=_settings_hash(optimizer),
-            parameters=digest_of(parameters) if unsharded else "",
+            parameters=sampled_digest(parameters) if unsharded else "",
             own=history.has_shared_parameters,
             past=history.bypasses_ddp,
             exchanged=self._exchanged,
@@ -307,8 +307,8 @@ class StepRecorder(ScriptListener):
         if unsharded and self._looked[number] + len(parameters) <= MAX_PARAMETER_DIGESTS:
             self._looked[number] += len(parameters)
             step.outside = [n for n, p in enumerate(parameters) if id(p) not in self._averaged]
-            step.each = [digest_of([p.grad]) for p in parameters]
-            step.each_before = [digest_of([p]) for p in parameters]
+            step.each = [sampled_digest([p.grad]) for p in parameters]
+            step.each_before = [sampled_digest([p]) for p in parameters]
         if self._averaged:
             step.strangers = sum(p.grad is not None and id(p) not in self._averaged for p in parameters)
         clipped_ids, norm, limit, clip_site = self._clipped
@@ -321,7 +321,7 @@ class StepRecorder(ScriptListener):
             elif local:
                 before_clip = self._unclipped[index] if index < len(self._unclipped) else applied
                 step.scaled = finite_or_default(before_clip / local, 1.0)
-        step.shapes = digest_of([]) if not unsharded else str(hash(tuple(tuple(p.shape) for p in parameters)))
+        step.shapes = sampled_digest([]) if not unsharded else str(hash(tuple(tuple(p.shape) for p in parameters)))
         self._facts.steps.append(step)
         self._step = step if unsharded else None
         self._pending[number] = 0
@@ -337,9 +337,12 @@ class StepRecorder(ScriptListener):
         self._stepped = True
         if self._step is not None:
             parameters = _parameters(optimizer)
-            self._step.after, self._step.met = digest_of(parameters), self._joint.history_of(optimizer).has_communicated
+            self._step.after, self._step.met = (
+                sampled_digest(parameters),
+                self._joint.history_of(optimizer).has_communicated,
+            )
             if self._step.each:
-                self._step.each_after = [digest_of([p]) for p in parameters]
+                self._step.each_after = [sampled_digest([p]) for p in parameters]
             self._step = None
         self._forwards = self._synced = 0
         self._clipped, self._unclipped = (set(), 0.0, 0.0, ""), []
@@ -437,7 +440,7 @@ def constant_loss_factors(losses: Any) -> list[float]:
     return factors
 
 
-def parameters_in_graph(nodes: list[Any]) -> set[int]:
+def parameter_ids_in_graph(nodes: list[Any]) -> set[int]:
     visited, reached_ids = set[Any](), set[int]()
     while nodes:
         node = nodes.pop()

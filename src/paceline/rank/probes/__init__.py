@@ -67,7 +67,7 @@ def take_evenly_spaced_elements(tensor: Any, most: int = MAX_ELEMENTS) -> Any:
     return flat[:: -(-flat.numel() // most) or 1]
 
 
-def digest_of(tensors: Iterable[Any], most: int = MAX_ELEMENTS) -> str:
+def sampled_digest(tensors: Iterable[Any], most: int = MAX_ELEMENTS) -> str:
     torch: Any = sys.modules["torch"]
     samples = (
         None if t is None else take_evenly_spaced_elements(t, most).cpu().contiguous().view(torch.uint8)
@@ -99,7 +99,7 @@ def _leaf_digest(leaf: Any, most: int, constants: bool) -> str:
         elements = take_evenly_spaced_elements(leaf, most)
         if not constants and leaf.dim() and elements.numel() and bool((elements == elements[0]).all()):
             return ""
-        return ("f:" if leaf.is_floating_point() else "") + digest_of([elements], most)
+        return ("f:" if leaf.is_floating_point() else "") + sampled_digest([elements], most)
     if type(leaf).__module__ == "numpy" and (data := getattr(leaf, "tobytes", None)) is not None:
         return short_hash(data())
     return short_hash(repr(leaf).encode()) if isinstance(leaf, (str, bytes, int, float)) else ""

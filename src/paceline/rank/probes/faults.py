@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from paceline.protocol.evidence import ScriptFinding, reports_lost_peers
+from paceline.protocol.evidence import ScriptFinding, is_lost_peer_error
 from paceline.protocol.marks import write_script_finding
 from paceline.protocol.status_page import StatusPage
 from paceline.rank.flight_recorder import loaded_c10d_module
 from paceline.rank.probes import DeferredReads, ScriptListener, can_run_kernels, leaf_digests
 from paceline.rank.probes.steps import USUAL_STEP_WINDOW, StepCounter
-from paceline.rank.sites import format_frame, user_frame_of_error, user_site
+from paceline.rank.sites import format_frame, format_user_site, user_frame_of_error
 
 MAX_CHECKED_ELEMENTS = 16384  # elements that are checked: of a smaller parameter, or of the first one
 MAX_NAMED_SAMPLES = 8  # samples
@@ -111,7 +111,7 @@ class NonFiniteGradientDetector(ScriptListener):
         self._follows, self._called_again = False, True
         if loss is None or loss.numel() != 1 or not can_run_kernels(loss):
             return
-        step, batch, site = self._steps.done + 1, self._batches.current_batch_text(), user_site()
+        step, batch, site = self._steps.done + 1, self._batches.current_batch_text(), format_user_site()
         at = f" at {site}" if site else ""
 
         def look(values: list[float]) -> None:
@@ -346,7 +346,7 @@ def is_collective_failure(error: BaseException) -> bool:
     """Whether an error shows that a collective began and failed: a lost peer, a timeout, a wrong size."""
     names = {base.__name__ for base in type(error).__mro__}
     return (
-        reports_lost_peers(error)
+        is_lost_peer_error(error)
         or "DistBackendError" in names
         or ("RuntimeError" in names and GLOO_TRANSPORT_FILE in str(error))
     )

@@ -26,7 +26,14 @@ from torch import Tensor
 
 from paceline.collectives.buckets import Layout, divide, is_present
 from paceline.collectives.shared_memory import MAX_FLAGS, SharedMemory
-from paceline.collectives.tree import ALIGNMENT_ELEMENTS, LeafPartition, TreeNode, find_split_leaf, round_up, tree_sum
+from paceline.collectives.sum_tree import (
+    ALIGNMENT_ELEMENTS,
+    LeafPartition,
+    TreeNode,
+    find_split_leaf,
+    round_up,
+    tree_sum,
+)
 
 SMALL_TENSOR_DIVISOR = 4  # a tensor smaller than a fourth of a lane shares a chunk
 TensorList = Sequence[Tensor | None]  # each tensor, dense; None: all zeros
@@ -177,7 +184,7 @@ class SlotBuffers:
                 target[:start].copy_(part[:start])
                 target[stop:].copy_(part[stop:])
             else:
-                copy_tensors(pieces, chunk.tensor_selector(flat))
+                foreach_copy(pieces, chunk.tensor_selector(flat))
 
     def exchange_chunk(self, chunk: Chunk | None, partials: Sequence[TensorList | None], *, is_first: bool) -> int:
         """Run one tick that sends the chunk, and in the first tick the flags, of all ranks; return its slot."""
@@ -207,7 +214,7 @@ class SlotBuffers:
         if (only := chunk.single_segment) is None:
             whole, pieces = self.place(chunk)
             torch.cat(parts, out=whole)
-            copy_tensors(chunk.tensor_selector(results), pieces)
+            foreach_copy(chunk.tensor_selector(results), pieces)
         elif (result := results[only.tensor_index]) is not None:
             torch.cat(parts, out=only.view_of(result))
 
@@ -226,7 +233,7 @@ class SlotBuffers:
         return [self._scratch.take(dtype, 1 + number, size) for number in range(count)]
 
 
-def copy_tensors(targets: Results, sources: Results) -> None:
+def foreach_copy(targets: Results, sources: Results) -> None:
     """Copy tensors, in one call if there is no None: a source of zeros, or a target that is skipped."""
     try:
         torch._foreach_copy_(targets, sources)  # pyright: ignore
@@ -333,7 +340,7 @@ class TreeSum:
         if (only := chunk.single_segment) is None:
             whole, pieces = self._lanes.place(chunk)
             self._make_root(chunk, 0, parts, whole, divisor)
-            copy_tensors(chunk.tensor_selector(results), pieces)
+            foreach_copy(chunk.tensor_selector(results), pieces)
         elif (result := results[only.tensor_index]) is not None:
             whole = only.view_of(result)
             self._make_root(chunk, 0, parts, whole, divisor)
@@ -416,7 +423,7 @@ def sum_subtrees(
 SEGMENT_BYTES = 1 << 20  # gloo's maximum
 
 
-def ring_part_size(size: int, itemsize: int, ranks: int) -> int:
+def gloo_ring_part_size(size: int, itemsize: int, ranks: int) -> int:
     """The number of elements in each part of gloo's all-reduce of `size` elements. The last parts may be shorter."""
     longest = SEGMENT_BYTES // itemsize
     segments = round_up(max(-(-size // longest), 2 * ranks), ranks)
@@ -435,7 +442,7 @@ def ring_sum(of_rank: Sequence[Tensor], first: int, size: int, out: Tensor) -> N
     Source: `ring` in gloo/allreduce.cc, the algorithm that torch uses. See tests/collectives/test_ring.py.
     """
     ranks, low = len(of_rank), 0
-    part_size = ring_part_size(size, out.element_size(), ranks)
+    part_size = gloo_ring_part_size(size, out.element_size(), ranks)
     while low < len(out):
         number, within = divmod(first + low, part_size)
         high = min(len(out), low + part_size - within)

@@ -18,7 +18,7 @@ from tests.worlds import worlds
 from torch import Tensor, nn
 
 from paceline.collectives.reducer import Reducer
-from paceline.collectives.tree import (
+from paceline.collectives.sum_tree import (
     LeafPartition,
     PartialSums,
     TreeNode,
@@ -26,7 +26,7 @@ from paceline.collectives.tree import (
     add_optional,
     find_split_leaf,
     is_tree_node,
-    subtrees,
+    split_into_subtrees,
     tree_sum,
 )
 
@@ -69,8 +69,8 @@ def cuts(draw: st.DrawFn, most: int = 24) -> list[TreeNode]:
 
 def test_the_docstrings_examples() -> None:
     assert [find_split_leaf(node) for node in ((0, 6), (0, 4), (4, 6))] == [4, 2, 5]
-    assert subtrees((0, 3), 6) == [(0, 2), (2, 3)]
-    assert subtrees((3, 6), 6) == [(3, 4), (4, 6)]
+    assert split_into_subtrees((0, 3), 6) == [(0, 2), (2, 3)]
+    assert split_into_subtrees((3, 6), 6) == [(3, 4), (4, 6)]
     words = {(i, i + 1): letter for i, letter in enumerate("abcdef")}
     whole = tree_sum(words, lambda left, right: f"({left}+{right})", 6)
     assert whole == "(((a+b)+(c+d))+(e+f))"
@@ -83,7 +83,7 @@ def test_subtrees_tile_the_owned_run_and_each_is_a_node(owned: list[TreeNode]) -
     nodes = all_nodes(0, leaves)
     assert {(a, b) for a in range(leaves) for b in range(a + 1, leaves + 1) if is_tree_node((a, b), leaves)} == nodes
     for first, stop in owned:
-        found = subtrees((first, stop), leaves)
+        found = split_into_subtrees((first, stop), leaves)
         assert [found[0][0], *(node[1] for node in found)] == [*(node[0] for node in found), stop]
         assert found[0][0] == first and set(found) <= nodes
         for node in nodes:  # none larger fits in: fewer subtrees are less to send
@@ -113,7 +113,7 @@ def in_parts(owned: list[TreeNode], values: Sequence[list[float] | None]) -> Ten
             elif leaf % 2:  # None may be said, or left out
                 sums.add(leaf, None)
         found = [torch.zeros(2) if value is None else value for value in sums.finish()]
-        parts |= zip(subtrees(run, len(values)), found, strict=True)
+        parts |= zip(split_into_subtrees(run, len(values)), found, strict=True)
     return tree_sum(parts, torch.add, len(values))
 
 

@@ -50,7 +50,7 @@ def is_tree_node(node: TreeNode, leaves: int) -> bool:
     return at == node
 
 
-def subtrees(owned: TreeNode, leaves: int) -> list[TreeNode]:
+def split_into_subtrees(owned: TreeNode, leaves: int) -> list[TreeNode]:
     """The largest complete subtrees within a range of leaves, from left to right.
 
     subtrees((0, 3), 6) == [(0, 2), (2, 3)], subtrees((3, 6), 6) == [(3, 4), (4, 6)]
@@ -154,7 +154,7 @@ class LeafPartition:
 
     @cached_property
     def subtrees_by_rank(self) -> list[list[TreeNode]]:
-        return [subtrees(owned, self.leaf_count) for owned in self.ranges]
+        return [split_into_subtrees(owned, self.leaf_count) for owned in self.ranges]
 
     def partial_sums(self, add: Callable[[_T | None, _T | None], _T | None]) -> PartialSums[_T]:
         return PartialSums(self.ranges[self.rank], self.leaf_count, add)

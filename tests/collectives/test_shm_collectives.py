@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.collectives.memory_harness import in_threads
 
-from paceline.collectives import memory_sum
+from paceline.collectives import shm_collectives
 from paceline.collectives.buckets import divide
 from paceline.collectives.communicator import MemoryCommunicator
-from paceline.collectives.memory_sum import (
+from paceline.collectives.shm_collectives import (
     ALIGNMENT_ELEMENTS,
     TreeSum,
     all_gather,
@@ -22,7 +22,7 @@ from paceline.collectives.memory_sum import (
     split_into_chunks,
     sum_subtrees,
 )
-from paceline.collectives.tree import LeafPartition, add_optional, find_split_leaf, tree_sum
+from paceline.collectives.sum_tree import LeafPartition, add_optional, find_split_leaf, tree_sum
 from paceline.errors import ExitCode, TrainingError
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -71,7 +71,7 @@ def test_the_sum_has_the_bits_of_one_process_on_every_rank(data):
     absent = set(data.draw(st.lists(st.sampled_from(pairs), max_size=8)))
     absent |= {(n, 0) for n in range(leaves)} if data.draw(st.booleans()) else set()
     divisor = data.draw(st.sampled_from([None, 3.0, torch.tensor(70001.0, dtype=torch.float64)]))
-    direct = data.draw(st.sampled_from([0, memory_sum.MAX_DIRECT_SUM_BYTES]))
+    direct = data.draw(st.sampled_from([0, shm_collectives.MAX_DIRECT_SUM_BYTES]))
     check_sums(world, leaves, sizes, dtypes, absent, divisor, direct)
 
 
@@ -98,11 +98,11 @@ def check_sums(world, leaves, sizes, dtypes, absent, divisor, direct):
             assert all(result is given for result, given in zip(found[-1], before, strict=True) if given is not None)
         return found
 
-    old, memory_sum.MAX_DIRECT_SUM_BYTES = memory_sum.MAX_DIRECT_SUM_BYTES, direct
+    old, shm_collectives.MAX_DIRECT_SUM_BYTES = shm_collectives.MAX_DIRECT_SUM_BYTES, direct
     try:
         everybody = in_threads(world, act, bulk_bytes=BULK_BYTES)
     finally:
-        memory_sum.MAX_DIRECT_SUM_BYTES = old
+        shm_collectives.MAX_DIRECT_SUM_BYTES = old
     for found in everybody:
         for results in found:
             assert [*map(bits, results)] == [*map(bits, wanted)]

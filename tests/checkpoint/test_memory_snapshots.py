@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.checkpoint.memory_snapshots import DescriptorPair, SnapshotWriter, inherited_memory_files, newest_snapshot
 from paceline.checkpoint.shards import ShardFileSource
-from paceline.checkpoint.snapshots import DescriptorPair, SnapshotWriter, inherited_memory_files, newest_snapshot
 from paceline.checkpoint.state import TensorShard
 from paceline.protocol.control import WorkerSpec
 
@@ -143,7 +143,7 @@ def test_a_rank_that_ends_while_it_writes_leaves_the_snapshot_before(make_files:
 
 WRITER = """
 import sys, torch
-from paceline.checkpoint.snapshots import SnapshotWriter
+from paceline.checkpoint.memory_snapshots import SnapshotWriter
 from paceline.checkpoint.state import TensorShard
 from paceline.protocol.control import WorkerSpec
 first, second, step = map(int, sys.argv[1:])
@@ -262,7 +262,7 @@ def test_without_memory_for_it_the_snapshot_before_stays(make_files: MakeFiles) 
     origin = found(1, 1)
     script = """
 import sys, torch, resource
-from paceline.checkpoint.snapshots import SnapshotWriter
+from paceline.checkpoint.memory_snapshots import SnapshotWriter
 from paceline.checkpoint.state import TensorShard
 from paceline.protocol.control import WorkerSpec
 first, second = map(int, sys.argv[1:])

@@ -35,13 +35,13 @@ from paceline.checkpoint.shards import (
     make_shard_layout,
     read_shard_file_metadata,
     select_shards_to_save,
-    write_shard_file,
+    serialize_shard_file,
 )
 from paceline.checkpoint.state import TensorShard
 from paceline.collectives.control import all_gather_object, is_async_device
 from paceline.collectives.replicate import broadcast
+from paceline.collectives.sum_tree import round_up
 from paceline.collectives.torch_collectives import all_gather_json, start_all_gather
-from paceline.collectives.tree import round_up
 from paceline.host.cgroup import free_memory
 from paceline.protocol.control import WorkerSpec
 from paceline.rank.world import World
@@ -103,7 +103,7 @@ class SnapshotWriter:
         shard = make_shard_layout(select_shards_to_save(shards, self._part, self._parts), room_bytes=room_bytes)
         on_gpu = any(is_async_device(entry.tensor.device) for entry in shard.shards)
         buffer = self._buffer(descriptor, shard.total_bytes, on_gpu)
-        write_shard_file(buffer, shard, msgspec.to_builtins(meta))
+        serialize_shard_file(buffer, shard, msgspec.to_builtins(meta))
         self._files = other, descriptor
         return shard.total_bytes
 
@@ -183,7 +183,7 @@ class InterNodeExchange:
         world = self._world
         shard = make_shard_layout(shard for shard in shards if shard.is_unique)
         own_buffer = torch.empty(shard.total_bytes, dtype=torch.uint8)
-        write_shard_file(own_buffer, shard, {})
+        serialize_shard_file(own_buffer, shard, {})
         offsets = [shard.header_bytes + offset for offset in shard.offsets]
         hosts, number = world.size // world.local_size, world.rank // world.local_size
         description = [msgspec.to_builtins(shard.pieces), offsets, len(own_buffer)]

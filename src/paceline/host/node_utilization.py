@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from paceline.host.cgroup import free_memory, memory_limit, quota_used_seconds, usable_cores
-from paceline.host.gpus import call_with_nvml, count_ecc_errors, gpu_handles, query_nvml
+from paceline.host.gpus import call_with_nvml, count_ecc_errors, gpu_handles, query_nvml_or_default
 from paceline.host.procfs import PROC, read_process
 from paceline.protocol.control import STOP_SIGNALS
 from paceline.runs.console import print_to_stderr
@@ -118,7 +118,7 @@ def _network() -> tuple[int, int]:
     return received, sent
 
 
-class NodeLog:
+class NodeUtilizationLogger:
     def __init__(self, run_dir: Path, node: int, pids: Mapping[int, int]) -> None:
         self._writer = BoundedWriter(run_dir / node_log_name(node))
         self._pids, self._over = dict(pids), threading.Event()
@@ -147,7 +147,7 @@ class NodeLog:
 # ---- GPUs ----
 
 
-class GpuReading(NamedTuple):
+class NodeGpuReading(NamedTuple):
     gpus: tuple[GpuUtilization, ...] = ()
     memory_bytes_by_pid: dict[int, int] = {}  # noqa: RUF012 - never changed
 
@@ -156,22 +156,22 @@ class GpuReader:
     """Queries the driver in a thread, because it may take seconds or never answer. One query at a time."""
 
     def __init__(self) -> None:
-        self._answer, self._answered_seconds = GpuReading(), float("-inf")
+        self._answer, self._answered_seconds = NodeGpuReading(), float("-inf")
         self._thread: threading.Thread | None = None
         self._nvml: Any = None
         self.here = NVIDIA_DEVICE_FILE.exists()  # whether there is a driver
 
-    def latest(self, wait_seconds: float = 0.0) -> GpuReading:
+    def latest(self, wait_seconds: float = 0.0) -> NodeGpuReading:
         """Start the next query, wait `wait_seconds` for it, and return the newest answer; empty if it is stale."""
         if not self.here:
-            return GpuReading()
+            return NodeGpuReading()
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._ask, name="paceline-gpu-use", daemon=True)
             self._thread.start()
         if wait_seconds:
             self._thread.join(wait_seconds)
         is_fresh = time.monotonic() - self._answered_seconds < STALE_SECONDS
-        return self._answer if is_fresh else GpuReading()
+        return self._answer if is_fresh else NodeGpuReading()
 
     def _ask(self) -> None:
         try:
@@ -182,10 +182,10 @@ class GpuReader:
                 self._nvml = pynvml
             self._answer, self._answered_seconds = read_gpus(self._nvml), time.monotonic()
         except Exception:  # the driver is missing or has a different version
-            self._answer = GpuReading()
+            self._answer = NodeGpuReading()
 
 
-def read_gpus(nvml: Any) -> GpuReading:
+def read_gpus(nvml: Any) -> NodeGpuReading:
     """The state of all GPUs; `nvml` is an initialised pynvml. A lost GPU does not hide the others."""
     gpus: list[GpuUtilization] = []
     memory_of: dict[int, int] = {}
@@ -197,22 +197,22 @@ def read_gpus(nvml: Any) -> GpuReading:
         with suppress(nvml.NVMLError):
             for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
                 memory_of[int(process.pid)] = memory_of.get(int(process.pid), 0) + int(process.usedGpuMemory or 0)
-    return GpuReading(tuple(gpus), memory_of)
+    return NodeGpuReading(tuple(gpus), memory_of)
 
 
 def _use(nvml: Any, index: int, handle: Any) -> GpuUtilization:
-    memory = query_nvml(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle), None)
+    memory = query_nvml_or_default(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle), None)
     return GpuUtilization(
         index=index,
-        name=query_nvml(nvml, lambda: str(nvml.nvmlDeviceGetName(handle)), ""),
-        busy=query_nvml(nvml, lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100, None),
+        name=query_nvml_or_default(nvml, lambda: str(nvml.nvmlDeviceGetName(handle)), ""),
+        busy=query_nvml_or_default(nvml, lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100, None),
         memory_bytes=int(memory.used) if memory is not None else None,
         memory_total_bytes=int(memory.total) if memory is not None else None,
-        watts=query_nvml(nvml, lambda: round(int(nvml.nvmlDeviceGetPowerUsage(handle)) / 1000, 1), None),
-        degrees=query_nvml(nvml, lambda: float(nvml.nvmlDeviceGetTemperature(handle, CORE_SENSOR)), None),
-        mhz=query_nvml(nvml, lambda: float(nvml.nvmlDeviceGetClockInfo(handle, CLOCK_SM)), None),
-        most_mhz=query_nvml(nvml, lambda: float(nvml.nvmlDeviceGetMaxClockInfo(handle, CLOCK_SM)), None),
-        held_back=" and ".join(query_nvml(nvml, lambda: throttle_reasons(nvml, handle), [])),
+        watts=query_nvml_or_default(nvml, lambda: round(int(nvml.nvmlDeviceGetPowerUsage(handle)) / 1000, 1), None),
+        degrees=query_nvml_or_default(nvml, lambda: float(nvml.nvmlDeviceGetTemperature(handle, CORE_SENSOR)), None),
+        mhz=query_nvml_or_default(nvml, lambda: float(nvml.nvmlDeviceGetClockInfo(handle, CLOCK_SM)), None),
+        most_mhz=query_nvml_or_default(nvml, lambda: float(nvml.nvmlDeviceGetMaxClockInfo(handle, CLOCK_SM)), None),
+        held_back=" and ".join(query_nvml_or_default(nvml, lambda: throttle_reasons(nvml, handle), [])),
     )
 
 
@@ -237,7 +237,7 @@ def find_gpu_problems(pids: Collection[int], nvml: Any) -> dict[int, str]:
             if lost:
                 continue
             users = {int(process.pid) for process in nvml.nvmlDeviceGetComputeRunningProcesses(gpu)}
-            reasons = query_nvml(nvml, partial(_slowed, nvml, gpu), [])
+            reasons = query_nvml_or_default(nvml, partial(_slowed, nvml, gpu), [])
             if errors := count_ecc_errors(nvml, gpu):
                 reasons = [*reasons, f"{errors:,} uncorrectable memory errors"]
             for pid in users & {*pids}:
