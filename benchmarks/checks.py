@@ -51,7 +51,7 @@ class Counted(TorchDispatchMode):
 
 
 CHECKS: list[tuple[type, str, Callable[..., Any]]] = [
-    (LoopChecks, "values_to_compare", _nothing),
+    (LoopChecks, "set_compared_values", _nothing),
     (LoopChecks, "_check_optimizer", _nothing),
     (PreparedModel, "check_between_micro_batches", _nothing),
     (PreparedModel, "_check_foreign_backward", _nothing),
@@ -59,7 +59,7 @@ CHECKS: list[tuple[type, str, Callable[..., Any]]] = [
     (PreparedModel, "_note_left", _nothing),
     (LoopChecks, "check_periodically", _nothing),
     (UnsavedStateSearch, "after_step", lambda _: False),
-    (PreparedModel, "before_update", _nothing),
+    (PreparedModel, "check_before_update", _nothing),
     (PreparedModel, "finish_step", _nothing),
     (PreparedModel, "hide_hooks", lambda *_, **__: []),
     (PreparedModel, "restore_hooks", lambda part, _: part._last_grad.clear()),

@@ -228,7 +228,9 @@ def disk_costs(run: Run, variant: Variant, rounds: int, steps: int, folder: Path
     saver = CheckpointWriter(
         checkpoints, world, run.plan.virtual_ranks, claim, keep=2, flush_events=lambda: None, say=print
     )
-    voting = replace(variant, records=training(run, variant.replica, lambda: ControlFlags(0.0, *saver.write_status())))
+    voting = replace(
+        variant, records=training(run, variant.replica, lambda: ControlFlags(0.0, *saver.shard_write_status()))
+    )
     slower: list[float] = []
     for number in range(rounds + 1):
         plain = block(voting, steps)

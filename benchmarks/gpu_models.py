@@ -88,7 +88,7 @@ class Model:
         with torch.device("meta"):
             model, count = self.make(), FlopCounter()
             inputs, targets = self.data(torch.device("meta"), 1)
-            with count.count_samples(self.batch):
+            with count.count_flops(self.batch):
                 F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten()).backward()
                 count.mark_backward_end()
         return count.per_sample

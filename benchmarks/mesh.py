@@ -153,7 +153,7 @@ def ours(model: Model, words: Tensor, mesh: str, base: World) -> tuple[Side, Str
     data, loading = task.make_dataset("train"), LoadingOptions(world.device, 0, None)
     plan = BatchPlan(len(words), len(words), 1, len(words) // BATCH, 0)
     sharing = parallelize_model(task, model, data, loading, plan, world, ParallelConfig())
-    replica = sharing.apply(STRATEGIES["bucketed"], model, lambda p: torch.optim.AdamW(p, lr=LR), world, 1)
+    replica = sharing.make_strategy(STRATEGIES["bucketed"], model, lambda p: torch.optim.AdamW(p, lr=LR), world, 1)
     replica.model.train()
     (batch,) = load_steps(data, plan, range(1), loading, start=0, stop=1)
     steps = TaskSteps(replica, task.loss)

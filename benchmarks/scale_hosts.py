@@ -123,7 +123,7 @@ def estimated_over_hosts(tasks: Path, ranks: Sequence[int], times: int, steps: i
     for at, one in parts.items():
         if at.ranks > 1:
             # more hosts than cores take turns: each works that much longer
-            turns = machine.threads_per_core(at.ranks) - 1
+            turns = machine.core_oversubscription(at.ranks) - 1
             seconds = (
                 estimate_step_seconds(parts, machine, at.ranks, at.batch, network)
                 + turns * parts[ScalePoint(1, at.batch)].step

@@ -71,7 +71,7 @@ class StandIns:
     def start(cls, plan: NodePlan, number: int, inherited: InheritedResources) -> Self:
         return cls(plan, number)
 
-    def samples(self) -> list[WorkerSample]:
+    def worker_samples(self) -> list[WorkerSample]:
         now = time.monotonic()
         hangs = BOARD[HANGS] or float("inf")
         step = int((min(now, hangs) - BOARD[BEGAN]) / STEP_SECONDS)

@@ -26,7 +26,7 @@ def raises(
 def check(error: PacelineError, code: str, **fields: Any) -> None:
     """Assert the code of an error, and some of its fields."""
     assert error.code == code, str(error)
-    found = {**error.fields, "setting": error.wrong_setting}
+    found = {**error.fields, "setting": error.wrong_setting_name}
     assert {name: found.get(name) for name in fields} == fields, str(error)
 
 

@@ -83,7 +83,7 @@ def test_a_text_names_no_option_as_one_front_end_writes_it() -> None:
 def test_a_front_end_renders_options_and_its_own_texts() -> None:
     fields: dict[str, Any] = {"where": "step-4", "differences": "lr: 1, 2", "never": "", "allow": "lr"}
     error = UsageError(code="another-run", **fields)
-    assert error.wrong_setting == "allow_change" and error.message_with_code == f"{error} [another-run]"
+    assert error.wrong_setting_name == "allow_change" and error.message_with_code == f"{error} [another-run]"
     assert str(error).endswith("--allow-change lr")
     error.front_end, error.render_option = "session", format_argument
     assert str(error).endswith("session('another folder')")

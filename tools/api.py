@@ -27,8 +27,8 @@ INTERNAL = {  # used by other modules of paceline; not for users
         *("evaluation_batches", "fingerprint", "is_last_batch"),
         *("restore_sampler", "sampler_state", "training_batches", "uses_no_random_numbers"),
     ),
-    "LoadingOptions": ("kept_loader", "worker_settings"),
-    "BatchPlan": ("known_steps_per_epoch", "size_text"),
+    "LoadingOptions": ("reuse_or_make_loader", "worker_settings"),
+    "BatchPlan": ("known_steps_per_epoch", "epoch_size_text"),
     "Schedule": ("json_state", "load", "set_lr"),
 }
 LONGEST = 90  # characters of a signature in a heading; a longer one has a block with a line for each argument

@@ -111,7 +111,7 @@ class PacelineError(Exception):
         return text.format_map(fields), fields.options
 
     @property
-    def wrong_setting(self) -> str:
+    def wrong_setting_name(self) -> str:
         """The wrong option: the first one in the text, by its name in the settings (global_batch)."""
         return next(iter(self._rendered()[1]), "")
 

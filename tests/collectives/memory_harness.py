@@ -28,7 +28,7 @@ def in_threads(size: int, act: Callable[[SharedMemory], Any], *, bulk_bytes: int
             results[rank] = act(memory)
         except BaseException as error:
             errors.append(error)
-            memory.leave()
+            memory.mark_as_left()
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:

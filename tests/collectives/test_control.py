@@ -48,7 +48,7 @@ def test_sums_that_are_begun_before_others_have_ended_mix_up_nothing(world):
 def test_a_sum_that_has_failed_gives_no_number_later():
     def act(memory):
         if memory.rank == 1:
-            memory.leave()
+            memory.mark_as_left()
             return
         begun = AsyncAllReduce(memory, values(0, 0).tolist(), "totals of the step")
         with pytest.raises(RuntimeError, match=r"totals of the step.*rank 1 \(pid \d+\) has left"):

@@ -43,12 +43,12 @@ def test_the_root_is_the_same_however_the_blocks_are_held(blocks: int, cuts: lis
     tree = BlockTree([blocks * BLOCK_ELEMENTS])
     handed_on: dict[TreeNode, float] = {}
     for first, stop in pairwise(sorted({0, blocks, *(cut for cut in cuts if cut < blocks)})):
-        places, sums = tree.subtrees_to_send((first, stop)), tree.sums((first, stop), values[first:stop])
+        places, sums = tree.subtrees_to_send((first, stop)), tree.subtree_sums((first, stop), values[first:stop])
         assert len(places) == len(sums) <= 2 * math.ceil(math.log2(blocks) + 1)
         assert not handed_on.keys() & {*places}
         assert sorted(places) == split_into_subtrees((first, stop), blocks)
         handed_on |= {place: float(one) for place, one in zip(places, sums, strict=True)}
-    assert tree.root(handed_on) == plain_root(values.tolist())
+    assert tree.root_sum(handed_on) == plain_root(values.tolist())
 
 
 @settings(deadline=None, max_examples=60)

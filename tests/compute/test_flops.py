@@ -29,7 +29,7 @@ WORLD = World(0, 2, 0, 2, CPU, "gloo")
 
 def counted(model: nn.Module, inputs: Tensor, targets: Tensor | None = None) -> FlopCounter:
     count = FlopCounter()
-    with count.count_samples(len(inputs)):
+    with count.count_flops(len(inputs)):
         outputs = model(inputs)
         losses = outputs.square() if targets is None else F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
         losses.mean().backward()
@@ -103,7 +103,7 @@ def trained(*, counts: bool) -> tuple[list[Tensor], list[float]]:
     """Weights, buffers and gradients after a backward, and the next number of each random stream."""
     torch.manual_seed(0), random.seed(0), np.random.seed(0)
     model, count, x = Model(), FlopCounter(), torch.randn(64, 8)
-    with count.count_samples(64) if counts else nullcontext():
+    with count.count_flops(64) if counts else nullcontext():
         model(x).square().mean().backward()
         count.mark_backward_end()
     assert (count.flops > 0) == counts
@@ -118,7 +118,7 @@ def test_a_count_changes_no_bit_and_draws_nothing() -> None:
 
 def test_what_follows_the_last_backward_does_not_count_and_an_error_leaves_no_count() -> None:
     a, count = torch.randn(4, 4, requires_grad=True), FlopCounter()
-    with count.count_samples(1):
+    with count.count_flops(1):
         (a @ a).sum().backward()
         count.mark_backward_end()
         a.detach() @ a.detach()  # an optimizer's
@@ -126,7 +126,7 @@ def test_what_follows_the_last_backward_does_not_count_and_an_error_leaves_no_co
     assert not count.is_active
 
     failed = FlopCounter()
-    with pytest.raises(RuntimeError), failed.count_samples(1):
+    with pytest.raises(RuntimeError), failed.count_flops(1):
         a @ torch.ones(5)
     assert failed.per_sample == 0
 
@@ -135,7 +135,7 @@ def test_an_operation_without_a_formula_or_with_odd_arguments_counts_as_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     count = FlopCounter()
-    with count.count_samples(1):
+    with count.count_flops(1):
         a = torch.ones(3, 3).cumsum(0)
         count._formulas = {torch.ops.aten.mm: lambda *_, **__: 1 // 0}
         assert float((a @ a).sum()) > 0
@@ -242,12 +242,12 @@ def test_a_given_peak_is_taken_and_zero_means_none(quiet: Any) -> None:
     count = counted(nn.Linear(50, 100), torch.randn(4, 50))  # 20,000 FLOPs
     given = Utilization(WORLD, 1e-6, count)
     given.tokens, given.samples = 12, 4
-    assert given.speed(10.0) == {
+    assert given.throughput_metrics(10.0) == {
         "samples_per_second": 10.0, "tokens_per_second": 30.0, "flops_per_second": 2e5, "mfu": pytest.approx(0.1)
     }  # fmt: skip
     none = Utilization(WORLD, 0, count)
     assert none.peak_tflops(measure=True) == 0 and quiet() == []
-    assert "mfu" not in none.speed(10.0) and given.speed(None) == {}
+    assert "mfu" not in none.throughput_metrics(10.0) and given.throughput_metrics(None) == {}
     measured = Utilization(WORLD, None, count)
     assert measured.peak_tflops() == 0 and measured.peak_tflops(measure=True) == measured.peak_tflops() == 0.5
     assert Utilization(WORLD).peak_tflops(measure=True) == 0 and len(quiet()) == 1  # nothing was counted

@@ -137,7 +137,7 @@ def test_a_stream_of_webdataset_is_shuffled_by_the_epoch_however_often_it_was_re
     wds: Any = importlib.import_module("webdataset")
 
     def order(part: StreamReader, epoch: int) -> list[Any]:
-        part.begin(epoch, 0, None)
+        part.seek_sample(epoch, 0, None)
         return [one["url"] for _, one in part.take(99)]
 
     def made(*more: Any) -> Any:
@@ -160,7 +160,7 @@ def test_a_stream_of_webdataset_that_refuses_several_ranks_says_what_to_give(mon
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     part = StreamReader(wds.WebDataset(["no.tar"], shardshuffle=False), 7)
-    part.begin(0, 0, None)
+    part.seek_sample(0, 0, None)
     with pytest.raises(ValueError, match="nodesplitter") as error:
         part.take(1)
     assert "WebDataset(nodesplitter=None)" in error.value.__notes__[0]

@@ -30,7 +30,7 @@ if rank == 0:
     tensor.tolist()
     (folder / "freed").touch()
     try:
-        HangGuard.of_process().check_unblocked()
+        HangGuard.of_process().check_not_released()
     except Exception as error:
         (folder / "error").write_text(type(error).__name__)
 time.sleep(60)

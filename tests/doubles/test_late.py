@@ -124,7 +124,7 @@ def test_a_freed_rank_believes_nothing_that_it_has_read(world: World, monkeypatc
     def freed(guard: HangGuard) -> None:
         raise StallError("freed")
 
-    monkeypatch.setattr(HangGuard, "check_unblocked", freed)
+    monkeypatch.setattr(HangGuard, "check_not_released", freed)
     monkeypatch.setattr("paceline.stepping.totals.StepTotals.read_totals", lambda self, totals: heard.append("totals"))
     with on_the_cpu(), pytest.raises(StallError):
         TaskSteps(replica, good, max_norm=1.0).take_step(step)
@@ -149,8 +149,8 @@ def test_the_next_batches_are_begun_while_the_device_is_busy_with_the_step(
     (step,), said, ahead = batches(world, 2), list[str](), PrefetchTrigger()
     replica = made("exact", world, 2)
     ahead.start_batches = lambda: said.append("begin")
-    freed, start = HangGuard.check_unblocked, StepTotals.start
-    monkeypatch.setattr(HangGuard, "check_unblocked", lambda self: (said.append("read"), freed(self)))
+    freed, start = HangGuard.check_not_released, StepTotals.start
+    monkeypatch.setattr(HangGuard, "check_not_released", lambda self: (said.append("read"), freed(self)))
     monkeypatch.setattr(StepTotals, "start", lambda self: (said.append("last backward"), start(self))[1])
     replica.optimizer.register_step_pre_hook(lambda *_: said.append("update"))
     for around, wanted in (

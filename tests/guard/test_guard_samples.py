@@ -27,7 +27,7 @@ def worker(page: int) -> Iterator[StatusPage]:
 
 
 def read(stillness: IdleClock, page: int, now_seconds: float, rank: int = 0) -> WorkerSample:
-    return stillness.read(WorkerSample(rank, "here", 1), page, now_seconds)
+    return stillness.read_status_page(WorkerSample(rank, "here", 1), page, now_seconds)
 
 
 def test_an_age_grows_until_anything_moves(page: int, worker: StatusPage) -> None:

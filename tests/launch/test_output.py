@@ -162,9 +162,9 @@ def test_lines_wait_for_their_like_and_no_longer(shown: Shown, monkeypatch: pyte
     now = [0.0]
     monkeypatch.setattr(output.time, "monotonic", lambda: now[0])
     shown.relay.put(1, 1, b"a\n")
-    assert shown.relay.flush() == pytest.approx(output.MERGE_WAIT_SECONDS)
+    assert shown.relay.show_due_lines() == pytest.approx(output.MERGE_WAIT_SECONDS)
     now[0] = 0.31
-    assert shown.relay.flush() == float("inf")
+    assert shown.relay.show_due_lines() == float("inf")
     shown.relay.put(2, 1, b"a\n")
     assert shown.text() == "[n2] a\n[n3] a\n"
 
@@ -175,13 +175,13 @@ def test_no_line_is_put_into_a_half_line_of_node_0(shown: Shown, monkeypatch: py
     shown.relay.put(0, 1, b"0")
     shown.relay.put(1, 1, b"a\n")
     now[0] = 0.5
-    shown.relay.flush()
+    shown.relay.show_due_lines()
     shown.relay.put(0, 1, b".25\n")
-    shown.relay.flush()
+    shown.relay.show_due_lines()
     shown.relay.put(0, 1, b"10%")
     shown.relay.put(1, 1, b"b\n")
     now[0] = 1.6
-    shown.relay.flush()
+    shown.relay.show_due_lines()
     assert shown.text() == "0.25\n[n2] a\n10%\n[n2] b\n"
 
 

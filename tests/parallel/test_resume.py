@@ -51,7 +51,7 @@ def prepared(way: str, world: World, seed: int) -> Strategy:
     def maker(parameters: Any) -> optim.Optimizer:
         return optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
 
-    return sharing.apply(STRATEGIES[strategy], model, maker, world, VIRTUAL)
+    return sharing.make_strategy(STRATEGIES[strategy], model, maker, world, VIRTUAL)
 
 
 def train(replica: Strategy, start: int, stop: int) -> None:

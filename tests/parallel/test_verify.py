@@ -116,7 +116,12 @@ def _own_dropout(input: DTensor, p: float = 0.5, training: bool = True, inplace:
 Bug = tuple[Any, str, Any, set[str]]
 """(whose, what, in its place, causes that a report may name)"""
 OWN_DROPOUT: Bug = (dtensor_mode, "dropout", _own_dropout, {"loss", "random", "sync"})
-ALL_ADD_LOSSES: Bug = (World, "is_leader", True, {"loss", "samples", "mean"})  # every rank along tensor, to the totals
+ALL_ADD_LOSSES: Bug = (
+    World,
+    "is_replica_leader",
+    True,
+    {"loss", "samples", "mean"},
+)  # every rank along tensor, to the totals
 BUGS: dict[str, Bug] = {
     "a row-wise layer's sum is missing": (
         LayerCommunication, "reduce_output", lambda self, part, bias=None: part if bias is None else part + bias,

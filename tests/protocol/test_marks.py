@@ -69,7 +69,7 @@ def test_a_short_run_that_is_looked_at_once_leaves_numbers_from_before_its_middl
 def test_what_was_written_is_read_again_and_what_is_torn_is_left_out(page: StatusPage) -> None:
     put_replica_fingerprint(page, mark(12, table=3))
     (one,) = parse_fingerprints(read_fingerprints(page.descriptor))
-    assert one == mark(12, table=3) and (one.table, one.num_ranks) == (3, 3)
+    assert one == mark(12, table=3) and (one.table_index, one.num_ranks) == (3, 3)
     torn = bytearray(MARK.pack(9, 7, 0, *[0] * 8, *[0.0] * 8, 9))
     torn[-8] = 8
     assert parse_fingerprints(bytes(torn)) == [] and parse_fingerprints(b"short") == []
@@ -80,9 +80,9 @@ def test_the_last_calls_of_each_group_are_read_again_in_their_order(page: Status
         for number in range(count):
             append_call(page, table, CallHistory(70 + table, 3, number, ()), number)
     short, long = parse_call_tables(read_call_tables(page.descriptor))
-    assert short == CallHistory(70, 3, 5, (0, 1, 2, 3, 4)) and short.first == 0
+    assert short == CallHistory(70, 3, 5, (0, 1, 2, 3, 4)) and short.first_call_number == 0
     assert (long.group, long.num_ranks, long.num_calls, long.calls[-1]) == (72, 3, LAST_CALLS + 10, LAST_CALLS + 9)
-    assert long.calls == (*range(long.first, long.num_calls),) and long.first > 10
+    assert long.calls == (*range(long.first_call_number, long.num_calls),) and long.first_call_number > 10
     assert parse_call_tables(b"short") == []
 
 

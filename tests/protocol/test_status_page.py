@@ -95,25 +95,25 @@ def test_whatever_stands_in_a_box_its_readers_do_not_fail(descriptor: int, data:
 def test_the_ring_keeps_the_last_collectives_in_order(descriptor: int, page: StatusPage) -> None:
     made = [Op("0", n, "all_reduce", f"bucket {n}", "[3]", "float32", "a.py:1 in f", done=True) for n in range(1, 400)]
     for op in made:
-        page.end(page.begin(op))
+        page.end_op(page.begin_op(op))
     assert status_page.read_recent_ops(descriptor) == made[-RECORDS:]
-    first = page.begin(Op("1", 1, "recv", peer=3))
+    first = page.begin_op(Op("1", 1, "recv", peer=3))
     assert status_page.read_recent_ops(descriptor)[-1] == Op("1", 1, "recv", peer=3)
     for op in made[:RECORDS]:
-        page.begin(op)
-    page.end(first)  # its record is another's by now
+        page.begin_op(op)
+    page.end_op(first)  # its record is another's by now
     assert not any(op.done for op in status_page.read_recent_ops(descriptor))
 
 
 def test_a_record_half_written_is_not_read(descriptor: int, page: StatusPage) -> None:
     for seq in (1, 2, 3):
-        page.begin(Op("0", seq, "barrier"))
+        page.begin_op(Op("0", seq, "barrier"))
     os.pwrite(descriptor, (RECORDS + 2).to_bytes(8, "little"), status_page.RING_AT + status_page.RECORD.size)
     assert [op.seq for op in status_page.read_recent_ops(descriptor)] == [1, 3]
 
 
 def test_long_words_cost_their_own_ends_only(descriptor: int, page: StatusPage) -> None:
-    page.begin(Op("g" * 99, 7, "reduce_scatter", "n\x1f" * 99, "[1, 2] " * 99, "float32", "\udcffé" * 99))
+    page.begin_op(Op("g" * 99, 7, "reduce_scatter", "n\x1f" * 99, "[1, 2] " * 99, "float32", "\udcffé" * 99))
     (op,) = status_page.read_recent_ops(descriptor)
     assert (op.group, op.seq, op.kind, op.dtype) == ("g" * 24, 7, "reduce_scatter", "float32")
     assert op.name.startswith("n n ") and op.shape.startswith("[1, 2] ") and op.site.startswith("?")
@@ -156,7 +156,7 @@ def test_a_muted_box_keeps_what_it_may_say(descriptor: int) -> None:
     for page in (steps, loads):
         page.set_step(1 if page is loads else 5)
         page.enter(Phase.CLOSE)
-        page.begin(Op("0", 1, "barrier"))
+        page.begin_op(Op("0", 1, "barrier"))
     steps.set_loader(0, epoch=0, item=1, busy=True)
     loads.set_loader(1, epoch=0, item=2, busy=True)
     seen = status_page.read_counters(descriptor)
@@ -222,9 +222,9 @@ def reads(descriptor: int, at: int, size: int, write: Callable[[], object]) -> I
 
 def test_a_reader_never_takes_a_part_of_a_record_for_a_record(descriptor: int, page: StatusPage) -> None:
     for seq in range(1, RECORDS + 1):
-        page.begin(Op("0", seq, "send", peer=seq))
+        page.begin_op(Op("0", seq, "send", peer=seq))
     new = Op("1", 1 + RECORDS, "recv", peer=1 + RECORDS)
-    mixed = reads(descriptor, status_page.RING_AT, status_page.RECORD.size, lambda: page.begin(new))
+    mixed = reads(descriptor, status_page.RING_AT, status_page.RECORD.size, lambda: page.begin_op(new))
     found = [op for data in mixed for _, op in status_page.decode_recent_ops(data)]
     assert all(op in (Op("0", 1, "send", peer=1), new) for op in found) and new in found
     old, mark = (marks.ReplicaFingerprint(n, n, 0, (n,) * 4, (n,) * 4, (float(n),) * 4) for n in (1, 17))
@@ -235,6 +235,6 @@ def test_a_reader_never_takes_a_part_of_a_record_for_a_record(descriptor: int, p
 
 
 def test_calls_are_found_while_another_thread_writes_a_record(descriptor: int, page: StatusPage) -> None:
-    page.end(page.begin(Op("0", 1, "barrier")))
+    page.end_op(page.begin_op(Op("0", 1, "barrier")))
     page.put("ops", 2)  # the record of the second one is not there yet
     assert [op.seq for _, _, op in page.calls_since(1)] == [1]

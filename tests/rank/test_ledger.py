@@ -233,11 +233,13 @@ def test_compiled_code_calls_collectives_as_without_the_wrappers() -> None:
 def test_messages_and_calls_of_several_parts_do_not_count_among_the_collectives() -> None:
     group = GroupRecord("0", True, (0, 1), True, lambda: None)  # type: ignore[arg-type]
     group.composed_spans.extend([(3, 4, 1), (6, 8, 2)])  # a message was torch's 4; 7 and 8 were one call
-    assert [group.to_own_number(number) for number in range(1, 11)] == [1, 2, 3, None, 4, 5, None, None, 7, 8]
+    assert [group.to_own_sequence_number(number) for number in range(1, 11)] == [1, 2, 3, None, 4, 5, None, None, 7, 8]
 
 
 def test_what_is_too_long_ago_has_no_number() -> None:
     group = GroupRecord("0", True, (0, 1), True, lambda: None)  # type: ignore[arg-type]
     group.composed_spans.extend((2 * n, 2 * n + 1, n) for n in range(1, 600))
     first = group.composed_spans[0][0]
-    assert group.to_own_number(first) is None and group.to_own_number(first + 2) == first + 2 - (first // 2)
+    assert group.to_own_sequence_number(first) is None and group.to_own_sequence_number(first + 2) == first + 2 - (
+        first // 2
+    )

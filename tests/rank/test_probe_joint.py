@@ -65,7 +65,9 @@ class Rank:
     @property
     def marked(self) -> set[tuple[int, int]]:
         """Tables and numbers."""
-        return {(one.table, one.optimizer_step) for one in parse_fingerprints(read_fingerprints(self.page.descriptor))}
+        return {
+            (one.table_index, one.optimizer_step) for one in parse_fingerprints(read_fingerprints(self.page.descriptor))
+        }
 
 
 @pytest.fixture
@@ -171,7 +173,7 @@ def test_optimizers_of_replicas_have_the_same_tables_and_numbers_with_and_withou
                 for _ in range(40):
                     one.step(probe)
         replicas = {
-            (mark.table, mark.optimizer_step)
+            (mark.table_index, mark.optimizer_step)
             for mark in parse_fingerprints(read_fingerprints(page.descriptor))
             if mark.flags & 1 << 8
         }

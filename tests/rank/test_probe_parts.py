@@ -102,9 +102,9 @@ def test_optimizers_that_follow_each_other_are_all_marked_and_their_steps_go_on(
             prints.on_step_end(optimizer)
         del optimizer
         gc.collect()
-    assert {one.optimizer_step for one in marked(page) if not one.table} > {1, 2, 3}
+    assert {one.optimizer_step for one in marked(page) if not one.table_index} > {1, 2, 3}
     assert max(one.optimizer_step for one in marked(page)) == 3 * (TABLES + 1) - TABLES
-    assert {one.table for one in marked(page)} == {*range(TABLES)}
+    assert {one.table_index for one in marked(page)} == {*range(TABLES)}
 
 
 def test_every_element_is_marked_within_some_steps_and_one_bit_makes_another_mark(page: StatusPage) -> None:

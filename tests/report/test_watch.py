@@ -69,10 +69,10 @@ def test_the_agents_word_counts_while_it_is_new_and_the_slow_rank_is_named(run: 
     write_events(run, 0, 5)
     attempt, reader = run / "attempt-1", LiveReader(run, may_ask=True)
     say_live(attempt, 10)
-    assert not reader.read(attempt).is_reported_by_agent  # it may be outdated
+    assert not reader.read_snapshot(attempt).is_reported_by_agent  # it may be outdated
     for steps in (20, 30):
         say_live(attempt, steps)
-        now = reader.read(attempt)
+        now = reader.read_snapshot(attempt)
     assert now.is_reported_by_agent
     assert [one.is_slowest for one in now.ranks] == [False, True, False]
     assert "rank 1 (n1) is slow" in now.slow_rank_message
@@ -85,7 +85,7 @@ def test_without_an_agents_word_the_ranks_own_records_do_and_others_folders_are_
     for rank in range(2):
         write_events(run, rank, 9, forward=0.1 + 0.3 * rank)
     reader = LiveReader(run, may_ask=False)
-    now = reader.read(run / "attempt-1")
+    now = reader.read_snapshot(run / "attempt-1")
     assert not now.is_reported_by_agent
     assert [(one.rank, one.step, one.host, one.is_slowest, one.virtual_ranks) for one in now.ranks] == [
         (0, 9, "n1", False, 4),
@@ -131,7 +131,7 @@ def test_a_rank_has_its_share_of_its_machine(run: Path) -> None:
     use = NodeUtilization(1.0, "n1", 8, 3.0, 97, 100, ranks={0: RankUtilization(1.5, 1 << 30)}, gpus=(gpu,))
     (run / node_log_name(0)).write_bytes(msgspec.json.encode(use) + b"\n")
     reader = LiveReader(run, may_ask=False)
-    (one,) = reader.read(None).ranks
+    (one,) = reader.read_snapshot(None).ranks
     assert (one.resource_use, one.gpu) == (RankUtilization(1.5, 1 << 30), gpu)
 
 

@@ -74,16 +74,16 @@ def test_what_ranks_print_stays_above_the_line(tmp_path: Path, monkeypatch: pyte
     reporter.write_step(40, 80, lambda: EARLY)
     shown.refresh()
     assert screen(stream.getvalue()) == [str(EARLY)]
-    shown.show("after step 40: acc")
+    shown.print_above("after step 40: acc")
     assert screen(stream.getvalue()) == ["after step 40: acc"]  # an incomplete line is not overwritten
-    shown.show("uracy 0.9\n")
+    shown.print_above("uracy 0.9\n")
     assert screen(stream.getvalue()) == ["after step 40: accuracy 0.9", str(EARLY)]
     reporter.write_step(80, 80, lambda: LATE)
     monkeypatch.setenv("COLUMNS", "31")
     shown.refresh()
     assert screen(stream.getvalue())[-1] == str(LATE)[:30]  # a wrapped line cannot be overwritten
     monkeypatch.setenv("COLUMNS", "100")
-    shown.show("done\n")
+    shown.print_above("done\n")
     shown.end()
     assert screen(stream.getvalue()) == ["after step 40: accuracy 0.9", "done", str(LATE), ""]
 

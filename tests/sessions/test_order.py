@@ -45,7 +45,7 @@ def test_batches_and_draws_are_those_of_the_dataloader(kind: str, drop_last: boo
 
     def ordered(loader: DataLoader[Any]) -> Callable[[], Any]:
         order, numbers = SampleOrder(loader), iter(range(100))
-        return lambda: order.batch_indices(n).tolist() if order.has(n := next(numbers)) else None
+        return lambda: order.batch_indices(n).tolist() if order.has_batch(n := next(numbers)) else None
 
     assert epoch(ordered) == epoch(plain)
 

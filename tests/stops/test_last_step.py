@@ -26,7 +26,7 @@ def step(number):  # ranks without collectives, as far apart as they can be
     if stops.end_step():
         (folder / f"last-{rank}").write_text(str(number))
         stops.exit_saved("here")
-stops.begin()
+stops.install_handlers()
 (folder / f"pid-{rank}").write_text(str(os.getpid()))
 """
 TRAIN = f"{STOPS}for number in range(1, 100_000): step(number)\n"
@@ -95,7 +95,8 @@ def test_a_rank_that_has_ended_delays_no_other(script) -> None:
 
 def test_a_script_that_handles_a_stop_signal_gets_it(script) -> None:
     handles = "signal.signal(15, lambda *_: (ready(), sys.exit(7)))\n"
-    one = script(f"{handles}{STOPS.replace('stops.begin()', 'assert not stops.can_begin')}ready()\nwhile True: step(0)")
+    stops = STOPS.replace("stops.install_handlers()", "assert not stops.can_install_handlers")
+    one = script(f"{handles}{stops}ready()\nwhile True: step(0)")
     one.wait_ready(2)
     one.process.send_signal(signal.SIGTERM)
     assert one.finish() != 75

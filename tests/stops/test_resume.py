@@ -40,7 +40,7 @@ def command(*argv: str) -> StepStopHandler:
 
 
 def opened(stops: StepStopHandler, folder: Path) -> ResumableTraining:
-    training = stops.open(folder)
+    training = stops.register_training(folder)
     assert training is not None
     return training
 
@@ -48,7 +48,7 @@ def opened(stops: StepStopHandler, folder: Path) -> ResumableTraining:
 def stopped(folder: Path, *argv: str, step: int = 7, files: tuple[str, ...] = ()) -> ResumableTraining:
     """A training of this command that was stopped after this step."""
     training = opened(command(*argv), folder)
-    training.record(step, files)
+    training.record_saved_step(step, files)
     return training
 
 
@@ -64,7 +64,7 @@ def test_another_command_neither_resumes_nor_forgets(folder: Path, tmp_path: Pat
     for argv in (["train.py", "--lr", "1"], ["b/train.py"], ["-m", "train.py"]):
         stops = command(*argv)
         assert opened(stops, folder).stopped is None
-        stops.succeed()
+        stops.remove_resume_records()
     assert (folder / RECORD).exists()
 
 
@@ -72,7 +72,7 @@ def test_a_changed_script_is_an_error(folder: Path, script: Path) -> None:
     stopped(folder, "train.py")
     script.write_text("train(lr=1)")
     with raises("stopped-script-changed", step=7):
-        command("train.py").open(folder)
+        command("train.py").register_training(folder)
 
 
 def test_a_record_that_others_could_have_written_is_not_used(folder: Path, capfd: Any) -> None:
@@ -87,15 +87,15 @@ def test_a_second_training_in_a_folder_cannot_be_stopped_and_ends_the_record_of_
     stopped(folder, "train.py", files=("state",))
     stops = command("train.py")
     assert opened(stops, folder).stopped is not None
-    assert stops.open(folder) is None
+    assert stops.register_training(folder) is None
     assert not [*folder.iterdir()]
 
 
 def test_a_command_that_succeeds_removes_its_record(folder: Path) -> None:
     stopped(folder, "train.py")
     stops = command("train.py")
-    stops.open(folder)
-    stops.succeed()
+    stops.register_training(folder)
+    stops.remove_resume_records()
     assert not [*folder.iterdir()]
 
 
@@ -108,11 +108,11 @@ def test_nodes_with_different_folders_are_an_error(folder: Path, monkeypatch: py
     monkeypatch.setitem(
         sys.modules, "torch.distributed", SimpleNamespace(get_world_size=lambda: 2, all_gather_object=gather)
     )
-    training.compare(None)  # one node: no collective
+    training.check_same_checkpoint(None)  # one node: no collective
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    training.compare("checkpoint-7")
+    training.check_same_checkpoint("checkpoint-7")
     with raises("stop-record-not-shared", folder=folder):
-        training.compare(None)
+        training.check_same_checkpoint(None)
 
 
 # ---- checkpoints of Hugging Face's Trainer ----

@@ -184,9 +184,9 @@ def test_a_shard_of_tensor_parallelism_is_not_a_whole_parameter(world: World) ->
     plan = ModelParallelPlan(sharded)
     model = layers()
     with raises("optimizer-needs-whole", kind="Muon", name="0.weight"):
-        plan.apply(STRATEGIES["bucketed"], model, lambda _: Muon(matrices(model)), world, 1)
-    plan.apply(STRATEGIES["bucketed"], model, lambda _: Muon(matrices(model)[1:]), world, 1)
-    plan.apply(STRATEGIES["bucketed"], model, lambda _: AdamW(model.parameters()), world, 1)
+        plan.make_strategy(STRATEGIES["bucketed"], model, lambda _: Muon(matrices(model)), world, 1)
+    plan.make_strategy(STRATEGIES["bucketed"], model, lambda _: Muon(matrices(model)[1:]), world, 1)
+    plan.make_strategy(STRATEGIES["bucketed"], model, lambda _: AdamW(model.parameters()), world, 1)
 
 
 def test_the_cost_of_a_matrix_grows_with_its_smaller_side() -> None:

@@ -69,7 +69,7 @@ class Training:
         self.audits, self.every = None, every or 1
         if every is not None:
             self.audits = StepAuditor(every, self.world, virtual_ranks, "stop", self._save, self.said.append)
-            self.audits.use(self._load_again, self.plan)
+            self.audits.set_batch_source(self._load_again, self.plan)
         self.steps = TaskSteps(self.replica, losses, audits=self.audits)
 
     def _load_again(self, *place: Any) -> Any:

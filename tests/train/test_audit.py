@@ -17,8 +17,8 @@ def healthy(rank: int, size: int, strategy: str, virtual_ranks: int, accumulatio
     options: Any = {"strategy": strategy, "accumulation": accumulation}
     training, twin = (Training(rank, size, virtual_ranks, every, **options) for every in (1, None))
     repeated: list[tuple[int, int]] = []
-    load_again, steps = training.audits._load_again, 2 * virtual_ranks * (size - 1)  # pyright: ignore
-    training.audits._load_again = lambda *place: repeated.append((place[-1], rank)) or load_again(*place)  # pyright: ignore
+    reload_micro_batch, steps = training.audits._load_again, 2 * virtual_ranks * (size - 1)  # pyright: ignore
+    training.audits._load_again = lambda *place: repeated.append((place[-1], rank)) or reload_micro_batch(*place)  # pyright: ignore
     errors = [training.step(number) or twin.step(number) for number in range(steps)]
     return [[str(error) for error in errors if error], are_equal(training, twin), repeated[1:]]
 

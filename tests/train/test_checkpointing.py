@@ -48,7 +48,7 @@ class Rank:
         """Change the state, and agree on the votes as a training step's totals do."""
         self.state[: SIZE // 2] = number
         self.state[SIZE // 2 :] = number + self.world.rank / 10
-        votes = torch.tensor(self.saver.write_status())
+        votes = torch.tensor(self.saver.shard_write_status())
         torch.distributed.all_reduce(votes)
         written, failed = votes.tolist()
         return ControlFlags(shard_written=written, shard_failed=failed)
@@ -90,7 +90,7 @@ def published(root: Path) -> dict[int, dict[str, float]]:
 def protocol(rank: int, size: int, root: Path) -> Any:
     """Save step 1; go on, with votes, until it is published; save 20 and 21 without a step in between."""
     this = rank_of(world_of(rank, size), root)
-    assert this.saver.write_status() == (0.0, 0.0)
+    assert this.saver.shard_write_status() == (0.0, 0.0)
     this.step(1)
     this.begin(1)
     number, on_its_way = 1, True
@@ -101,7 +101,7 @@ def protocol(rank: int, size: int, root: Path) -> Any:
         this.saver.publish_if_written(votes)
         on_its_way = this.saver._writing is not None
         assert on_its_way == (votes != ControlFlags(shard_written=float(size)))  # on all ranks at the same step
-    assert this.saver.write_status() == (0.0, 0.0)
+    assert this.saver.shard_write_status() == (0.0, 0.0)
     for step in (20, 21):  # what is on its way is ended first
         this.step(step)
         this.begin(step)

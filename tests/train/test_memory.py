@@ -411,4 +411,4 @@ def test_backward_can_recompute_all_layers_but_one():
     saved = SavedForBackward([model])
     with saved.count():
         model(torch.ones(100, 64)).sum().backward()
-    assert saved.recomputable == pytest.approx(0.75, abs=0.05)
+    assert saved.recomputable_fraction == pytest.approx(0.75, abs=0.05)

@@ -34,13 +34,13 @@ def test_every_doubling_has_about_as_many_steps_in_detail() -> None:
 def test_a_call_is_known_with_its_begin_and_how_long_it_took() -> None:
     page, clock = StatusPage(make_status_page(0)), time.monotonic_ns
     for _ in range(RECORDS + 10):  # the ring has gone round
-        page.end(page.begin(ALL_REDUCE))
+        page.end_op(page.begin_op(ALL_REDUCE))
     since = clock()
-    number, began = page.begin(ALL_REDUCE), clock()
+    number, began = page.begin_op(ALL_REDUCE), clock()
     time.sleep(0.02)
-    page.end(number)
+    page.end_op(number)
     until = clock()
-    page.begin(ALL_REDUCE)  # not over
+    page.begin_op(ALL_REDUCE)  # not over
     (first, second) = page.calls_since(since)
     assert since <= first[0] <= began
     assert 0.02 <= first[1] <= (until - since) / 1e9
@@ -52,7 +52,7 @@ def _stepped(clock: PhaseClock, page: StatusPage, step: int) -> StepRecord:
     clock.start()
     for phase in (Phase.FORWARD, Phase.BACKWARD):
         page.enter(phase)
-    page.end(page.begin(ALL_REDUCE))
+    page.end_op(page.begin_op(ALL_REDUCE))
     page.enter(Phase.OPTIMIZER)
     return StepRecord(step, NO_RESULT, 0.1, [], clock.take(), clock.starts)
 

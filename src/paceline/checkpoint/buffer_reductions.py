@@ -181,7 +181,7 @@ def reduce_buffer(of_ranks: Mapping[int, Tensor], reduction: str, initial: Tenso
         return result + 0.0 if result.is_floating_point() else result  # no -0, because -0 and 0 have no defined order
     if not (first.is_floating_point() or first.is_complex()):
         return initial + sum((value - initial for value in of_ranks.values()), torch.zeros_like(initial))
-    sums = LeafPartition([(0, virtual_ranks)], 0).partial_sums(add_optional)
+    sums = LeafPartition([(0, virtual_ranks)], 0).make_partial_sums(add_optional)
     start = as_float64(initial) if reduction == "sum" else as_float64(torch.zeros_like(first))
     for virtual_rank, value in sorted(of_ranks.items()):
         sums.add(virtual_rank, as_float64(value) - start)

@@ -235,7 +235,7 @@ def _weights(config: ExportConfig, run_dir: Path) -> tuple[Weights, str]:
             adapters = _adapters(config, run_dir)
             weights |= adapters.read(adapter, ours=not config.trust)
             sha256 = final.weights_sha256 if config.model == 1 else None
-            if sha256 is not None and hash_tensors({name: weights[name] for name in adapters.names}) != sha256:
+            if sha256 is not None and hash_tensors({name: weights[name] for name in adapters.weight_names}) != sha256:
                 raise UsageError(code="weights-damaged", name=adapter.name)
             return weights, f"the final weights of {run_dir.name}"
         return weights, f"step {newest[1].step} of {run_dir.name}"

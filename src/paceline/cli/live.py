@@ -315,7 +315,7 @@ class _Run:
         """The run now. Call it from one thread at a time."""
         if time.monotonic() > self._state_read + STATE_SECONDS:
             self.standing = self._read_state()
-        return self._reader.read(self._attempt), self.standing
+        return self._reader.read_snapshot(self._attempt), self.standing
 
     def _read_state(self) -> RunState:
         self._attempt = next(reversed(run_state.list_attempt_dirs(self.run_dir)), None)
@@ -339,7 +339,7 @@ class _Run:
         return "\n".join(line.text for line in read_lines(path, start, end))[-MAX_STACK_CHARS:] or "nothing yet"
 
     def save(self) -> str:
-        if self._reader.read(self._attempt).step is None:
+        if self._reader.read_snapshot(self._attempt).step is None:
             raise UsageError("cannot request a checkpoint: the run has no step yet, or its script saves by itself")
         try:
             os.close(writing.create_file(self._newest() / f"{CHECKPOINT_ASK}{secrets.token_hex(8)}"))

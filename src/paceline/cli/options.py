@@ -135,7 +135,7 @@ class Option:
         wanted = " or ".join([*(TYPE_METAVARS[value_type][1] for value_type in self.types), *self.choices])
         raise argparse.ArgumentTypeError(f"must be {wanted}, got {text!r}")
 
-    def add(self, add_argument: Callable[..., argparse.Action], *, hidden: bool) -> None:
+    def add_to_parser(self, add_argument: Callable[..., argparse.Action], *, hidden: bool) -> None:
         default = self.file_value or (f"default: {self.default_text}" if self.default_text else "")
         text = f"{self.text} ({default})" if default else self.text
         how: dict[str, Any] = {"help": argparse.SUPPRESS if hidden else text.replace("%", "%%")}
@@ -238,11 +238,11 @@ class CommandParser:
         arguments = parser.add_argument_group("Arguments")
         for option in options:
             if not option.names:
-                option.add(arguments.add_argument, hidden=False)
+                option.add_to_parser(arguments.add_argument, hidden=False)
         for title, _, of_group in self.groups(options):
             group = parser.add_argument_group(title)
             for option in of_group:
-                option.add(group.add_argument, hidden=option.name not in shown)
+                option.add_to_parser(group.add_argument, hidden=option.name not in shown)
         return parser
 
     def parse(self, arguments: Sequence[str]) -> Any:

@@ -126,7 +126,7 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
         typed_names = {dest.rpartition(".")[2] for dest in values}
         in_file = configuration.format_toml_setting if path else format_option
         error.render_option = lambda name, value: (format_option if name in typed_names else in_file)(name, value)
-        error.prefix = f"{path}: " if path and error.wrong_setting not in typed_names else ""
+        error.prefix = f"{path}: " if path and error.wrong_setting_name not in typed_names else ""
         raise
     return config
 

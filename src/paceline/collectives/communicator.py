@@ -214,9 +214,9 @@ class Communicator:
 
     def all_gather_object(self, value: Any, name: str, device: torch.device = CPU) -> list[Any]:
         """The `value` (JSON) of all ranks, by rank."""
-        return all_gather_json(value, self.size, device, name=name, start=self.start_gather)
+        return all_gather_json(value, self.size, device, name=name, start=self.start_all_gather)
 
-    def start_gather(self, mine: Tensor, name: str) -> WaitFunction:
+    def start_all_gather(self, mine: Tensor, name: str) -> WaitFunction:
         """Start an all-gather of `mine`, (n,) on all ranks. The returned function waits and returns (ranks, n)."""
         return start_all_gather(mine, name, self._group)
 
@@ -267,9 +267,9 @@ class MemoryCommunicator(Communicator):
     def all_gather_object(self, value: Any, name: str, device: torch.device = CPU) -> list[Any]:
         return super().all_gather_object(value, name)
 
-    def start_gather(self, mine: Tensor, name: str) -> WaitFunction:
+    def start_all_gather(self, mine: Tensor, name: str) -> WaitFunction:
         if not mine.is_cpu:
-            return super().start_gather(mine, name)
+            return super().start_all_gather(mine, name)
         rows = mine.new_empty(self.size, len(mine))
         shm_collectives.all_gather(self._shared, mine, rows.view(-1), name)
         return lambda: rows
@@ -379,7 +379,7 @@ def _create(group: dist.ProcessGroup, choice: TransportChoice) -> Communicator:
     name, seconds = node_group_name(members.node_index) if several else GROUP_NAME, _timeout_seconds(group)
     memory = SharedMemory(members.peers, index, layout, seconds, group=name)
     # When the group or the process ends, ranks that wait for this rank get an error.
-    weakref.finalize(group, memory.leave)
+    weakref.finalize(group, memory.mark_as_left)
     if not several:
         return MemoryCommunicator(memory)
     print_on_rank_0(

@@ -82,7 +82,7 @@ def read_all_deferred(deferred: Sequence[Deferred[Any]]) -> list[list[float]]:
     tensors = [value.numbers for value in deferred]
     on_device = [numbers for numbers in tensors if is_async_device(numbers.device)]
     from_device: list[float] = torch.cat(on_device).tolist() if on_device else []
-    HangGuard.of_process().check_unblocked()
+    HangGuard.of_process().check_not_released()
     rest = iter(from_device)
     return [
         [*islice(rest, len(numbers))] if is_async_device(numbers.device) else numbers.tolist() for numbers in tensors
@@ -136,7 +136,7 @@ class PinnedNumberBuffers:
         def wait() -> list[float]:
             if arrived is not None:
                 arrived.synchronize()
-            HangGuard.of_process().check_unblocked()
+            HangGuard.of_process().check_not_released()
             return buffer.tolist()
 
         return wait
@@ -470,7 +470,7 @@ def all_gather_tensors(value: Any, world: World, name: str, *, where: Sequence[i
     sizes = [[math.prod(shape) * getattr(torch, dtype).itemsize for dtype, shape in specs] for _, specs, _ in headers]
     padded = payload.new_zeros(max(map(sum, sizes)))
     padded[: len(payload)] = payload
-    payloads = get_communicator().start_gather(padded, name)() if len(padded) else [padded] * world.size
+    payloads = get_communicator().start_all_gather(padded, name)() if len(padded) else [padded] * world.size
     values: list[Any] = []
     for (skeleton, specs, _), sizes_of_rank, received in zip(headers, sizes, payloads, strict=True):
         pieces = received[: sum(sizes_of_rank)].split(sizes_of_rank)

@@ -263,7 +263,7 @@ class HierarchicalSum:
         start, stop = self._lanes.shard_range(chunk, self._memory.rank)
         width = stop - start
         for subtree, row in zip(self._plan.node_subtrees, sums, strict=True):
-            parts, out = self._lanes.parts(subtree.lane_by_part, chunk, slot, start, stop), row[:width]
+            parts, out = self._lanes.subtree_views(subtree.lane_by_part, chunk, slot, start, stop), row[:width]
             if len(parts) == 1:
                 out.copy_(next(iter(parts.values())))
             else:
@@ -275,10 +275,10 @@ class HierarchicalSum:
         bulk, at = self._memory.bulk, 0
         for chunk in bundle:
             start, stop = self._lanes.shard_range(chunk, self._memory.rank)
-            slot = bulk.begin_round()
+            slot = bulk.begin_tick()
             bulk.view(chunk.dtype, slot, self._memory.rank, 0, stop - start).copy_(flat[at : at + stop - start])
             at += stop - start
-            bulk.exchange()
+            bulk.publish_and_wait()
             self._lanes.collect_results(chunk, slot, 0, results)
 
     def _width(self, bundle: Bundle) -> int:

@@ -84,7 +84,7 @@ class QuantizedCodec:
         size = self._shard_size
         return {"held": torch.zeros(self._hosts * size, dtype=self._dtype), "owed": torch.zeros(size).to(self._dtype)}
 
-    def sum(
+    def compressed_all_reduce(
         self, tensors: Sequence[Tensor], state: CodecState, group: dist.ProcessGroup
     ) -> tuple[list[Tensor], CodecState]:
         """The sums, new and contiguous, and the next state (a collective). Does not change its arguments."""
@@ -132,7 +132,7 @@ class PowerSgdCodec:
             state[f"basis/{i}"] = torch.randn(n, self._rank, dtype=self._dtype, generator=generator)
         return state
 
-    def sum(
+    def compressed_all_reduce(
         self, tensors: Sequence[Tensor], state: CodecState, group: dist.ProcessGroup
     ) -> tuple[list[Tensor], CodecState]:
         after: dict[str, Tensor] = {}
@@ -213,7 +213,7 @@ class InterNodeAllReduce:
         state, used = self._state
         if self._carried:
             mine = [self._values_or_zeros(i, tensors[i]) for i in self._carried]
-            sums, state = self._codec.sum(mine, state, group)
+            sums, state = self._codec.compressed_all_reduce(mine, state, group)
             for i, total in zip(self._carried, sums, strict=True):
                 results[i] = total.to(self._parameters[i].dtype)
         used = used | present().amax(0)

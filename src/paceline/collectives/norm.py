@@ -51,7 +51,7 @@ class BlockTree:
                 nodes.append((position << level, min((position + 1) << level, self.blocks)))
         return nodes
 
-    def sums(self, run: TreeNode, of_blocks: Tensor) -> list[Tensor]:
+    def subtree_sums(self, run: TreeNode, of_blocks: Tensor) -> list[Tensor]:
         sums: list[Tensor] = []
         for _, _, _, left, right in _levels(run, self.blocks):
             if left:
@@ -61,7 +61,7 @@ class BlockTree:
             of_blocks = _add_pairs(of_blocks[int(left) : len(of_blocks) - int(right)])
         return sums
 
-    def root(self, sums: dict[TreeNode, float]) -> float:
+    def root_sum(self, sums: dict[TreeNode, float]) -> float:
         return tree_sum(sums, operator.add, self.blocks) if self.blocks else 0.0
 
 
@@ -104,14 +104,16 @@ class ShardedNorm:
         if of_blocks:
             of_runs = torch.cat(of_blocks).split([stop - first for first, stop in self._runs])
             sums = [
-                total for run, part in zip(self._runs, of_runs, strict=True) for total in self._tree.sums(run, part)
+                total
+                for run, part in zip(self._runs, of_runs, strict=True)
+                for total in self._tree.subtree_sums(run, part)
             ]
             first = sum(map(len, self._nodes[: self._rank]))
             slots[first : first + len(sums)] = torch.stack(sums)
         if len(self._nodes) > 1:
             # only one rank adds a number other than zero to a slot: the order of additions has no effect
             slots = sum_over_ranks(slots, "norm of the gradients")
-        return Deferred(slots, lambda sums: self._tree.root(dict(zip(chain(*self._nodes), sums, strict=True))))
+        return Deferred(slots, lambda sums: self._tree.root_sum(dict(zip(chain(*self._nodes), sums, strict=True))))
 
     def _groups(self, gradients: Mapping[int, Tensor]) -> list[list[ShardSlice]]:
         """This rank's shards, each alone on a CPU. On a GPU, shards of one type form groups of up to a chunk."""

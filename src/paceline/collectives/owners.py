@@ -75,8 +75,8 @@ class ParameterOwners:
 
     def attach_to(self, optimizer: Optimizer) -> dict[str, LocalShard]:
         """Exchange before and after each update of `optimizer`. Returns what this rank updates, by name."""
-        optimizer.register_step_pre_hook(self.gather)
-        optimizer.register_step_post_hook(self.scatter)
+        optimizer.register_step_pre_hook(self.gather_to_owners)
+        optimizer.register_step_post_hook(self.scatter_from_owners)
         if len(self._ranges) > 1:
             print_on_rank_0(
                 f"{type(optimizer).__name__} reads whole parameters: each of its {len(self._shapes)} parameters is "
@@ -85,7 +85,7 @@ class ParameterOwners:
         return self.owned
 
     @torch.no_grad()
-    def gather(self, *_: object) -> None:
+    def gather_to_owners(self, *_: object) -> None:
         """Before an update: set the gradients and the values of the parameters that this rank owns."""
         self._active = [name for name in self._shapes if self._has_gradient(name)]
         for whole in self._owned_active().values():
@@ -98,7 +98,7 @@ class ParameterOwners:
             self._exchange("weights for whole updates", to_owners=True, read=_values)
 
     @torch.no_grad()
-    def scatter(self, *_: object) -> None:
+    def scatter_from_owners(self, *_: object) -> None:
         self._exchange("weights after whole updates", to_owners=False, read=_values)
         for name, whole in self._owned_active().items():
             whole.parameter.grad = None

@@ -61,7 +61,7 @@ class Reducer:
         self._single_leaf, self._put_aside = single_leaf, list[tuple[nn.Parameter, Tensor | None]]()
         # A tied parameter may get its gradient in several parts. None stays in the set: the bucket is sent last.
         self._awaited = [{*map(id, b), *([None] if self._tied.intersection(b) else [])} for b in self._buckets]
-        self._sums = [partition.partial_sums(add_gradient_lists) for _ in self._buckets]
+        self._sums = [partition.make_partial_sums(add_gradient_lists) for _ in self._buckets]
         self._forget()
         for parameter in self._parameters if transport.overlaps_backward else ():
             parameter.register_post_accumulate_grad_hook(self._on_gradient)

@@ -163,7 +163,7 @@ class SharedMemoryChannel:
     def _view(self, dtype: torch.dtype, slot: int, rank: int, start: int, stop: int) -> Tensor:
         return self.slots_as(dtype)[slot][rank][start:stop]
 
-    def begin_round(self, flags: bytes = b"") -> int:
+    def begin_tick(self, flags: bytes = b"") -> int:
         """Begin a tick, with up to MAX_FLAGS bits in its header; return the slot, 0 or 1, that may be written now."""
         assert self._waited == self.tick  # so no rank reads the slot of the tick before it
         slot = (self.tick + 1) & 1
@@ -214,7 +214,7 @@ class SharedMemoryChannel:
         where = " in shared memory"
         return TrainingError(code="collectives-mismatch", exit_code=ExitCode.MISMATCH, where=where, calls=calls)
 
-    def exchange(self) -> None:
+    def publish_and_wait(self) -> None:
         self.tick += 1
         self._mine[self._at] = self.tick
         self.wait()
@@ -283,7 +283,7 @@ class SharedMemory:
         self.current = self.operation("", "")
         """the last collective that has begun"""
 
-    def leave(self) -> None:
+    def mark_as_left(self) -> None:
         """Mark this rank as gone, so that waiting ranks raise an error. May be called more than once."""
         if os.getpid() == self._pid:  # not in a forked process
             self.left[self.rank][0] = 1
@@ -339,7 +339,7 @@ class CollectiveContext:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         work, self.work = self.work, None
         if kind is not None:
-            self._memory.leave()  # otherwise the others would wait for the remaining ticks
+            self._memory.mark_as_left()  # otherwise the others would wait for the remaining ticks
         self._memory.guard.ledger.end_internal_op(self._begun, None if kind else work, failed=kind is not None)
 
 

@@ -131,7 +131,7 @@ class SlotBuffers:
         self._memory, self._sizes, self._dtypes, self._lane_sizes = memory, sizes, dtypes, lane_sizes
         self._scratch = scratch
 
-    def flags_of(self, partials: Sequence[TensorList | None]) -> bytes:
+    def encode_used_flags(self, partials: Sequence[TensorList | None]) -> bytes:
         """One bit for each tensor: whether this rank has values."""
         flags = 0
         for flat in partials:
@@ -188,13 +188,13 @@ class SlotBuffers:
 
     def exchange_chunk(self, chunk: Chunk | None, partials: Sequence[TensorList | None], *, is_first: bool) -> int:
         """Run one tick that sends the chunk, and in the first tick the flags, of all ranks; return its slot."""
-        slot = self._memory.bulk.begin_round(self.flags_of(partials) if is_first else b"")
+        slot = self._memory.bulk.begin_tick(self.encode_used_flags(partials) if is_first else b"")
         if chunk is not None:
             self.write_chunk(chunk, partials, slot)
-        self._memory.bulk.exchange()
+        self._memory.bulk.publish_and_wait()
         return slot
 
-    def parts(
+    def subtree_views(
         self, lanes: Mapping[TreeNode, LaneAddress], chunk: Chunk, slot: int, start: int, stop: int
     ) -> dict[TreeNode, Tensor]:
         """Elements [start, stop) of the chunk for each subtree, in the memory of the ranks."""
@@ -279,7 +279,7 @@ class TreeSum:
         self._results_at = {dtype: lanes * lane_bytes // dtype.itemsize for dtype in dtypes}
         lane_sizes = {dtype: lane_bytes // dtype.itemsize for dtype in dtypes}
         self._lanes = SlotBuffers(memory, sizes, dtypes, lane_sizes, ScratchBuffers(), layouts)
-        self._parts = cache(partial(self._lanes.parts, self._nodes))
+        self._parts = cache(partial(self._lanes.subtree_views, self._nodes))
         self._operation = memory.operation("all_reduce", name, *describe_tensors(sizes, dtypes))
         self.finite = False
         """True if the last sums are finite. False if that is unknown: near overflow, this may differ between ranks."""
@@ -312,14 +312,14 @@ class TreeSum:
         # tick k sends chunk k, and the sums of chunk k - 1
         bulk, lanes, results, finite = self._memory.bulk, self._lanes, list[Tensor | None](), True
         for number in range(len(lanes.chunks) + 1):
-            slot = bulk.begin_round(lanes.flags_of(partials) if number == 0 else b"")
+            slot = bulk.begin_tick(lanes.encode_used_flags(partials) if number == 0 else b"")
             if number < len(lanes.chunks):
                 lanes.write_chunk(lanes.chunks[number], partials, slot, for_others=True)
             if number > 0:
                 finite &= self._add_shard(lanes.chunks[number - 1], partials, slot, divisor)
             if number == len(lanes.chunks):
                 bulk.set_flags(slot, bytes([not finite]))
-            bulk.exchange()
+            bulk.publish_and_wait()
             if number == 0:
                 results = lanes.allocate_results(partials, lanes.read_used_flags)
             else:
@@ -454,8 +454,8 @@ def ring_sum(of_rank: Sequence[Tensor], first: int, size: int, out: Tensor) -> N
 
 def barrier(memory: SharedMemory) -> None:
     with memory.operation("barrier", "barrier"):
-        memory.bulk.begin_round()
-        memory.bulk.exchange()
+        memory.bulk.begin_tick()
+        memory.bulk.publish_and_wait()
 
 
 def broadcast_in_memory(memory: SharedMemory, tensors: Sequence[Tensor], src: int = 0, name: str = "broadcast") -> None:
@@ -468,13 +468,13 @@ def broadcast_in_memory(memory: SharedMemory, tensors: Sequence[Tensor], src: in
     )
     with memory.operation("broadcast", name, f"[{sum(sizes)}]", "bytes"):
         for chunk in chunks or [Chunk(torch.uint8, [])]:  # at least one tick, which compares the calls
-            slot = bulk.begin_round()
+            slot = bulk.begin_tick()
             in_slot = slots[slot][src][: chunk.size].split(chunk.lengths)
             in_place = [flat[segment.tensor_index][segment.start : segment.stop] for segment in chunk.segments]
             if is_source:
                 for target, values in zip(in_slot, in_place, strict=True):
                     target.copy_(values)
-            bulk.exchange()
+            bulk.publish_and_wait()
             if not is_source:
                 for values, target in zip(in_slot, in_place, strict=True):
                     target.copy_(values)
@@ -488,9 +488,9 @@ def all_gather(memory: SharedMemory, mine: Tensor, out: Tensor, name: str = "sha
     with memory.operation("all_gather", name, f"[{size}]", mine.dtype):
         for start in range(0, size, room):
             stop = min(start + room, size)
-            slot = bulk.begin_round()
+            slot = bulk.begin_tick()
             slots[slot][memory.rank][: stop - start] = mine[start:stop]
-            bulk.exchange()
+            bulk.publish_and_wait()
             for rank, part in enumerate(parts):
                 if rank != memory.rank or mine.data_ptr() != part.data_ptr():
                     part[start:stop] = slots[slot][rank][: stop - start]
@@ -519,7 +519,7 @@ def reduce_scatter(
     with memory.operation("reduce_scatter", name, f"[{shard_size * size}]", out.dtype):
         for start in range(0, shard_size, room):
             stop = min(start + room, shard_size)
-            slot = bulk.begin_round()
+            slot = bulk.begin_tick()
             mine = slots[slot][memory.rank][: lanes * size * room].view(lanes, size, room)[:, :, : stop - start]
             for lane, flat in enumerate(shards):
                 for rank, target in enumerate(mine[lane]):
@@ -527,7 +527,7 @@ def reduce_scatter(
                         target.zero_()
                     elif rank != memory.rank:  # this rank's shard is read in place
                         target.copy_(flat[rank, start:stop])
-            bulk.exchange()
+            bulk.publish_and_wait()
             parts = {
                 node: slots[slot][rank][(at := (lane * size + memory.rank) * room) : at + stop - start]
                 for rank, rank_nodes in enumerate(nodes)
@@ -557,7 +557,7 @@ class AsyncAllReduce:
         operation = memory.operation("all_reduce", name, f"[{self._size}]", torch.float64, channel=channel)
         operation.work = self
         with operation:
-            slot = channel.begin_round()
+            slot = channel.begin_tick()
             channel.floats[slot][memory.rank][: self._size] = array("d", numbers)
             self._tick = channel.publish()
             memory.running = self
@@ -577,7 +577,7 @@ class AsyncAllReduce:
             channel.wait()
         except BaseException as error:
             self._error = f"{type(error).__name__}: {error}"
-            memory.leave()
+            memory.mark_as_left()
             raise
         first, *others = channel.floats[self._tick & 1]
         sums: Iterable[float] = first[: self._size]

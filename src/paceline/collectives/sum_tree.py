@@ -156,7 +156,7 @@ class LeafPartition:
     def subtrees_by_rank(self) -> list[list[TreeNode]]:
         return [split_into_subtrees(owned, self.leaf_count) for owned in self.ranges]
 
-    def partial_sums(self, add: Callable[[_T | None, _T | None], _T | None]) -> PartialSums[_T]:
+    def make_partial_sums(self, add: Callable[[_T | None, _T | None], _T | None]) -> PartialSums[_T]:
         return PartialSums(self.ranges[self.rank], self.leaf_count, add)
 
     def padded(self, size: int) -> int:

@@ -52,7 +52,7 @@ class FlopCounter(TorchDispatchMode):
         return self.flops / self.samples if self.samples else 0.0
 
     @contextmanager
-    def count_samples(self, samples: int) -> Generator[None]:
+    def count_flops(self, samples: int) -> Generator[None]:
         """Inside, count the operations of `samples` samples up to the last `mark_backward_end`; none after an error."""
         self._formulas = self._formulas or _formulas()
         self.is_active = True
@@ -142,8 +142,8 @@ class Utilization:
             self._peak = peak_tflops(self.device, self._half or self.count.dtype, measure=measure, reached=reached)
         return self._peak or 0.0
 
-    def speed(self, samples_per_second: float | None) -> dict[str, float]:
-        """See `utilization.speed`. The tokens per sample are the average of this rank."""
+    def throughput_metrics(self, samples_per_second: float | None) -> dict[str, float]:
+        """See `utilization.throughput_and_mfu`. The tokens per sample are the average of this rank."""
         tokens = self.tokens / max(1, self.samples)
         return throughput_and_mfu(samples_per_second, tokens, self.count.per_sample, self.peak_tflops(), self.devices)
 

@@ -144,7 +144,7 @@ class SavedForBackward:
             yield
 
     @property
-    def recomputable(self) -> float:
+    def recomputable_fraction(self) -> float:
         """The fraction that is not kept if backward computes these layers again, one at a time."""
         inside = [count for module, count in self._bytes.items() if module is not None]
         return (sum(inside) - max(inside, default=0)) / max(1, self._bytes.total())

@@ -117,7 +117,7 @@ class LoadingOptions:
         is_kept = self.kept_loaders is not None
         return {**settings, **self.workers, "worker_init_fn": start, "persistent_workers": is_kept}
 
-    def kept_loader(self, make: Callable[[], DataLoader[Any]]) -> DataLoader[Any]:
+    def reuse_or_make_loader(self, make: Callable[[], DataLoader[Any]]) -> DataLoader[Any]:
         """The loader whose worker processes remain from the previous epoch, or a new one.
 
         Args:
@@ -313,7 +313,7 @@ def _by_loader(
         )  # fmt: skip
 
     page = loading.page if loading.num_workers else None
-    loader = loading.kept_loader(make)
+    loader = loading.reuse_or_make_loader(make)
     all_requests = requests if first is None else chain([first], requests)
     sampler: Any = loader.batch_sampler
     sampler.keys = ([(epoch, i) for i in cast("list[int]", indices.tolist())] for epoch, indices in all_requests)

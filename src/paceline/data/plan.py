@@ -89,7 +89,7 @@ class BatchPlan:
         return 0 if self.parts_of_stream else self.steps_per_epoch
 
     @property
-    def size_text(self) -> str:
+    def epoch_size_text(self) -> str:
         """Text for the first lines of a run."""
         return f"{self.num_samples:,} samples = {plural(self.steps_per_epoch, 'step')} an epoch"
 

@@ -47,7 +47,7 @@ class StreamPlan(BatchPlan):
     """Whether each epoch calls the `set_epoch` of the stream; False if the user's loop does this."""
 
     @property
-    def size_text(self) -> str:
+    def epoch_size_text(self) -> str:
         if not self.is_split:
             return "a stream that every rank reads, keeping its own samples"
         return f"a stream in {self.parts_of_stream} parts, one for each virtual rank"
@@ -81,7 +81,7 @@ class StreamReader:
         """The result of the stream's `state_dict()`; None if the stream has none."""
         return copy.deepcopy(self.stream.state_dict()) if self._saves else None
 
-    def begin(self, epoch: int, start: int, state: Any, num_alike: int = 0) -> None:
+    def seek_sample(self, epoch: int, start: int, state: Any, num_alike: int = 0) -> None:
         """Go to sample `start` of `epoch`: load the `state` at that position, or skip samples if it is None.
 
         The first `num_alike` samples have the same random numbers in each part. So all parts shuffle in the same way,
@@ -105,7 +105,7 @@ class StreamReader:
         try:
             first = self.take(1)
         except Exception:  # a state of Hugging Face's shuffled streams that was saved in one of several processes
-            self.begin(epoch, start, None, num_alike)
+            self.seek_sample(epoch, start, None, num_alike)
         else:
             self._numbered = chain(first, self._numbered)
 
@@ -212,7 +212,7 @@ class LocalBatchReader(IterableDataset[LocalBatch]):
         num_alike = plan.global_batch if self.num_turns > 1 else 0
         for part in parts:
             start, state = positions[part.number]
-            part.begin(self._read_epoch, start * self._quota(part), state, num_alike)
+            part.seek_sample(self._read_epoch, start * self._quota(part), state, num_alike)
         pending: list[tuple[int, Any]] = []  # samples that are read but not in a batch yet
         for number in count(1):
             samples = [part.take(self._quota(part) + self.min_last_batch - len(pending)) for part in parts]
@@ -311,7 +311,7 @@ def _load_chunks(reader: LocalBatchReader, loading: LoadingOptions) -> Generator
 
     if kept_loaders is not None and reader.positions:  # of a resume
         kept_loaders.pop(evaluates, None)
-    loader: Any = loading.kept_loader(make)
+    loader: Any = loading.reuse_or_make_loader(make)
     loader.dataset.epoch.copy_(reader.epoch)
     with closing(iterate_loader(start_loader(loader), loading.page)) as chunks:
         yield from chunks

@@ -208,7 +208,7 @@ class IdleClock:
         # rank -> its counters, the time of their last change, and the time of the last read
         self._seen: dict[int, tuple[tuple[int, ...], float, float]] = {}
 
-    def read(self, worker: WorkerSample, page: int, now_seconds: float) -> WorkerSample:
+    def read_status_page(self, worker: WorkerSample, page: int, now_seconds: float) -> WorkerSample:
         """`worker` with the content of its status page. Call it at least every two seconds."""
         counters = status_page.read_counters(page)
         moved, since_seconds, read_seconds = self._seen.get(worker.rank, ((), now_seconds, now_seconds))

@@ -67,7 +67,7 @@ class ReplicaComparison:
         self._last: dict[tuple[int, int], int] = defaultdict(int)  # table -> the last step after which it was equal
 
     @property
-    def has_proven_parts(self) -> bool:
+    def has_synced_parameters(self) -> bool:
         """Whether there are parameters that the script itself, not DDP, keeps equal."""
         return any(proofs >= MIN_EQUAL_OBSERVATIONS for *_, proofs in self._equal.values())
 
@@ -75,7 +75,7 @@ class ReplicaComparison:
         by_step: dict[tuple[int, int, int], dict[int, ReplicaFingerprint]] = defaultdict(dict)
         for rank, fingerprints in fingerprints_by_rank.items():
             for mark in fingerprints:
-                by_step[mark.table, mark.layout, mark.optimizer_step][rank] = mark
+                by_step[mark.table_index, mark.layout, mark.optimizer_step][rank] = mark
         differences: dict[tuple[int, int], ReplicaDifference] = {}
         for (*key, number), by_rank in sorted(by_step.items()):
             table, layout = key
@@ -111,7 +111,7 @@ class ReplicaComparison:
 
 
 def _part(mark: ReplicaFingerprint, at: int) -> tuple[int, int, int]:
-    return mark.table, mark.layout, mark.tensor_indices[at]
+    return mark.table_index, mark.layout, mark.tensor_indices[at]
 
 
 class CallOrderComparison:
@@ -133,10 +133,13 @@ class CallOrderComparison:
         for group, by_rank in by_group.items():
             if not 1 < next(iter(by_rank.values())).num_ranks <= len(by_rank):
                 continue
-            start = max(self._done[group], *(order.first for order in by_rank.values()))
+            start = max(self._done[group], *(order.first_call_number for order in by_rank.values()))
             end = min(order.num_calls for order in by_rank.values())
             while start < end:
-                calls = {rank: order.calls[start - order.first : end - order.first] for rank, order in by_rank.items()}
+                calls = {
+                    rank: order.calls[start - order.first_call_number : end - order.first_call_number]
+                    for rank, order in by_rank.items()
+                }
                 places = enumerate(zip(*calls.values(), strict=True))
                 num_equal = next((number for number, at in places if len({*at}) > 1), end - start)
                 self.agreed.update(next(iter(calls.values()))[:num_equal])
@@ -321,7 +324,7 @@ class SilentFaultDetector:
                 text += "Different devices or machines round differently. The difference may grow over many steps"
                 self._notify("round-off", text)
             return None
-        if not self._is_first_report("drift", mark.table, mark.layout):
+        if not self._is_first_report("drift", mark.table_index, mark.layout):
             return None
         lines = [
             *_parties(difference, tensor, mark.optimizer_step, before),
@@ -357,7 +360,7 @@ class SilentFaultDetector:
         steps = {sample.rank: sample.joint_steps for sample in ranks}
         if len({*steps.values()}) < 2 or not self._is_first_report("uneven"):
             return None
-        if not (ddp or self._comparison.has_proven_parts):
+        if not (ddp or self._comparison.has_synced_parameters):
             ordered = sorted(steps.values())
             for rank, step in steps.items():
                 others = median_without(ordered, step)

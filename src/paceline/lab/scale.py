@@ -93,7 +93,7 @@ class MeasuredSetup:
     low_rank_bytes: int = 0  # that ranks exchange with --compress powersgd; 0: unknown
     uses_gloo: bool = True  # its receiver requests each message first, so a message takes the latency twice
 
-    def threads_per_core(self, ranks: int) -> float:
+    def core_oversubscription(self, ranks: int) -> float:
         return max(1.0, ranks * self.threads / self.cores)
 
 
@@ -202,7 +202,7 @@ def compute_scaling_losses(
                 shares=shares,
                 slowest=several.slowest,
                 slow_phase=several.slow_phase,
-                crowd=setup.threads_per_core(ranks),
+                crowd=setup.core_oversubscription(ranks),
             )
         )
     return losses
@@ -280,7 +280,7 @@ def estimate_step_seconds(
 def _ranks_each(points: StepPartsByPoint, setup: MeasuredSetup) -> int:
     if setup.exchanges_over_network:
         return 1
-    return max((at.ranks for at in points if setup.threads_per_core(at.ranks) <= 1), default=1)
+    return max((at.ranks for at in points if setup.core_oversubscription(at.ranks) <= 1), default=1)
 
 
 def _single_rank_seconds(points: StepPartsByPoint, batch: int) -> float:

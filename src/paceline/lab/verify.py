@@ -116,12 +116,12 @@ class Case(msgspec.Struct, frozen=True):
     mesh: str = ""
 
     @property
-    def strategy_and_mesh(self) -> str:
+    def strategy_text(self) -> str:
         return format_strategy(self.strategy, self.mesh)
 
     def __str__(self) -> str:
         norm = "" if self.batchnorm == "none" else f", {self.batchnorm} batch norm"
-        return f"{self.strategy_and_mesh} on {self.world_size}{norm}, {self.optimizer}"
+        return f"{self.strategy_text} on {self.world_size}{norm}, {self.optimizer}"
 
 
 class Diagnosis(msgspec.Struct, frozen=True):
@@ -187,7 +187,7 @@ def print_report(spec: VerifySpec | None, reports: Sequence[VerifyReport]) -> bo
     console.print(_table(results))
     for note in sorted({note for report in reports for note in report.notes}):
         console.print(f"note: {note}")
-    for strategy, reason in sorted({(r.case.strategy_and_mesh, r.not_run) for r in results if r.not_run}):
+    for strategy, reason in sorted({(r.case.strategy_text, r.not_run) for r in results if r.not_run}):
         console.print(f"not run: {strategy}: {reason}")
     _print_round_off(console, results)
     failed = [r for r in results if r.finding]
@@ -270,7 +270,7 @@ def _table(results: Sequence[Result]) -> Table:
         cells = [_cell(result.errors.get(kind)) for kind in KINDS]
         outcome = "not run" if result.not_run else "[green]equal[/]" if result.passed else "[bold red]DIFFERS[/]"
         norm = "-" if case.batchnorm == "none" else case.batchnorm
-        table.add_row(str(case.world_size), case.strategy_and_mesh, norm, case.optimizer, *cells, outcome)
+        table.add_row(str(case.world_size), case.strategy_text, norm, case.optimizer, *cells, outcome)
     return table
 
 

@@ -159,7 +159,7 @@ class _Launcher:
                 lines = self._decoder.decode(data).splitlines(keepends=True)
                 text = "".join(line for line in lines if self._folder not in line)  # the folder is deleted at the end
                 self.tail = (self.tail + text)[-MAX_TAIL_CHARS:]
-                self._bar.show(text)
+                self._bar.print_above(text)
 
 
 def _failure(folder: Path, code: int, launcher: _Launcher) -> BaseException:

@@ -276,7 +276,7 @@ class HostRelay:
         self._half_since.clear()
         self._screen.put(2, strip_control_sequences(f"{text}\n".encode(errors="replace")))
 
-    def flush(self) -> float:
+    def show_due_lines(self) -> float:
         """Show lines that have waited long enough; return the seconds until the next line is due."""
         now = time.monotonic()
         self._show(now)

@@ -60,7 +60,7 @@ def run(plan: Plan, *, keep_open: Sequence[int] = ()) -> int:
     with signal_wakeup((*STOP_SIGNALS, signal.SIGCHLD)) as wakeup:
         agent = _start(command, node, keep_open)
         try:
-            margin_seconds = AGENT_MARGIN_SECONDS + node.term_grace_seconds + node.event_seconds
+            margin_seconds = AGENT_MARGIN_SECONDS + node.term_grace_seconds + node.event_wait_seconds
             code = _wait(agent, wakeup, node.grace_period_seconds, margin_seconds)
         finally:
             _end(agent)

@@ -73,7 +73,7 @@ class ContextParallelMode(DTensorMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _POSITIONWISE_FUNCTIONS:
-            outputs = self.compute_local_positions(func, *args, **kwargs)
+            outputs = self.apply_to_local_positions(func, *args, **kwargs)
             if outputs is not None:
                 return outputs
         if func is F.scaled_dot_product_attention and isinstance(args[0], DTensor):
@@ -87,7 +87,7 @@ class ContextParallelMode(DTensorMode):
                 pass
         return func(*tree_map(self._as_whole_tensor, args), **tree_map(self._as_whole_tensor, kwargs))
 
-    def compute_local_positions(self, func: Any, x: Any, *args: Any, **kwargs: Any) -> DTensor | None:
+    def apply_to_local_positions(self, func: Any, x: Any, *args: Any, **kwargs: Any) -> DTensor | None:
         """The result of a function of the last dimension for this rank's positions; None if there are none."""
         if func is F.embedding:
             shard, dim = self._local_words(x, *args, **kwargs)
@@ -144,7 +144,7 @@ def _split_conv1d(module: nn.Module, mode: ContextParallelMode) -> None:
     plain = type(module).forward
 
     def forward(self: Any, x: Any) -> Any:
-        outputs = mode.compute_local_positions(F.linear, x, self.weight.T, self.bias)
+        outputs = mode.apply_to_local_positions(F.linear, x, self.weight.T, self.bias)
         return plain(self, full_tensor(x)) if outputs is None else outputs
 
     replace_forward(module, forward)
@@ -163,7 +163,7 @@ def _split_attention(module: nn.MultiheadAttention, mode: ContextParallelMode) -
         projected: list[Any] = []
         if not (need_weights or self.add_zero_attn or self.bias_k is not None or self.in_proj_weight is None):
             parts = zip(inputs, *split_qkv_parameters(self), strict=True)
-            projected = [mode.compute_local_positions(F.linear, x, w, b) if x.ndim == 3 else None for x, w, b in parts]
+            projected = [mode.apply_to_local_positions(F.linear, x, w, b) if x.ndim == 3 else None for x, w, b in parts]
         if not projected or any(y is None for y in projected):
             full_inputs = [full_tensor(x) for x in (*inputs, key_padding_mask)]
             return plain(self, *full_inputs, need_weights, full_tensor(attn_mask), average_attn_weights, is_causal)
@@ -176,7 +176,7 @@ def _split_attention(module: nn.MultiheadAttention, mode: ContextParallelMode) -
         # (L, B, E), as torch lays it out: a dropout after it draws in the order of memory
         y = reshard_to_local(y.permute(2, 0, 1, 3), 0).flatten(2)
         y = DTensor.from_local(y, q.device_mesh, [Shard(0)])
-        y = mode.compute_local_positions(F.linear, y, self.out_proj.weight, self.out_proj.bias)
+        y = mode.apply_to_local_positions(F.linear, y, self.out_proj.weight, self.out_proj.bias)
         return y.transpose(0, 1) if self.batch_first else y, None
 
     replace_forward(module, forward)

@@ -166,7 +166,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
         return self.grace_seconds if self.plain_store else 0.0
 
     @property
-    def event_seconds(self) -> float:
+    def event_wait_seconds(self) -> float:
         """The time for which the end of the run may wait for the command of the last event and an earlier one."""
         return 2 * EVENT_SECONDS if self.on_event else 0.0
 

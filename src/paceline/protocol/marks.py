@@ -55,7 +55,7 @@ class ReplicaFingerprint(NamedTuple):
     settings: tuple[float, ...] = (0.0,) * len(SETTINGS)  # sums over parameter groups
 
     @property
-    def table(self) -> int:
+    def table_index(self) -> int:
         return self.flags & 0xFF
 
     @property
@@ -70,7 +70,7 @@ class CallHistory(NamedTuple):
     calls: tuple[int, ...]  # hashes, the oldest first
 
     @property
-    def first(self) -> int:
+    def first_call_number(self) -> int:
         return self.num_calls - len(self.calls)
 
 
@@ -117,7 +117,7 @@ def parse_call_tables(data: bytes) -> list[CallHistory]:
 def put_replica_fingerprint(page: StatusPage, mark: ReplicaFingerprint) -> None:
     level = min((mark.optimizer_step & -mark.optimizer_step).bit_length() - 1, LEVELS - 1)
     slot = level * KEPT + (mark.optimizer_step >> (level + 1)) % KEPT
-    at = MARKS_AT + mark.table * TABLE_BYTES + slot * MARK.size
+    at = MARKS_AT + mark.table_index * TABLE_BYTES + slot * MARK.size
     data = MARK.pack(*mark[:3], *mark.tensor_indices, *mark.hashes, *mark.sums, *mark.settings, mark.optimizer_step)
     page.store_record(at, data)
     page.put("marks", page.get("marks") + 1)

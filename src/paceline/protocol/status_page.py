@@ -200,11 +200,11 @@ class StatusPage:
         self._memory[at + WORD.size : at + len(data) - WORD.size] = data[WORD.size : -WORD.size]
         self.words[first] = number
 
-    def begin(self, op: Op) -> int:
+    def begin_op(self, op: Op) -> int:
         """Record the start of `op`; return the number of the record, for `end`."""
-        return self.begin_text(op.seq, NO_PEER if op.peer is None else op.peer, encode_op(op))
+        return self.begin_encoded_op(op.seq, NO_PEER if op.peer is None else op.peer, encode_op(op))
 
-    def begin_text(self, seq: int, peer: int, text: bytes) -> int:
+    def begin_encoded_op(self, seq: int, peer: int, text: bytes) -> int:
         """As `begin`, with the `encode_op` of the operation, which callers may cache."""
         number = next(self._numbers)
         at = RING_AT + (number - 1) % RECORDS * RECORD.size
@@ -216,7 +216,7 @@ class StatusPage:
         words[_OPS] = number
         return number
 
-    def end(self, number: int) -> None:
+    def end_op(self, number: int) -> None:
         at = RING_AT + (number - 1) % RECORDS * RECORD.size
         if WORD.unpack_from(self._memory, at)[0] == number:  # else a later record has replaced it
             took_ns = time.monotonic_ns() - WORD.unpack_from(self._memory, at + BEGAN_AT)[0]

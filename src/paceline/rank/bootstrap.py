@@ -138,7 +138,7 @@ def run_script(arguments: Sequence[str], *also: ScriptListener) -> NoReturn:
             stops.watch_frameworks()
         on_success = [
             install_script_probes(HangGuard.of_process(), UnresumableScriptWarner(stops), *also),
-            stops.succeed,
+            stops.remove_resume_records,
         ]
     try:
         _run(arguments)
@@ -309,7 +309,7 @@ def attach_to_agent(plan: NodePlan, env: Mapping[str, str]) -> None:
         if is_first:
             start_agent(address, plan)
         attachment = AgentConnection(rank, address, (page_fd, record_fd), first=is_first, several_nodes=plan.nodes > 1)
-        guard = HangGuard.create_observed(page_fd, record_fd).start().watch_torch()
+        guard = HangGuard.create_attached(page_fd, record_fd).start().watch_torch()
         guard.leave = attachment.report_exit
     except Exception as error:
         if is_first:

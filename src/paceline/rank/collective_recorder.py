@@ -83,7 +83,7 @@ class GroupRecord:
     """The calls over one process group.
 
     Collectives are numbered per group, from 1, and a call counts once. Torch's numbers also rise with messages to a
-    peer, and rise by several for calls that torch composes of others (`GroupRecord.to_own_number`).
+    peer, and rise by several for calls that torch composes of others (`GroupRecord.to_own_sequence_number`).
     """
 
     name: str
@@ -103,7 +103,7 @@ class GroupRecord:
     """Record and number of NCCL calls that may be in flight: NCCL returns as soon as the GPU has queued the call."""
     message_total: int = 0  # number of sent and received messages
 
-    def to_own_number(self, number: int) -> int | None:
+    def to_own_sequence_number(self, number: int) -> int | None:
         """Our number for torch's number; None inside a composed call, or if the call is too old."""
         if len(self.composed_spans) == self.composed_spans.maxlen and number <= self.composed_spans[0][0]:
             return None
@@ -130,18 +130,18 @@ class GroupRecord:
         if self.can_poll and hasattr(result, "is_completed"):
             self.pending_works.append((begun.record, weakref.ref(result)))
         elif self.can_poll:
-            page.end(begun.record)
+            page.end_op(begun.record)
         else:
             self.enqueued_calls.append((begun.record, begun.number))
             if len(self.enqueued_calls) > RECORDS // 2:  # old enough to count as completed
-                page.end(self.enqueued_calls.popleft()[0])
+                page.end_op(self.enqueued_calls.popleft()[0])
 
     def end_enqueued(self, pending: Collection[tuple[str, int]], page: StatusPage) -> None:
         for entry in [*self.enqueued_calls]:
             if (self.name, entry[1]) not in pending:
                 with suppress(ValueError):  # removed meanwhile by the main thread
                     self.enqueued_calls.remove(entry)
-                page.end(entry[0])
+                page.end_op(entry[0])
 
     def end_completed_calls(self, page: StatusPage) -> None:
         """End the records of completed asynchronous calls, up to the first that is still in flight."""
@@ -151,7 +151,7 @@ class GroupRecord:
             if work is not None and not work.is_completed():  # None: no code can wait for it
                 self.pending_works.appendleft(entry)
                 return
-            page.end(entry[0])
+            page.end_op(entry[0])
 
 
 @dataclass(frozen=True)
@@ -297,7 +297,7 @@ class CollectiveRecorder:
             if work is not None:
                 begun.group.pending_works.append((begun.record, weakref.ref(work)))
             elif not failed:  # the record of a failed call stays in flight
-                self._page.end(begun.record)
+                self._page.end_op(begun.record)
         except Exception as error:
             self._warn_once(error)
 
@@ -421,7 +421,7 @@ class CollectiveRecorder:
             self._current.append((call, seq))
             if self.marker is not None:
                 self.marker.record_call(group.name, len(group.members), call.order_hash, call.text)
-        return self._page.begin_text(seq, peer, call.text)
+        return self._page.begin_encoded_op(seq, peer, call.text)
 
     def _describe_call(self, name: str, rule: CallArgumentRule, tensor_arg: Any, group: str) -> CachedCall:
         caller_site = call_site(sys._getframe(3))  # pyright: ignore[reportPrivateUsage]

@@ -146,7 +146,7 @@ def _flight_recorder_ops(groups: Mapping[str, GroupRecord]) -> list[TimedOp]:
         group, is_gloo = entry["process_group"][0], entry["profiling_name"].startswith("gloo:")
         # gloo counts messages with collectives, but does not record them; NCCL counts them separately
         number = entry["op_id"] if is_gloo else entry["collective_seq_id"]
-        our_number = groups[group].to_own_number(number) if group in groups else number
+        our_number = groups[group].to_own_sequence_number(number) if group in groups else number
         of_earlier_group = number > newest_numbers.get(group, number)
         if not (entry["is_p2p"] or our_number is None or of_earlier_group):
             recorded.append((entry["time_created_ns"] + to_monotonic, _op(entry, group, our_number)))

@@ -54,8 +54,8 @@ def patch_hf_trainer(stops: StepStopHandler, module: str) -> None:
         is_search = (args[0] if args else kwargs.get("trial")) is not None  # for hyperparameters: it trains many times
         if getattr(arguments, "save_only_model", False):
             stops.warn("save_only_model=True leaves the optimizer out of its checkpoints")
-        elif not is_search and stops.can_begin:
-            training = stops.open(Path(arguments.output_dir).resolve())
+        elif not is_search and stops.can_install_handlers:
+            training = stops.register_training(Path(arguments.output_dir).resolve())
         if training is None:
             return original(trainer, resume_from_checkpoint, *args, **kwargs)
         if (checkpoint := _checkpoint_of_stop(stops, training)) is not None:
@@ -73,12 +73,12 @@ def patch_hf_trainer(stops: StepStopHandler, module: str) -> None:
 def _checkpoint_of_stop(stops: StepStopHandler, training: ResumableTraining) -> Path | None:
     """The newest whole checkpoint of this training; None if it was not stopped."""
     if (record := training.stopped) is None:
-        training.compare(None)
+        training.check_same_checkpoint(None)
         return None
     world_sizes = {record.world_size, int(os.environ["WORLD_SIZE"])}
     checkpoints = reversed(numbered_files(training.folder, TRAINER_CHECKPOINT).values())
     checkpoint = next((path for path in checkpoints if _is_whole(path, training.name, world_sizes)), None)
-    training.compare(checkpoint)
+    training.check_same_checkpoint(checkpoint)
     if checkpoint is None:
         stops.say(f"warning: {training.folder} has no whole checkpoint of the stopped training: not resumed")
     else:
@@ -111,7 +111,7 @@ def _trainer_callback(stops: StepStopHandler, trainer: Any, training: ResumableT
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if training.stopped is not None:
                 _restore_callbacks(trainer.callback_handler.callbacks, state.stateful_callbacks)
-            stops.begin()
+            stops.install_handlers()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             self.is_stopping = stops.end_step() and not control.should_training_stop  # the last step ends it anyway
@@ -129,7 +129,7 @@ def _trainer_callback(stops: StepStopHandler, trainer: Any, training: ResumableT
             if self.is_stopping and not control.should_training_stop:  # an evaluation may also end the training
                 trainer.accelerator.wait_for_everyone()
                 trainer.callback_handler.on_train_end(args, state, control)
-                training.record(state.global_step)
+                training.record_saved_step(state.global_step)
                 stops.exit_saved(f"in {training.folder} after step {state.global_step}")
 
     return StopAfterStep()
@@ -152,8 +152,8 @@ def patch_accelerate(stops: StepStopHandler, module: str) -> None:
 
     @stops.report_hook_error()
     def begin(_: Any, accelerator: Any, *__: Any, **___: Any) -> None:
-        if stops.can_begin and RESUMES.search(read_main_script()):
-            stops.begin()
+        if stops.can_install_handlers and RESUMES.search(read_main_script()):
+            stops.install_handlers()
             if any(getattr(loader, "synchronized_generator", None) is not None for loader in accelerator._dataloaders):
                 stops.warn(
                     "Accelerate saves no order of samples without DataLoaderConfiguration(use_seedable_sampler=True)"
@@ -161,8 +161,8 @@ def patch_accelerate(stops: StepStopHandler, module: str) -> None:
 
     @stops.report_hook_error()
     def end_step(folder: Any, accelerator: Any, *_: Any, **__: Any) -> None:
-        if stops.can_begin:
-            stops.begin()
+        if stops.can_install_handlers:
+            stops.install_handlers()
         if not accelerator.sync_gradients:
             stops.warn("save_state in an accumulation window leaves out the gradients of the window")
         elif stops.end_step():
@@ -189,7 +189,7 @@ def patch_lightning_trainer(stops: StepStopHandler, module: str) -> None:
     def fit(trainer: Any, *args: Any, **kwargs: Any) -> Any:
         folder = Path(trainer.default_root_dir).resolve() / FOLDER
         has_all_ranks = trainer.world_size == int(os.environ["WORLD_SIZE"])
-        training = stops.open(folder) if stops.can_begin and has_all_ranks else None
+        training = stops.register_training(folder) if stops.can_install_handlers and has_all_ranks else None
         if training is None:
             return original(trainer, *args, **kwargs)
         call = signature.bind(trainer, *args, **kwargs)
@@ -205,7 +205,7 @@ def patch_lightning_trainer(stops: StepStopHandler, module: str) -> None:
         finally:
             trainer.callbacks.remove(callback)
         if callback.files_saved:
-            training.record(callback.step, callback.files_saved)
+            training.record_saved_step(callback.step, callback.files_saved)
             stops.exit_saved(f"in {folder} after step {callback.step}")
         return result
 
@@ -226,7 +226,7 @@ def _lightning_callback(stops: StepStopHandler, package: str) -> Any:
                 self._random_file = training.stopped.files[1 + stops.rank]
 
         def setup(self, trainer: Any, module: Any, stage: str) -> None:
-            self._training.compare(self._training.stopped)
+            self._training.check_same_checkpoint(self._training.stopped)
 
         def on_train_start(self, trainer: Any, module: Any) -> None:
             trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self] + [self]
@@ -236,7 +236,7 @@ def _lightning_callback(stops: StepStopHandler, package: str) -> Any:
             self._is_resumable, self.step = True, trainer.global_step
             if self._training.stopped is not None:
                 _skip_batches(trainer.fit_loop)
-            stops.begin()
+            stops.install_handlers()
 
         def on_train_batch_start(self, trainer: Any, module: Any, *args: Any) -> None:
             if self._random_file:

@@ -70,7 +70,7 @@ class HangGuard:
         return HangGuard._instance
 
     @classmethod
-    def create_observed(cls, page: int, record: int) -> HangGuard:
+    def create_attached(cls, page: int, record: int) -> HangGuard:
         """Make the guard for an agent that did not start this process. The agent reads the page and the record."""
         HangGuard._instance = guard = cls(StatusPage(page), on=True)
         guard.record = record
@@ -130,7 +130,7 @@ class HangGuard:
         """The agent's reason as JSON, if it has unblocked this rank; else empty."""
         return (self.page.agent_message().decode(errors="replace") or "{}") if self.page.get("released") else ""
 
-    def check_unblocked(self) -> None:
+    def check_not_released(self) -> None:
         """Raise StallError if the agent has unblocked this rank: results of collectives since then are invalid.
 
         NCCL returns from an aborted collective without an error. Call this after the host has read a result, and before
@@ -292,7 +292,7 @@ class ProcessGroupSockets:
 
     Gloo cannot abort (torch's `abort` unblocks nothing), but its sockets belong to this process. Shutting them down
     makes the blocked call raise a RuntimeError within milliseconds. NCCL's groups can be aborted. Their waiting calls
-    return *without an error*, with undefined data in the buffers (`HangGuard.check_unblocked` detects this).
+    return *without an error*, with undefined data in the buffers (`HangGuard.check_not_released` detects this).
 
     Gloo's sockets are those that torch opened while it made the process group: gloo connects all pairs then, and the
     store has connected before. Connections of the store and of the user are therefore never closed, except one that a

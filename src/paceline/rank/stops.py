@@ -2,11 +2,11 @@
 
 The hook of a framework (rank/framework_stops.py) reports each step after which the script can save and end:
 
-    training = stops.open(folder)    # None: it could not resume. `training.stopped` is the stop to resume from
-    stops.begin()                    # from now on, a stop request takes effect after a step
-    if stops.end_step(): ...         # all ranks get True for the same step: save, then
-    training.record(step)            # the same command will resume
-    stops.exit_saved("in ...")       # end with exit code 75
+    training = stops.register_training(folder)  # None: it could not resume. It resumes from `training.stopped`
+    stops.install_handlers()                    # from now on, a stop request takes effect after a step
+    if stops.end_step(): ...                    # all ranks get True for the same step: save, then
+    training.record_saved_step(step)            # the same command will resume
+    stops.exit_saved("in ...")                  # end with exit code 75
 
 After a stop request, a rank waits after its next step until the coordinator has chosen the last step
 (launch/agent/cluster.py). Without a request, a step costs a few memory accesses and no message.
@@ -94,13 +94,13 @@ class StepStopHandler:
     # ---- the step ----
 
     @property
-    def can_begin(self) -> bool:
+    def can_install_handlers(self) -> bool:
         """Whether stop requests can take effect after a step: not if the script handles a stop signal itself."""
         handlers = {signal.getsignal(number) for number in SIGNALS}
         is_main = threading.current_thread() is threading.main_thread()
         return self.begun or (is_main and handlers <= {signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler})
 
-    def begin(self) -> None:
+    def install_handlers(self) -> None:
         self.begun = True
         for number in SIGNALS:  # at each call: Lightning restores the previous handlers after a training
             if signal.getsignal(number) is not signal.SIG_IGN:
@@ -134,7 +134,7 @@ class StepStopHandler:
         self.say(f"stopped and saved {where}; {resumes}")
         raise SystemExit(int(ExitCode.SAVED))
 
-    def open(self, folder: Path) -> ResumableTraining | None:
+    def register_training(self, folder: Path) -> ResumableTraining | None:
         """The training that begins and saves in this folder. None if this command has trained in it before.
 
         A later training could not resume: the same command begins with the first one, which saves in this folder again.
@@ -146,7 +146,7 @@ class StepStopHandler:
         self._trainings[folder] = ResumableTraining(self, folder)
         return self._trainings[folder]
 
-    def succeed(self) -> None:
+    def remove_resume_records(self) -> None:
         for training in self._trainings.values():
             training.forget()
 
@@ -189,7 +189,7 @@ class ResumableTraining:
             self._stops.say(f"warning: {before}: the global batch and the result are different")
         return record
 
-    def compare(self, chosen: object) -> None:
+    def check_same_checkpoint(self, chosen: object) -> None:
         """Check that all nodes have found the same checkpoint. Call it on all ranks, which have a process group."""
         if os.environ["WORLD_SIZE"] != os.environ["LOCAL_WORLD_SIZE"]:
             distributed: Any = sys.modules["torch.distributed"]
@@ -198,7 +198,7 @@ class ResumableTraining:
             if any(other != chosen for other in choices):
                 raise UsageError(code="stop-record-not-shared", folder=self.folder)
 
-    def record(self, step: int, files: Sequence[str] = ()) -> None:
+    def record_saved_step(self, step: int, files: Sequence[str] = ()) -> None:
         """Record that all ranks have saved this step in the folder, to resume. `files`: see ResumeRecord."""
         if self._stops.rank == 0:
             before = reading.read_json_if_readable(self.folder / RECORD, ResumeRecord)
@@ -220,7 +220,7 @@ class UnresumableScriptWarner(ScriptListener):
         self._stops, self._looks = stops, True
 
     def on_step_end(self, optimizer: Any) -> None:
-        if self._looks and not self._stops.begun and self._stops.can_begin:
+        if self._looks and not self._stops.begun and self._stops.can_install_handlers:
             self._stops.warn(
                 "paceline stops and resumes Trainer, Lightning, scripts with save_state and load_state of Accelerate, "
                 "and paceline.session"

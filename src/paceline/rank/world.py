@@ -95,7 +95,7 @@ class World:
         return self.shares(virtual_ranks)[self.rank]
 
     @cached_property
-    def is_leader(self) -> bool:
+    def is_replica_leader(self) -> bool:
         """Whether this rank computes the loss for the ranks that work on the same samples, and reports for them."""
         pipeline = self.along("pipeline")
         return pipeline.rank == pipeline.size - 1 and all(self.along(name).rank == 0 for name in ("context", "tensor"))

@@ -163,7 +163,7 @@ class LiveReader:
         self._steps: deque[Step] = deque(maxlen=MAX_HISTORY)
         self._saved: int | None = None
 
-    def read(self, attempt: Path | None) -> RunSnapshot:
+    def read_snapshot(self, attempt: Path | None) -> RunSnapshot:
         """Read the current state; `attempt` is the folder of the newest start."""
         if attempt != self._attempt:
             self._attempt, self._seen_live, self._live_seconds = attempt, False, float("-inf")

@@ -168,7 +168,7 @@ class ProgressLine:
         self._line, self._drawn = "", 0  # characters of the line on the screen
         self._is_line_start, self._is_shown, self._due_seconds = True, True, -math.inf
 
-    def show(self, text: str) -> None:
+    def print_above(self, text: str) -> None:
         if not text:
             return
         self._stream.write(f"{self._erase_sequence()}{text}")

@@ -142,7 +142,7 @@ class SessionConfig:
         }
 
     @property
-    def settings_outside_definition(self) -> dict[str, Any]:
+    def operational_settings(self) -> dict[str, Any]:
         """The settings that do not define the result, by their names in config.toml."""
         return {
             "checkpoint_every": self.checkpoint_every, "keep_checkpoints": self.keep_checkpoints,

@@ -82,7 +82,7 @@ class LoopChecks:
             self._fingerprints[id(data)] = (data, fingerprint, loader.data_checksum() if can_probe else None)
         return fingerprint
 
-    def values_to_compare(self, loader: Loader) -> None:
+    def set_compared_values(self, loader: Loader) -> None:
         """Compare values that must be equal on all ranks in this step. `_compared_names` has their names."""
         position = self._position
         data = self._fingerprints[id(loader.dataset)][2] or 0
@@ -120,7 +120,7 @@ class LoopChecks:
 
     def _note_added(self, module: Any, *_: Any) -> None:
         for part in self._state.models:
-            part.on_parameters_added(module)
+            part.on_module_changed(module)
 
     def _check_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         """Hook of torch before each optimizer step: raise UsageError for an optimizer that was not prepared.
@@ -155,7 +155,7 @@ class LoopChecks:
         finally:
             hook.remove()
 
-    def check_losses(self, *, begins: bool, follows: bool) -> None:
+    def check_loss_inputs(self, *, begins: bool, follows: bool) -> None:
         """In steps 1, 2, 4, 8, ... (`begins`) and the step after each: check foreign tensors and weights of losses."""
         if self._world.size == 1 and self._step.has_one_body:
             return
@@ -166,7 +166,7 @@ class LoopChecks:
         except UsageError:
             self._state.is_damaged = True
             raise
-        self._foreign_tensors.keep(leaves if begins else ())
+        self._foreign_tensors.record_versions(leaves if begins else ())
 
     def _check_loss_weights(self) -> None:
         means = [
@@ -206,7 +206,7 @@ class UnpreparedTensorTracker:
                 )
         self._seen, self._others = {}, {}
 
-    def keep(self, leaves: Sequence[Tensor]) -> None:
+    def record_versions(self, leaves: Sequence[Tensor]) -> None:
         self._seen = {id(leaf): (weakref.ref(leaf), leaf._version) for leaf in leaves}  # pyright: ignore[reportPrivateUsage]
         tensors = find_all_instances(Tensor) if leaves else []
         others = (t for t in tensors if t.requires_grad and t.is_leaf and id(t) not in self._seen)

@@ -82,11 +82,11 @@ class Loader:
         self.found_accumulation: int | None = None
         """with micro_batch="auto": the number of micro-batches per virtual rank and step"""
 
-    def split(self, accumulation: int) -> None:
+    def set_accumulation(self, accumulation: int) -> None:
         self.plan = replace(self.plan, accumulation=accumulation)
         self.is_unsplit, self.found_accumulation = False, accumulation
 
-    def dummy_batches(self, share: range) -> Callable[[int], MicroBatch]:
+    def make_dummy_batch_function(self, share: range) -> Callable[[int], MicroBatch]:
         with preserve_generator_states():
             index = index_of_largest_sample(self.dataset, self.plan.seed, self.loading)
 
@@ -179,7 +179,7 @@ class Loader:
         restore_global_random_states(saved_position)
         order = SampleOrder(self.existing, short, draws_seed=self._sampler.begin_epoch())
         if "at_checkpoint" in saved_position:  # an evaluation in the epoch may have drawn from them
-            order.has(saved_position["drawn"] - 1)
+            order.has_batch(saved_position["drawn"] - 1)
             restore_global_random_states(saved_position["at_checkpoint"])
         if is_training:
             self._streams = {name: value for name, value in saved_position.items() if name not in CHECKPOINT_KEYS}
@@ -190,7 +190,7 @@ class Loader:
             )
         if "at_checkpoint" in saved_position:  # changes by the loop during the epoch
             self._sampler.restore(saved_position["at_checkpoint"]["sampler"])
-        p, samples = self.plan, self.existing.batch_size or (len(order.batch_indices(0)) if order.has(0) else 1)
+        p, samples = self.plan, self.existing.batch_size or (len(order.batch_indices(0)) if order.has_batch(0) else 1)
         plan = DataLoaderEpochPlan(
             p.num_samples, samples, p.virtual_ranks, p.accumulation, p.seed, p.shuffle, p.last_batch, order, steps or 1
         )
@@ -200,7 +200,7 @@ class Loader:
 
     def training_batches(self, plan: BatchPlan, share: range, epoch: int, start: int) -> Generator[MicroBatches]:
         """For each step of an epoch from `start` on: the micro-batches of this rank."""
-        steps = takewhile(self.order.has, count(start)) if self.order else iter(range(start, len(self)))
+        steps = takewhile(self.order.has_batch, count(start)) if self.order else iter(range(start, len(self)))
         work = map(partial(plan_rank_micro_batches, plan, epoch, share=share), steps)
         is_counted = self.loading.collate is not None
         with closing(load_planned_batches(self.dataset, work, plan.seed, self._counting())) as loaded:
@@ -209,7 +209,7 @@ class Loader:
                     self.order.needed = step[0].work.step - 1
                 yield [_with_count(batch) for batch in step] if is_counted else step
 
-    def load_again(self, plan: BatchPlan, epoch: int, step: int, virtual_rank: int) -> MicroBatch | None:
+    def reload_micro_batch(self, plan: BatchPlan, epoch: int, step: int, virtual_rank: int) -> MicroBatch | None:
         batch = load_micro_batch_for_audit(self.dataset, self._counting(), plan, epoch, step, virtual_rank)
         return batch if batch is None or self.loading.collate is None else _with_count(batch)
 
@@ -247,22 +247,22 @@ class Loader:
         """
         if self.order is None:
             return batch + 1 == len(self)
-        return self._is_torchs and not self.order.has(batch + 1)
+        return self._is_torchs and not self.order.has_batch(batch + 1)
 
     def checkpoint_position(self, where: Mapping[str, int], world: World | None) -> Any:
         """The state of the order for a checkpoint, without the number of the batch (a collective with a `world`)."""
         if self.order is None:
             return None
         assert self._sampler is not None
-        order_hash, num_drawn = self.order.hash_at(where["batch"] - 1), self.order.num_drawn
+        order_hash, num_drawn_batches = self.order.hash_at(where["batch"] - 1), self.order.num_drawn_batches
         current_state = {**global_random_states(), "sampler": self._sampler.capture()}
-        return {**self._streams, "order": order_hash, "drawn": num_drawn, "at_checkpoint": current_state}
+        return {**self._streams, "order": order_hash, "drawn": num_drawn_batches, "at_checkpoint": current_state}
 
     @staticmethod
     def draw_first_evaluation_batches(plan: BatchPlan) -> None:
         """Draw the first batches of an evaluation."""
         if isinstance(plan, DataLoaderEpochPlan) and plan.order is not None:
-            plan.order.has(COMPARED_BATCHES - 1)
+            plan.order.has_batch(COMPARED_BATCHES - 1)
 
     def evaluation_batches(self, plan: BatchPlan, world: World) -> Generator[tuple[Any, int]]:
         """This rank's part of each batch, unless it is empty, with the size of the batch (a collective)."""
@@ -270,7 +270,7 @@ class Loader:
         order = drawn_order if self.existing is not None and not is_sequential(self.existing) else None
         if order is not None:
             check_equal(SAME_ORDER, order.hash_at(COMPARED_BATCHES - 1), world)
-        steps = takewhile(drawn_order.has, count()) if drawn_order else iter(range(len(self)))
+        steps = takewhile(drawn_order.has_batch, count()) if drawn_order else iter(range(len(self)))
         sizes: dict[int, int] = {}
 
         def work() -> Generator[list[MicroBatchPlan]]:
@@ -290,7 +290,7 @@ class Loader:
                     yield batch, size
                 elif batch.samples:
                     yield batch.batch, size
-        if order is not None and order.has(COMPARED_BATCHES):
+        if order is not None and order.has_batch(COMPARED_BATCHES):
             check_equal(SAME_ORDER, order.hash_at(10**12), world)
 
 

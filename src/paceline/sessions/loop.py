@@ -98,7 +98,7 @@ class TrainingLoop:
         self._page.enter(Phase.USER)
 
     @property
-    def collective_position(self) -> tuple[int, ...]:
+    def common_position(self) -> tuple[int, ...]:
         """The position of the loop, which is equal on all ranks that call a collective."""
         return self._run.progress.step, self.position.epoch, int(self.in_epochs)
 
@@ -183,7 +183,7 @@ class TrainingLoop:
                 self._begins_check, self._ends_check = number & (number - 1) == 0, (number - 1) & (number - 2) == 0
                 step.checks_losses = self._begins_check or self._ends_check
                 if run.world.size > 1:
-                    self.checks.values_to_compare(loader)
+                    self.checks.set_compared_values(loader)
                 run.progress.micro_batches = micro_batches
                 numbers, proves = list[dict[str, float]](), False
                 for batch in step.run_micro_batches(position, micro_batches, one_each=one_each):
@@ -243,7 +243,7 @@ class TrainingLoop:
         portion = math.ceil(plan.global_batch / plan.virtual_ranks)
         gather = partial(all_gather_object, world=run.world)
         self.search = search = MicroBatchSearch([part.replica for part in state.models], run.world, portion, gather)
-        load, self.in_trial = loader.dummy_batches(run.share), True
+        load, self.in_trial = loader.make_dummy_batch_function(run.share), True
         if iterators := find_wrapping_iterators(sys._getframe(1)):  # pyright: ignore[reportPrivateUsage]
             with raise_on_all_ranks(run.world):
                 raise UsageError(code="micro-batch-in-iterator", names=", ".join(iterators))
@@ -263,7 +263,7 @@ class TrainingLoop:
             if names := find_counted_numbers(*numbers):  # the loop would train with them
                 found = search.accumulation
                 raise UsageError(code="micro-batch-trial-counted", names=", ".join(names), accumulation=found)
-        loader.split(search.accumulation)
+        loader.set_accumulation(search.accumulation)
         run.print(search.describe("micro_batch='auto'", "accumulation="))
 
     def _try(self, batch: MicroBatch) -> Generator[Any]:
@@ -289,7 +289,7 @@ class TrainingLoop:
             search.meter.remove_limit()  # or the generator may not be closed yet
             samples = search.size if in_trial else samples
         where, replicas = "a trial" if in_trial else str(self.position), [part.replica for part in self._state.models]
-        compute = self.step.forward_again(micro_step, error) if micro_step and search is None else None
+        compute = self.step.make_forward_retry(micro_step, error) if micro_step and search is None else None
         return explain_out_of_memory(replicas, self._run.world, where, samples, compute, search)
 
     def _begin_loop(self, loader: Loader) -> BatchPlan | None:
@@ -309,7 +309,7 @@ class TrainingLoop:
                 raise error_for_this_rank(UsageError(code=code), self._run.world)
             if loader.loading.worker_init_fn is not None:
                 raise error_for_this_rank(UsageError(code="audit-with-worker-init"), self._run.world)
-            self.step.audits.use(loader.load_again, plan)
+            self.step.audits.set_batch_source(loader.reload_micro_batch, plan)
         self._resumed, self.position.batch, self._loader, self._at_end = None, start, loader, False
         self.step.left = None
         stream: Any = loader if loader.is_stream else None
@@ -362,7 +362,7 @@ class TrainingLoop:
         self.is_open = True
         definition = self._definition()
         processes = f"{plural(run.world.size, 'process', 'processes')} on {device_name(run.world.device)}"
-        words = f"strategy {config.strategy}; {plan.size_text}; {batch_line(plan, run.world.size)}"
+        words = f"strategy {config.strategy}; {plan.epoch_size_text}; {batch_line(plan, run.world.size)}"
         run.print(f"{config.program_name}: {processes}, {words}")
         if config.audit_every is not None and run.observer is None:
             run.print(describe_audit_interval(config.audit_every, run.world))
@@ -385,7 +385,7 @@ class TrainingLoop:
                 from paceline.config.settings import dump_settings_that_are_set  # most sessions have no folder
 
                 run_folder.write_settings(
-                    place.folder, dump_settings_that_are_set(settings | config.settings_outside_definition)
+                    place.folder, dump_settings_that_are_set(settings | config.operational_settings)
                 )
         progress.open_run(
             state.models, plan, run.share, self._facts,
@@ -440,7 +440,7 @@ class TrainingLoop:
     ) -> None:
         state, position, progress = self._state, self.position, self._run.progress
         if self.step.checks_losses:
-            self.checks.check_losses(begins=self._begins_check, follows=self._ends_check)
+            self.checks.check_loss_inputs(begins=self._begins_check, follows=self._ends_check)
         done = self.step.end()
         batch = position.batch
         stream = progress.stream

@@ -56,7 +56,7 @@ class SampleOrder:
         self._is_over, self.needed = False, 0  # `needed`: the first batch that a reader may still request
         self._whole, self._rest = short or (None, 0)
 
-    def has(self, batch: int) -> bool:
+    def has_batch(self, batch: int) -> bool:
         """Whether the epoch has this batch; draws up to it."""
         while self._next <= batch and not self._is_over:
             if (samples := next(self._batches, None)) is None:
@@ -74,12 +74,12 @@ class SampleOrder:
         return batch < self._next
 
     @property
-    def num_drawn(self) -> int:
+    def num_drawn_batches(self) -> int:
         """Number of batches requested from the sampler so far. At the end it is one more than the epoch has."""
         return self._next + self._is_over
 
     def batch_indices(self, batch: int) -> Tensor:
-        if batch >= self._next and not self.has(batch):
+        if batch >= self._next and not self.has_batch(batch):
             raise IndexError(f"batch {batch} of an epoch of {self._next} batches")
         return self._drawn[batch][0]
 
@@ -87,7 +87,7 @@ class SampleOrder:
         """The hash of all samples up to this batch, in order; 0 before the first batch."""
         if batch < 0:
             return 0
-        if batch not in self._drawn and not self.has(batch):
+        if batch not in self._drawn and not self.has_batch(batch):
             return self._hash
         return self._drawn[batch][1]
 

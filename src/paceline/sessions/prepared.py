@@ -84,7 +84,7 @@ class PreparedOptimizer:
         return {**settings, **classes, "given": self._given, "extra": extra}
 
     def load_json_state(self, saved: Mapping[str, Any]) -> None:
-        """Restore the result of `numbers`, and print the settings that the script has changed since."""
+        """Restore the result of `json_state`, and print the settings that the script has changed since."""
         for key, value in (("class", self.optimizer), ("scheduler_class", self.scheduler)):
             name = type(value).__name__
             if (of_checkpoint := saved.get(key, name)) != name:
@@ -129,10 +129,10 @@ class PreparedOptimizer:
         loss = closure() if closure is not None else None
         self.optimizer._opt_called = True
         gate = self.part.gate
-        if gate.may_update(self.part, self.number):
+        if gate.begin_update(self.part, self.number):
             if gate.micro_step is not None:
                 gate.micro_step.has_failed = True  # until the end: an error here leaves an incomplete step
-            grads = self.part.before_update()
+            grads = self.part.check_before_update()
             if gate.observer is not None:
                 gate.observer.on_update(self.part)
             self._update()
@@ -217,7 +217,7 @@ class PreparedModel(ModelInTraining):
                     "a model is evaluated in training mode, with dropout or batch statistics. Call model.eval()"
                 )
             elif module is replica.model and not module.training and has_rank_buffers:
-                gate.check_merged_buffers()
+                gate.check_evaluation()
 
         depends_on_mode = is_mode_dependent(replica.model)
         has_float_buffers = any(buffer.is_floating_point() for buffer in replica.model.buffers())
@@ -253,7 +253,7 @@ class PreparedModel(ModelInTraining):
         self._untrained = [p for p in self._parameters if not any(id(p) in own for own in trained)]
         self._trained = [[i for i, p in enumerate(self._parameters) if id(p) in own] for own in trained]
 
-    def has_stepped(self, numbers: Sequence[int]) -> bool:
+    def has_optimizer_among(self, numbers: Sequence[int]) -> bool:
         return any(opt.number in numbers for opt in self.optimizers)
 
     def learning_rates(self) -> list[float]:
@@ -310,7 +310,7 @@ class PreparedModel(ModelInTraining):
             grad is not None and (grad is not before or version != then) for (grad, version), (before, then) in pairs
         )
 
-    def after_backward(self, reached: bool) -> None:
+    def set_gradients_aside(self, reached: bool) -> None:
         """After a backward, except the last of the step. If it has not `reached` the model, .grad does not change."""
         grads = self.current_gradients()
         self.aside = grads if any(map(is_present, grads)) else None
@@ -398,7 +398,7 @@ class PreparedModel(ModelInTraining):
         return numbers | adapters | (self.scale.json_state() if self.scale else {})
 
     def load_json_state(self, state: Mapping[str, Any], number: int = 0) -> None:
-        """Restore the result of `numbers` for one of its optimizers."""
+        """Restore the result of `json_state` for one of its optimizers."""
         if self.scale is not None:
             self.scale.load_json_state(state)
         frozen = {*state.get("frozen", ())}
@@ -406,7 +406,9 @@ class PreparedModel(ModelInTraining):
             if name in frozen:  # the script froze it in a part that does not run again
                 parameter.requires_grad_(False)
         if self.adapters is not None and "adapters" in state and number == 0:
-            self.adapters, is_same = self.adapters.resumed(msgspec.convert(state["adapters"], type(self.adapters)))
+            self.adapters, is_same = self.adapters.with_saved_digests(
+                msgspec.convert(state["adapters"], type(self.adapters))
+            )
             if not is_same:
                 self.gate.notes.once(
                     "the base weights of the adapter differ from those of the saved run, which the checkpoint restores"
@@ -424,7 +426,7 @@ class PreparedModel(ModelInTraining):
 
     # called by its optimizers
 
-    def before_update(self) -> Grads:
+    def check_before_update(self) -> Grads:
         """Before an update: check that `s.backward` made the gradients, and that ranks agree. Returns the gradients."""
         gradients: Grads = [*map(_grad, self._parameters)]
         if self.last_gradient:
@@ -508,7 +510,7 @@ class PreparedModel(ModelInTraining):
 
     # checks
 
-    def on_parameters_added(self, module: nn.Module) -> None:
+    def on_module_changed(self, module: nn.Module) -> None:
         """A module or parameter was added to `module`."""
         self.must_check = self.must_check or id(module) in self._modules
 

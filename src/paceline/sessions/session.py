@@ -154,7 +154,7 @@ class Session:
         if (part := self._state.find_model(model)) is not None:  # another optimizer, for other parameters
             prepared = prepare_optimizer(part, optimizer, scheduler, self.world)
             count = len(each_optimizer(prepared))
-            self._state.add_optimizers(part, count)
+            self._state.restore_added_optimizers(part, count)
         else:
             self._check_seed()
             factory = STRATEGIES[self._config.strategy]
@@ -380,7 +380,11 @@ class Session:
             The known ones of samples_per_second, tokens_per_second, flops_per_second and mfu (docs/speed.md). Empty in
             the first steps, and under `paceline verify`.
         """
-        return {} if self._observer is not None else self._progress.use.speed(self._progress.throughput.recent_rate())
+        return (
+            {}
+            if self._observer is not None
+            else self._progress.use.throughput_metrics(self._progress.throughput.recent_rate())
+        )
 
     def weights(self, model: nn.Module | None = None) -> dict[str, Tensor]:
         """The state dict of the whole model, with buffers merged over virtual ranks (a collective).
@@ -426,7 +430,7 @@ class Session:
         if self._observer is not None:
             return
         if adapter and part.adapters is not None:
-            self.main(part.adapters.write, target, self._weights(part, part.adapters.names))
+            self.main(part.adapters.write, target, self._weights(part, part.adapters.weight_names))
         else:
             self.main(partial(save, pickled=target.suffix != ".safetensors"), self._weights(part), target)
 
@@ -534,7 +538,7 @@ class Session:
         if 0 < samples < self.size:
             raise UsageError(code="collective-in-evaluation", samples=samples, ranks=self.size)
         self._loop.check_collective_allowed()
-        return self._loop.collective_position
+        return self._loop.common_position
 
     def compute(self, metric: Any) -> Any:
         """Compute a torchmetrics object or collection from the states of all ranks (a collective).
@@ -553,7 +557,7 @@ class Session:
         """
         from paceline.train.metrics import compute_over_ranks
 
-        return compute_over_ranks(metric, self.world, self._loop.collective_position)
+        return compute_over_ranks(metric, self.world, self._loop.common_position)
 
     def main(self, act: Callable[..., Any], *arguments: Any) -> Any:
         """Call `act` on rank 0 while the other ranks wait (a collective).

@@ -90,7 +90,7 @@ class SessionStep(Step):
             return False
         return bool(micro_step.weights) and usual in (None, micro_step.completed_calls)
 
-    def may_update(self, part: ModelInTraining, optimizer: int) -> bool:
+    def begin_update(self, part: ModelInTraining, optimizer: int) -> bool:
         micro_step = self.micro_step
         if micro_step is None:
             return True
@@ -122,7 +122,7 @@ class SessionStep(Step):
         if self.micro_step is not None:
             raise UsageError(code="two-loops-at-once")
 
-    def check_merged_buffers(self) -> None:
+    def check_evaluation(self) -> None:
         if not self.merged and self.micro_step is None:
             raise UsageError(code="evaluated-with-buffers-of-one")
 
@@ -141,7 +141,7 @@ class SessionStep(Step):
         leaves: list[Tensor] = [node.variable for node in nodes if hasattr(node, "variable")]
         return [leaf for leaf in leaves if id(leaf) not in ids and not hasattr(leaf, "named_in_model")]
 
-    def forward_again(self, failed: MicroStep, error: BaseException) -> Callable[[int], None] | None:
+    def make_forward_retry(self, failed: MicroStep, error: BaseException) -> Callable[[int], None] | None:
         """A function that repeats the forward of a failed micro-batch with fewer samples, and a backward.
 
         It cannot repeat the code of the loop. None: this rank does not know the call of the model, or needs others.

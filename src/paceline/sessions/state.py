@@ -72,7 +72,7 @@ class SessionState:
                     part.load_json_state(self.saved_models[part.number], number)
         self.models.append(part)
 
-    def add_optimizers(self, part: PreparedModel, count: int) -> None:
+    def restore_added_optimizers(self, part: PreparedModel, count: int) -> None:
         if self._origin is not None:
             with raise_on_all_ranks(self._world):
                 for number, prepared in [*enumerate(part.optimizers)][-count:]:
@@ -114,7 +114,7 @@ class SessionState:
         if (state := self._saved_loaders.get(str(len(self._loaders)))) is not None:
             loader.restore_sampler(state)
         if loader.is_unsplit and (saved := self._saved_accumulation.get(str(len(self._loaders)))) is not None:
-            loader.split(saved)
+            loader.set_accumulation(saved)
         self._loaders.append(loader)
 
     def check_saveable(self) -> None:

@@ -63,9 +63,9 @@ class StepAuditor:
         self.is_proving = self.is_running = self.is_disputed = False
         """Whether the current step repeats a micro-batch on each rank, is audited, and has different digests."""
 
-    def use(self, load_again: LoadAgain, plan: BatchPlan) -> None:
-        """The next micro-batches are of this plan, and `load_again` loads them."""
-        self._load_again, self._plan = load_again, plan
+    def set_batch_source(self, reload_micro_batch: LoadAgain, plan: BatchPlan) -> None:
+        """The next micro-batches are of this plan, and `reload_micro_batch` loads them."""
+        self._load_again, self._plan = reload_micro_batch, plan
 
     def begin(self, replica: Strategy, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """Begin a step. Returns this rank's micro-batches, with one to repeat (a collective if the step is audited)."""
@@ -86,11 +86,11 @@ class StepAuditor:
             others, self._virtual_rank = divmod(turn, self._plan.virtual_ranks)
             owner = next(r for r, share in enumerate(self._shares) if self._virtual_rank in share)
             self._ranks = owner, (owner + 1 + others % (size - 1)) % size
-            replica.buffers.lend(self._virtual_rank, owner)
-        batch = self.repeated() if rank == self._ranks[1] else None
+            replica.buffers.broadcast_for_audit(self._virtual_rank, owner)
+        batch = self.load_repeated_batch() if rank == self._ranks[1] else None
         return micro_batches if batch is None else [batch, *micro_batches]
 
-    def repeated(self) -> MicroBatch | None:
+    def load_repeated_batch(self) -> MicroBatch | None:
         assert self._load_again is not None
         return self._load_again(self._plan, *self._place, self._virtual_rank)
 

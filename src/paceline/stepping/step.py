@@ -191,7 +191,7 @@ class Step:
                 self.micro_step = MicroStep(batch, batch.work, is_last, rates, is_alone=self._sums.is_alone)
                 self._sums.in_round = 0
                 if self.flop_counter is not None and not self.flop_counter.samples and batch.work.is_counted:
-                    self._counting = self.flop_counter.count_samples(len(batch.work.indices))
+                    self._counting = self.flop_counter.count_flops(len(batch.work.indices))
                     self._counting.__enter__()
                 yield batch
                 self.end_body()
@@ -337,10 +337,10 @@ class Step:
             if (
                 (reached := part.has_received_gradients)
                 and not self.has_one_body
-                and part.has_stepped(micro_step.stepped_optimizers)
+                and part.has_optimizer_among(micro_step.stepped_optimizers)
             ):
                 raise UsageError(code="backward-after-step", number=part.number + 1)
-            part.after_backward(reached)
+            part.set_gradients_aside(reached)
 
     def _synchronise(self, wanted: Sequence[ModelInTraining], finish: AwaitTotals) -> None:
         """Sum the gradients of all models that the backward has reached over ranks (a collective).
@@ -386,7 +386,7 @@ class Step:
         finally:
             torch.set_grad_enabled(records_gradients)
         if not finite:
-            self._guard.check_unblocked()
+            self._guard.check_not_released()
             in_loss, self._result.grad_norm = not math.isfinite(loss), None
             self._result.skip_cause = self._find_nonfinite_cause(reached, None if in_loss else host, in_loss=in_loss)
             for part in reached:
@@ -480,7 +480,7 @@ class Step:
 
     def enter_optimizer_phase(self) -> None:
         """Begin the update. Raises StallError if the guard has unblocked this rank: then the sums are not valid."""
-        self._guard.check_unblocked()
+        self._guard.check_not_released()
         self._enter(Phase.OPTIMIZER)
         self.updating = True
 
@@ -527,7 +527,9 @@ class Step:
         for part in self.parts:
             part.abort_step()
         self._begin_passes()
-        if (batch := audits.repeated()) is not None:  # in the proof each rank repeats its own, and one may have none
+        if (
+            batch := audits.load_repeated_batch()
+        ) is not None:  # in the proof each rank repeats its own, and one may have none
             self._enter_batch(batch, False)
             self.micro_step = MicroStep(batch, batch.work, False, self._rates())
             yield batch
@@ -593,7 +595,7 @@ class Step:
         ranks = sum_over_ranks(flags, "models reached by a backward").tolist()
         for part, count in zip(wanted, ranks, strict=True):
             if not count:
-                part.after_backward(reached=False)
+                part.set_gradients_aside(reached=False)
         return [part for part, count in zip(wanted, ranks, strict=True) if count]
 
     def _begin_passes(self) -> None:

@@ -195,7 +195,7 @@ class StepTotals:
         if self._is_counted:
             self._losses, self._weights = [0.0] * self._virtual_ranks, [0.0] * self._virtual_ranks
             self._is_counted = False
-        if micro_step.work.is_counted and self._world.is_leader:  # of several that compute the same
+        if micro_step.work.is_counted and self._world.is_replica_leader:  # of several that compute the same
             virtual_rank, weight = micro_step.work.virtual_rank, weighed.weight
             if virtual_rank >= self._virtual_ranks:
                 raise UsageError(code="wrong-virtual-ranks", virtual_rank=virtual_rank, rows=self._virtual_ranks)

@@ -93,7 +93,7 @@ class ModelInTraining:
         self.hooks, self._own_hooks = 0, -1
         """hooks on its parameters: the user's, in the last backward; and of all, if none is the user's (else -1)"""
 
-    def has_stepped(self, numbers: Sequence[int]) -> bool:
+    def has_optimizer_among(self, numbers: Sequence[int]) -> bool:
         return self.number in numbers
 
     def begin_step(self) -> None:
@@ -167,7 +167,7 @@ class ModelInTraining:
     def check_between_micro_batches(self) -> None:
         """Between two micro-batches of a step: raise UsageError for a gradient that is not the step's."""
 
-    def after_backward(self, reached: bool) -> None:
+    def set_gradients_aside(self, reached: bool) -> None:
         """After a backward that is not the step's last."""
 
     def discard_backward(self) -> None:

@@ -138,7 +138,7 @@ class Strategy:
                     stack.enter_context(ignore_dummy_batch(self.model, self.parameters))
                 self._inside = stack.pop_all()
         elif not self.buffers.is_idle:
-            self.buffers.enter(work)
+            self.buffers.enter_micro_batch(work)
 
     def leave(self, error: BaseException | None = None) -> None:
         """End the micro-batch that `enter` has begun.
@@ -148,7 +148,7 @@ class Strategy:
         """
         inside, self._inside = self._inside, None
         if inside is None and not self.buffers.is_idle:
-            self.buffers.leave(failed=error is not None)
+            self.buffers.leave_micro_batch(failed=error is not None)
         elif inside is not None:
             inside.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
@@ -317,11 +317,11 @@ class Strategy:
         finally:
             for optimizer in self.optimizers:
                 del vars(optimizer)["found_inf"]
-        self.buffers.swap_copies()
+        self.buffers.swap_saved_copies()
 
     def undo_buffers(self) -> None:
         """Restore the buffers before the last `step_unless`, also if `save_buffers` was called since."""
-        self.buffers.swap_copies()
+        self.buffers.swap_saved_copies()
         self.buffers.restore_copies()
 
     def check_finite_on_all_ranks(self) -> bool:
@@ -393,7 +393,7 @@ class Strategy:
         Args:
             source: the saved state, in memory or on disk.
         """
-        self._load(source if self.parts is None else self.parts.part_source(source))
+        self._load(source if self.parts is None else self.parts.local_shard_source(source))
         if self.average is not None:
             self.average.load(source)
 

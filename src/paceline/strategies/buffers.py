@@ -153,21 +153,21 @@ class VirtualRankBuffers:
         self._counted.clear()
         self._put(next(iter(self._of.values()), {name: b.clone() for name, b in self._initial.items()}))
 
-    def swap_copies(self) -> None:
+    def swap_saved_copies(self) -> None:
         """Set the copies of the last `save_copies` aside, until the next call. They are then the current ones again."""
         self._kept, self._kept_for_repeat = self._kept_for_repeat, self._kept
 
     @contextmanager
     def micro_batch_context(self, work: MicroBatchPlan) -> Generator[None]:
-        self.enter(work)
+        self.enter_micro_batch(work)
         try:
             yield
         except BaseException:
-            self.leave(failed=True)
+            self.leave_micro_batch(failed=True)
             raise
-        self.leave()
+        self.leave_micro_batch()
 
-    def enter(self, work: MicroBatchPlan) -> None:
+    def enter_micro_batch(self, work: MicroBatchPlan) -> None:
         """Load the buffers of this work's virtual rank into the module, until `leave`.
 
         Changes by a dummy batch are dropped, except those of synchronised batch norm: its statistics are global, so
@@ -185,7 +185,7 @@ class VirtualRankBuffers:
             self._put({n: b if n in self._synchronised else b.clone() for n, b in buffers.items()})
         self._inside = work, buffers, dict(self._last_read) if self._integers else {}
 
-    def lend(self, virtual_rank: int, owner: int) -> None:
+    def broadcast_for_audit(self, virtual_rank: int, owner: int) -> None:
         """Let all ranks repeat a micro-batch of a virtual rank with the buffers of its owner (a collective if any)."""
         self._apply_assigned_values()
         buffers = self._of.get(virtual_rank) or self._initial
@@ -193,7 +193,7 @@ class VirtualRankBuffers:
         if buffers:
             broadcast([*self._lent[virtual_rank].values()], owner, "buffers of an audit", self._world.group)
 
-    def leave(self, *, failed: bool = False) -> None:
+    def leave_micro_batch(self, *, failed: bool = False) -> None:
         """End the micro-batch that `enter` has begun. If it has `failed`, its buffers are not read."""
         if self._inside is None:
             return
@@ -368,7 +368,7 @@ class VirtualRankBuffers:
         For buffers in `relative_to_initial`, the sum of (value - initial value).
         """
         partition = partition_virtual_ranks(self._world, self._virtual_ranks)
-        sums = partition.partial_sums(add_optional)
+        sums = partition.make_partial_sums(add_optional)
         zeros = torch.zeros(1, dtype=torch.float64, device=self._world.device)
         start = {name: as_float64(self._initial[name]) for name in names}
         size = sum(flat.numel() for flat in start.values()) + 1
@@ -391,7 +391,7 @@ class VirtualRankBuffers:
         if self._world.size > 1:
             has_samples = torch.tensor([bool(values)], dtype=torch.uint8, device=self._world.device)
             sent = torch.cat([has_samples, own.flatten().view(torch.uint8)])
-            rows = get_communicator(self._world.group).start_gather(sent, "reduced buffers")()
+            rows = get_communicator(self._world.group).start_all_gather(sent, "reduced buffers")()
             # cloned, because a view must be aligned
             values = {i: row[1:].clone().view(own.dtype).view(own.shape) for i, row in enumerate(rows) if row[0]}
             own = reduce_buffer(values, reduction, self._initial[name], self._virtual_ranks)

@@ -76,7 +76,7 @@ class WholeModelView:
         ]
         return {**weights(), **full_weights(self._model, shards, self._world)}
 
-    def part_source(self, source: Source) -> Source:
+    def local_shard_source(self, source: Source) -> Source:
         return LocalShardSource(source, self._shards)
 
 

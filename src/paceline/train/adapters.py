@@ -71,17 +71,17 @@ class Adapters(msgspec.Struct, frozen=True):
         return {str(file.config["peft_type"]) for file in self.files.values()}
 
     @property
-    def names(self) -> list[str]:
+    def weight_names(self) -> list[str]:
         return [name for file in self.files.values() for name in file.tensors.values()] + self.buffers
 
-    def resumed(self, saved: Self) -> tuple[Self, bool]:
+    def with_saved_digests(self, saved: Self) -> tuple[Self, bool]:
         """(These adapters with the digests of a checkpoint, which restores the base; whether the digests are equal)."""
         old = {name: file.base_sha256 for name, file in saved.files.items()}
         files = {n: msgspec.structs.replace(f, base_sha256=old.get(n, f.base_sha256)) for n, f in self.files.items()}
         resumed = msgspec.structs.replace(self, files=files, buffers_sha256=saved.buffers_sha256)
         return resumed, resumed == self
 
-    def missing(self, weights: Mapping[str, Tensor]) -> list[str]:
+    def unsaved_tensors(self, weights: Mapping[str, Tensor]) -> list[str]:
         """The tensors that the training has changed, and the files do not contain. `weights`: see `write`."""
         is_changed = hash_tensors({name: weights[name] for name in self.buffers}) != self.buffers_sha256
         return self.outside + self.buffers * is_changed
@@ -93,7 +93,7 @@ class Adapters(msgspec.Struct, frozen=True):
         An adapter with a name other than "default" has a folder of its name inside. `weights`: the tensors with
         `names`.
         """
-        if missing := self.missing(weights):
+        if missing := self.unsaved_tensors(weights):
             raise UsageError(code="adapter-incomplete", names=first_few(missing, MAX_NAMES))
         written: dict[str, Tensor] = {}
         for adapter, file in self.files.items():

@@ -154,7 +154,7 @@ class CheckpointWriter:
         self.failed = ""
         """Why the last checkpoint could not be written; empty if it could. Set on rank 0 only."""
 
-    def write_status(self) -> tuple[float, float]:
+    def shard_write_status(self) -> tuple[float, float]:
         """The fields `shard_written` and `shard_failed` of ControlFlags for the pending checkpoint."""
         writing = self._writing
         return float(bool(writing and writing.shard)), float(bool(writing and writing.failure))
@@ -365,7 +365,7 @@ class CheckpointManager:
         seconds = self._intervals.checkpoint_seconds
         # only rank 0 reads its clock; otherwise the ranks would save different steps
         is_due = seconds is not None and not self._world.rank and time.monotonic() - self._saved_at >= seconds
-        return *self._checkpoint_writer.write_status(), float(is_due)
+        return *self._checkpoint_writer.shard_write_status(), float(is_due)
 
     def is_due(self, step: int) -> bool:
         """Whether this compares, snapshots or saves the state after `step`, without any vote."""

@@ -29,7 +29,7 @@ class DataProgress:
             start=start, stop=self._total, merged=parts.config.model.batchnorm == "sync",
         )  # fmt: skip
 
-    def load_again(self, plan: BatchPlan, epoch: int, step: int, virtual_rank: int) -> MicroBatch | None:
+    def reload_micro_batch(self, plan: BatchPlan, epoch: int, step: int, virtual_rank: int) -> MicroBatch | None:
         batch = load_micro_batch_for_audit(self._parts.train_set, self._loading, plan, epoch, step, virtual_rank)
         return None if batch is None else split_inputs_and_targets(batch)
 
@@ -39,7 +39,7 @@ class DataProgress:
     def advance(self) -> None:
         """Advance past the batch of a step, before the step is recorded: then a checkpoint may contain it."""
 
-    def find_end(self, record: StepRecord) -> None:
+    def detect_epoch_end(self, record: StepRecord) -> None:
         """Find out whether the epoch has ended (collective)."""
 
     def is_epoch_end(self, step: int) -> bool:
@@ -90,7 +90,7 @@ class StreamProgress(DataProgress):
     def advance(self) -> None:
         self._where["batch"] += 1
 
-    def find_end(self, record: StepRecord) -> None:
+    def detect_epoch_end(self, record: StepRecord) -> None:
         batch, samples = self._where["batch"] - 1, record.result.votes.next_batch_samples
         self._where["ended"] = int(self._stream.is_last_batch(batch, samples))
 

@@ -66,7 +66,7 @@ def evaluate(
         for (virtual_rank, _), (inputs, targets) in zip(work, batches, strict=True):
             forward = partial(call_model, replica.model, inputs)
             outputs = forward() if pipeline is None else pipeline.stage.forward(forward).result
-            if virtual_rank is not None and world.is_leader:
+            if virtual_rank is not None and world.is_replica_leader:
                 for accumulator in accumulators.values():
                     accumulator.add(virtual_rank, outputs, targets)
             tick()

@@ -102,7 +102,7 @@ class Evaluator:
 
     def call_on_step(self, record: StepRecord) -> None:
         self._record = record
-        self.call(self._parts.task.on_step)
+        self.run_callback(self._parts.task.on_step)
 
     def evaluate(self) -> None:
         """Evaluate the state after the last step, and save its weights if they are the best (collective)."""
@@ -114,7 +114,7 @@ class Evaluator:
             result = f"the best was {best.value} after step {best.step}"
             self.ended_early = f"no better {best.name} in {best.since} evaluations: {result}"
             progress.say(f"ends after step {progress.step}: {self.ended_early}")
-        self.call(self._parts.task.on_evaluation)
+        self.run_callback(self._parts.task.on_evaluation)
         progress.throughput.exclude_pause(time.perf_counter() - began)
 
     def evaluate_at_end(self) -> None:
@@ -134,7 +134,7 @@ class Evaluator:
     def end(self) -> None:
         if self._parts.weight_average is not None:
             self._save(AVERAGE_WEIGHTS)
-        self.call(self._parts.task.on_end)
+        self.run_callback(self._parts.task.on_end)
 
     def _save(self, name: str) -> None:
         replica, location = self._parts.replica, self._progress.place
@@ -143,7 +143,7 @@ class Evaluator:
             if self._world.rank == 0 and location is not None:
                 save(weights, location.folder / name)
 
-    def call(self, callback: Callback | None) -> None:
+    def run_callback(self, callback: Callback | None) -> None:
         if callback is None:
             return
         record, world, parts, step = self._record, self._world, self._parts, self._progress.step

@@ -85,7 +85,7 @@ class MicroBatchSearch:
         return 0 if self.is_found else size
 
     def error_of_smallest(self) -> UsageError:
-        return UsageError(code="micro-batch-of-one", samples=self.smallest, **self.facts(self.smallest))
+        return UsageError(code="micro-batch-of-one", samples=self.smallest, **self.error_fields(self.smallest))
 
     def _fitting_size(self) -> int:
         """The largest size that fits on this rank by the last two trials."""
@@ -129,13 +129,13 @@ class MicroBatchSearch:
 
     def describe(self, setting: str, to_repeat: str) -> str:
         """The result in words, for the setting that has started the search and the one that repeats it."""
-        mib = self.facts(self.size)
+        mib = self.error_fields(self.size)
         return (
             f"{setting}: {plural(self.size, 'sample')}, with {mib['activations']:,.0f} MiB of activations. "
             f"{mib['free']:,.0f} MiB were free on this rank. To repeat it: {to_repeat}{self.accumulation}"
         )
 
-    def facts(self, samples: int) -> dict[str, Any]:
+    def error_fields(self, samples: int) -> dict[str, Any]:
         """The fields of an error about a micro-batch of `samples` samples. Sizes are in MiB."""
         is_sharded = any(replica.sharded for replica in self._replicas)
         sizes = self.state_bytes, samples * self.bytes_per_sample, self._free_bytes
@@ -150,7 +150,7 @@ def _sizes(
     by_bytes = {
         "state": state_bytes, "activations": activation_bytes, "free": max(0, free_bytes),
         "by_fsdp": 0 if is_sharded else state_bytes * (ranks - 1) / ranks,
-        "by_recomputation": saved.recomputable * activation_bytes,
+        "by_recomputation": saved.recomputable_fraction * activation_bytes,
     }  # fmt: skip
     one = f", one virtual rank on this rank (--balance) {by_balance:,.1f} MiB of sums and buffers" if by_balance else ""
     return {"ranks": ranks, "by_balance": one, **{name: size / 2**20 for name, size in by_bytes.items()}}
@@ -219,4 +219,4 @@ def explain_out_of_memory(
             return search.error_of_smallest()
         code = "out-of-memory"
     search = search or MicroBatchSearch(replicas, world, samples, lambda size: [size])
-    return TrainingError(code=code, where=where, samples=samples, fits=fits, **search.facts(samples))
+    return TrainingError(code=code, where=where, samples=samples, fits=fits, **search.error_fields(samples))

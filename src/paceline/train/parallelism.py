@@ -58,7 +58,7 @@ class ModelParallelPlan:
     check_trial_loss: Callable[[Strategy], None] = lambda _: None
     """Raises UsageError if the divided model does not give the loss of the full model."""
 
-    def apply(
+    def make_strategy(
         self, strategy: Callable[..., Strategy], model: nn.Module, maker: MakeOptimizer, world: World,
         virtual_ranks: int,
     ) -> Strategy:  # fmt: skip

@@ -289,7 +289,7 @@ def make_configured_strategy(
                     UsageError(code="option-of-another-strategy", flag=flag, owner=owner, name=name), world
                 )
         keywords = {keyword: options.get(setting) for setting, keyword in STRATEGY_INFO[name].factory_kwargs.items()}
-        return parallelism.apply(partial(STRATEGIES[name], **keywords), model, maker, world, virtual_ranks)
+        return parallelism.make_strategy(partial(STRATEGIES[name], **keywords), model, maker, world, virtual_ranks)
     except (TypeError, ValueError) as error:  # raised on all ranks: an unsupported layer, or models that differ
         raise error_for_this_rank(UsageError(str(error)), world) from None
 
@@ -316,7 +316,7 @@ def try_loss_on_first_samples(
         for inputs, targets in fetch_inputs_and_targets(dataset, [(0, indices)], 0, loading):
             if check_size is not None and batch_gatherer(dataset) is None:  # gathering needs no worker processes
                 check_size((inputs, targets), len(indices))
-            with nullcontext() if count is None else count.count_samples(len(indices)):
+            with nullcontext() if count is None else count.count_flops(len(indices)):
                 losses, _ = compute_losses_and_weights(task.loss, call_model(model, inputs), targets)
                 if losses.requires_grad:  # some models disable gradients in eval mode
                     losses.sum().backward()

@@ -108,7 +108,7 @@ class TrainingProgress(RunRecorder):
         holder = CheckpointedModels(parts, self._world, plan.virtual_ranks, others)
         self._checkpoints = CheckpointManager(
             holder, location, self.origin, self._checkpoint_intervals,
-            writer=self.begin(location, report_to), say=self.say, enter=self._guard.page.enter,
+            writer=self.open_writers(location, report_to), say=self.say, enter=self._guard.page.enter,
         )  # fmt: skip
         self.log_start(plan, self.step)
         for line in [*location.notices, *lines]:
@@ -125,7 +125,7 @@ class TrainingProgress(RunRecorder):
         """This rank's votes in the next step: on the pending checkpoint, on a stop, and on a requested save."""
         requests, checkpoints = self._guard.page.steps, self._checkpoints
         if self.is_open and self._plan.own_order and self.micro_batches:
-            self.log_samples(self.step + 1, self.micro_batches)
+            self.log_sample_indices(self.step + 1, self.micro_batches)
         self._saves_seen = requests[SAVES_ASKED]
         stop = float((self.request is not None and bool(self.request.by)) or requests[REGROUPS] > 0)
         written, failed, due = (0.0, 0.0, 0.0) if checkpoints is None else checkpoints.votes()
@@ -252,8 +252,10 @@ class TrainingProgress(RunRecorder):
         digests: list[str] = []
         for number, (replica, adapters) in enumerate(zip(self._replicas, self._adapters, strict=True), 1):
             with replica.use_merged_buffers():
-                weights = replica.weights(adapters and adapters.names)  # a rank may have no memory for frozen weights
-                if adapters is not None and adapters.missing(weights):
+                weights = replica.weights(
+                    adapters and adapters.weight_names
+                )  # a rank may have no memory for frozen weights
+                if adapters is not None and adapters.unsaved_tensors(weights):
                     adapters, weights = None, replica.weights()
                 digests.append(hash_tensors(weights))
                 check_equal("final weights", digests[-1], self._world, error=TrainingError)
@@ -268,7 +270,11 @@ class TrainingProgress(RunRecorder):
     def summarise(self, code: int, **known: Any) -> Summary:
         """Write the summary with the additional fields `known`. Only rank 0 calls it."""
         assert self.place is not None
-        plan, use, speed = self._plan, self.use, dict[str, Any](self.use.speed(self.throughput.overall_rate()))
+        plan, use, speed = (
+            self._plan,
+            self.use,
+            dict[str, Any](self.use.throughput_metrics(self.throughput.overall_rate())),
+        )
         if flops := use.count.per_sample:
             speed |= {"flops_per_sample": flops, "devices": use.devices, "peak_tflops": use.peak_tflops() or None}
         summary = Summary(

@@ -45,7 +45,7 @@ class RunRecorder:
         self._machine: NodeUtilizationLogger | None = None
         self._listed_step = 0  # the last step whose samples are recorded
 
-    def begin(self, place: RunLocation, report_to: str | None) -> EventWriter:
+    def open_writers(self, place: RunLocation, report_to: str | None) -> EventWriter:
         self._writer = EventWriter(place.folder / f"events-{self._world.rank}.jsonl")
         self._tracking = TrackerQueue(
             parse_report_to(report_to) if self._world.rank == 0 else [], place.folder, place.definition, self.say
@@ -97,9 +97,9 @@ class RunRecorder:
             own_order=plan.own_order, stream_parts=plan.parts_of_stream,
         ))  # fmt: skip
 
-    def log_samples(self, step: int, micro_batches: Sequence[MicroBatch]) -> None:
+    def log_sample_indices(self, step: int, micro_batches: Sequence[MicroBatch]) -> None:
         """Record the samples of this rank. Before the exchange of the step: a killed rank may not record the step."""
-        if self._writer is None or step == self._listed_step or not self._world.is_leader:
+        if self._writer is None or step == self._listed_step or not self._world.is_replica_leader:
             return
         self._listed_step = step
         counted = [batch.work for batch in micro_batches if batch.work.is_counted]
@@ -115,10 +115,10 @@ class RunRecorder:
         if self._writer is None:
             return
         epoch = record.microbatches[0].work.epoch
-        reports_samples = self._world.is_leader  # one of several ranks that have used the same samples
+        reports_samples = self._world.is_replica_leader  # one of several ranks that have used the same samples
         tokens, consumed = record.num_tokens_and_samples() if reports_samples else (0, 0)
         if listed:
-            self.log_samples(record.step, record.microbatches)
+            self.log_sample_indices(record.step, record.microbatches)
         if result.skip_cause is not None:
             self.write(events.Skipped(record.step, result.skip_cause.message, result.skip_cause.samples))
         self.write(events.Step(  # after the samples: the record of a step confirms that its samples are complete

@@ -99,10 +99,10 @@ class TaskSteps(Step):
                 ReportedByPeer on the others. Parameters and buffers keep their values from before the step, except
                 with `--local-steps`, which checks only the gradients before the update.
         """
-        self.compute(microbatches)
+        self.compute_gradients(microbatches)
         return self.update()
 
-    def compute(self, microbatches: Sequence[MicroBatch], *, defer_read: bool | None = None) -> bool:
+    def compute_gradients(self, microbatches: Sequence[MicroBatch], *, defer_read: bool | None = None) -> bool:
         """All of `take_step` before the update. `defer_read`: the result may be read in the next step.
 
         Returns whether the step is computed. False: the previous step has changed nothing. Repeat it, and this one.
@@ -300,11 +300,11 @@ def fit(
         for number, microbatches in enumerate(steps, start):
             lr = schedule.set_lr(replica.optimizer, number)
             defer_read = None if may_defer_read is None else may_defer_read(number + 1)
-            is_computed = step.compute(microbatches, defer_read=defer_read)
+            is_computed = step.compute_gradients(microbatches, defer_read=defer_read)
             yield from step.complete(schedule)
             if not is_computed:
                 schedule.set_lr(replica.optimizer, number)
-                step.compute(microbatches, defer_read=defer_read)
+                step.compute_gradients(microbatches, defer_read=defer_read)
             result = step.update()
             record = StepRecord(number + 1, result, lr, microbatches, clock.take(), clock.starts)
             if result.unread is None:

@@ -64,7 +64,7 @@ class GlobalBatchStream:
         for _ in range(2):
             with preserve_generator_states():
                 self._whole[0].set_epoch(0)
-                self._whole[0].begin(0, 0, None)
+                self._whole[0].seek_sample(0, 0, None)
                 readings.append([sample for _, sample in self._whole[0].take(count)])
         if not readings[0]:
             raise UsageError(code="stream-is-empty")

@@ -67,7 +67,7 @@ class TaskTrainer:
             save = partial(self._progress.save_before_stop, partial(self._numbers, self._world))
             on_audit = self._config.guard.on_audit
             self._audits = StepAuditor(every, self._world, parts.plan.virtual_ranks, on_audit, save, self._display.say)
-            self._audits.use(self._data.load_again, parts.plan)
+            self._audits.set_batch_source(self._data.reload_micro_batch, parts.plan)
 
     def run(self) -> ExitCode:
         parts, progress, run = self._parts, self._progress, self._config.run
@@ -143,7 +143,7 @@ class TaskTrainer:
                 self._record_step(record)  # from here on a checkpoint may contain the step
                 if (origin := progress.rollback_point(record)) is not None:
                     return origin
-                self._data.find_end(record)
+                self._data.detect_epoch_end(record)
                 if (stops := self._after_step(record)) or self._evaluator.ended_early:
                     return stops
         return False

@@ -29,7 +29,7 @@ def opening_lines(parts: "TrainingComponents") -> list[str]:
         f"{config.strategy}{f' on {world.mesh}' if world.mesh else ''}, "
         f"{plural(torch.get_num_threads(), 'CPU thread')} each",
         batch_line(plan, world.size),
-        f"{plan.size_text}; {plural(total, 'step') + ' in all' if total else plural(config.run.epochs, 'epoch')}",
+        f"{plan.epoch_size_text}; {plural(total, 'step') + ' in all' if total else plural(config.run.epochs, 'epoch')}",
     ]
     if line := _compute_line(parts):
         lines.append(line)

@@ -684,7 +684,7 @@ def second_backward_unchecked() -> None:
 
 @bug("[beside]", "planted in the session: changed gradients are not compared over ranks")
 def gradient_added_by_hand_unchecked() -> None:
-    with patch.object(PreparedModel, "before_update", PreparedModel.current_gradients):
+    with patch.object(PreparedModel, "check_before_update", PreparedModel.current_gradients):
         gradient_added_by_hand()
 
 

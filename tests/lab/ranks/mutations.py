@@ -851,8 +851,10 @@ def buffers_of_each_rank() -> AbstractContextManager[None]:
 
 @bug("trap 15's cure gone wrong", "buffers", policies="local", task="batchnorm")
 def stand_in_moves_buffers() -> AbstractContextManager[None]:
-    original = VirtualRankBuffers.enter
-    return planted((VirtualRankBuffers, "enter", lambda self, w: original(self, structs.replace(w, is_counted=True))))
+    original = VirtualRankBuffers.enter_micro_batch
+    return planted(
+        (VirtualRankBuffers, "enter_micro_batch", lambda self, w: original(self, structs.replace(w, is_counted=True)))
+    )
 
 
 @bug("SyncBatchNorm never converted", "buffers sync", policies="sync", task="batchnorm")

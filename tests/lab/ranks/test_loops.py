@@ -105,7 +105,7 @@ def compared(error: float, precision: str, *, moved: float = 0.0) -> list[str]:
     want, got = (torch.full((3,), value, dtype=torch.float64) for value in (1.0, 1.0 + error))
     comparison = Comparison(adaptive=True, precision=precision, max_rounding_move=moved)
     seen = [StepValues(scalars={"loss": float(t[0])}, gradients={"w": t}, parameters={"w": t}) for t in (got, want)]
-    return [one.kind for one in comparison.add(*seen)]
+    return [one.kind for one in comparison.compare_step(*seen)]
 
 
 def test_the_tolerance_is_that_of_the_precision() -> None:
@@ -117,7 +117,7 @@ def test_the_tolerance_is_that_of_the_precision() -> None:
 
 def test_what_was_not_compared_is_no_zero_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     comparison, seen = Comparison(adaptive=False), StepValues(scalars={"loss": 1.0})
-    assert comparison.add(seen, seen) == [] and comparison.errors == {"loss": 0.0}
+    assert comparison.compare_step(seen, seen) == [] and comparison.errors == {"loss": 0.0}
     print_report(None, [VerifyReport(1, 0, 0, [Result(Case("dp", 1, "none", "SGD"), comparison.errors, [], 0.0)], [])])
     row = next(line for line in capsys.readouterr().out.splitlines() if "SGD" in line)
     assert re.findall(r"(?<= )[0-]+(?= )", row.partition("SGD")[2]) == ["0", "-", "-", "-", "-"]

@@ -80,7 +80,7 @@ def node_of_a_crew() -> Iterator[tuple[Link, RemoteNodes]]:
     with signal_wakeup(()) as wakeup:
         cluster = RemoteNodes(plan, StopSignals(wakeup, lifeline=False))
         connection = socket.create_connection(("127.0.0.1", cluster.port))
-        cluster.wait(1.0)  # greets whoever has connected
+        cluster.wait_for_events(1.0)  # greets whoever has connected
         connection.settimeout(5.0)
         node = met(connection, cluster)
         yield node, cluster
@@ -91,7 +91,7 @@ def node_of_a_crew() -> Iterator[tuple[Link, RemoteNodes]]:
 def wait_until(cluster: RemoteNodes, happened: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 5.0
     while not happened() and time.monotonic() < deadline:
-        cluster.wait(0.1)
+        cluster.wait_for_events(0.1)
 
 
 def met(connection: socket.socket, cluster: RemoteNodes) -> Link:
@@ -99,5 +99,5 @@ def met(connection: socket.socket, cluster: RemoteNodes) -> Link:
     with ThreadPoolExecutor(1) as pool:
         node = pool.submit(authenticate_to_coordinator, connection, bytes.fromhex(SECRET))
         while not node.done():
-            cluster.wait(0.05)
+            cluster.wait_for_events(0.05)
         return node.result()

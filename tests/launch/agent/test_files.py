@@ -121,7 +121,7 @@ def test_a_file_with_a_wrong_hash_is_not_stored(node0: Node0) -> None:
         link.request(channel.FilePart(SHARD, b"c", hashlib.sha256(b"abd").hexdigest()), channel.FileReply)
 
     with pytest.raises(OSError, match="damaged"):
-        node0.client.run(send)
+        node0.client.run_with_retries(send)
     assert node0.stored() == []
 
 
@@ -148,7 +148,7 @@ def test_events_are_on_the_disk_of_node_0_before_a_shard_counts(
     synced, sync = set[int](), os.fsync
     monkeypatch.setattr(os, "fsync", lambda number: (synced.add(os.fstat(number).st_ino), sync(number)))
     part = channel.FilePart("events-1.jsonl", b"{}", appends_at=0)
-    node0.client.run(lambda link: link.request(part, channel.FileReply))
+    node0.client.run_with_retries(lambda link: link.request(part, channel.FileReply))
     node0.client.upload(shard, SHARD)
     assert (node0.run_dir / "events-1.jsonl").stat().st_ino in synced
 
@@ -259,7 +259,10 @@ def test_a_new_generation_does_not_wait_for_the_copy_of_a_checkpoint(
     assert stuck.reached.wait(30)
     folder._threads, folder.keeps_copy = [copying], True
     beginning = threading.Thread(
-        target=lambda: (folder.begin(NodeRanks(first=1, world_size=3, group_rank=1), lambda: None), begun.set()),
+        target=lambda: (
+            folder.begin_generation(NodeRanks(first=1, world_size=3, group_rank=1), lambda: None),
+            begun.set(),
+        ),
         daemon=True,
     )
     beginning.start()
@@ -331,7 +334,7 @@ def test_an_intact_checkpoint_stays_in_place_while_it_is_compared(
 def test_the_node_that_becomes_node_1_keeps_the_copy(node0: Node0, folder: SeparateRunFolder) -> None:
     write_checkpoint(node0.run_dir)
     for group_rank in (2, 1):
-        folder.begin(NodeRanks(first=group_rank, world_size=3, group_rank=group_rank), lambda: None)
+        folder.begin_generation(NodeRanks(first=group_rank, world_size=3, group_rank=group_rank), lambda: None)
     folder.finish(lambda: time.sleep(0.1) is None)
     assert names_in(folder._checkpoints) == ["step-00000005"] and folder.keeps_copy
 
@@ -372,12 +375,12 @@ def test_the_last_copy_takes_no_longer_than_the_grace_of_a_stop(
 def test_a_host_may_join_its_run_again(node0: Node0, folder: SeparateRunFolder) -> None:
     attempt = folder._run_dir / "attempt-2"
     for _ in range(2):
-        found = SeparateRunFolder.find(node0.plan, attempt)
+        found = SeparateRunFolder.create_if_needed(node0.plan, attempt)
         assert found is not None
         found.finish(lambda: False)
     write(attempt / files.JOB_FILE, b"of a different run, or of a host that shares this folder")
     with pytest.raises(UsageError) as caught:
-        SeparateRunFolder.find(node0.plan, attempt)
+        SeparateRunFolder.create_if_needed(node0.plan, attempt)
     assert caught.value.code.endswith("other-run")
 
 
@@ -385,7 +388,7 @@ def test_the_log_of_a_rank_continues_on_another_node(node0: Node0, folder: Separ
     for rank, of_others in ((2, "one"), (1, "two"), (2, "three")):
         with (node0.run_dir / "attempt-1" / f"rank-{rank}.log").open("a") as stored:
             stored.write(f"{of_others} ")
-        folder.begin(NodeRanks(first=rank, world_size=3, group_rank=2), lambda: None)
+        folder.begin_generation(NodeRanks(first=rank, world_size=3, group_rank=2), lambda: None)
         with (folder._attempt_dir / f"rank-{rank}.log").open("a") as log:
             log.write(f"{rank} ")
         with folder._sender.lock:

@@ -69,7 +69,7 @@ def head() -> Iterator[tuple[int, StoreProxy]]:
 
         def wait() -> None:
             while not over.is_set():
-                cluster.wait(0.05)
+                cluster.wait_for_events(0.05)
 
         thread = threading.Thread(target=wait)
         thread.start()

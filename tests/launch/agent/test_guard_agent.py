@@ -265,7 +265,7 @@ class Broken(Generation):
 
     looked = 0
 
-    def samples(self) -> list[WorkerSample]:
+    def worker_samples(self) -> list[WorkerSample]:
         self.looked += 1
         if self.looked > 1:
             raise ValueError("our bug")

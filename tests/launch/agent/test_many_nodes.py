@@ -63,7 +63,7 @@ def crew_of(nodes: int) -> Generator[tuple[RemoteNodes, list[Link]]]:
         thread.start()
         deadline = time.monotonic() + 60.0
         while len(cluster.members) < nodes - 1 and time.monotonic() < deadline:
-            cluster.wait(0.2)
+            cluster.wait_for_events(0.2)
         thread.join()
         try:
             yield cluster, links
@@ -84,21 +84,21 @@ def test_only_links_that_have_said_something_are_read_and_signs_of_life_wake_nob
     receive = Link.receive
     with crew_of(NODES) as (cluster, links):
         assert len(cluster.present_nodes) == NODES - 1
-        cluster.wait(0.1)
+        cluster.wait_for_events(0.1)
         monkeypatch.setattr(Link, "receive", lambda link: (read.update([link]), receive(link))[1])
         monkeypatch.setattr("paceline.launch.agent.channel.BEAT_SECONDS", 3600.0)  # else all are looked at, once a beat
         links[6].send(beat(7, 1))  # that its worker has not ended was not known before
-        cluster.wait(20.0)
+        cluster.wait_for_events(20.0)
         for step in (2, 3, 4):
             links[6].send(beat(7, step))
             begun = time.monotonic()
-            cluster.wait(0.15)
+            cluster.wait_for_events(0.15)
             assert time.monotonic() - begun >= 0.15  # nobody was woken
-            assert [one.step for one in cluster.members[7].samples()] == [step]  # and yet it was taken in
+            assert [one.step for one in cluster.members[7].worker_samples()] == [step]  # and yet it was taken in
         links[6].send(beat(7, 5, code=1))
         begun = time.monotonic()
-        cluster.wait(60.0)
-        assert time.monotonic() - begun < 30.0 and cluster.members[7].samples()[0].code == 1
+        cluster.wait_for_events(60.0)
+        assert time.monotonic() - begun < 30.0 and cluster.members[7].worker_samples()[0].code == 1
         assert set(read) == {cluster.members[7].link} and read.total() <= 8
 
 
@@ -112,11 +112,11 @@ def test_connections_of_a_node_that_was_silent_get_as_long_again_to_recover_befo
         guarding = Monitor(Generation(plan, Workers(plan, 0, 0), cluster))
         judged = guarding._stall(waiting, Alarm("stall", 12.0, 10.0))
         assert judged is not None and judged.diagnosis.kind is DiagnosisKind.NETWORK
-        cluster.wait(0.0)
+        cluster.wait_for_events(0.0)
         assert cluster.settled_seconds == 0.0
         cluster.members[2].link.heard_seconds -= 10.0
         cluster._beat_seconds = 0.0
-        cluster.wait(0.0)
+        cluster.wait_for_events(0.0)
         assert 10.0 < cluster.settled_seconds - time.monotonic() < 20.0
         assert guarding._stall(waiting, Alarm("stall", 12.0, 10.0)) is None
 
@@ -126,11 +126,11 @@ def test_a_link_that_has_got_a_closed_ones_descriptor_is_heard() -> None:
         links[0].end("powered off")
         deadline = time.monotonic() + 20.0
         while not cluster.members[1].lost and time.monotonic() < deadline:
-            cluster.wait(0.2)
+            cluster.wait_for_events(0.2)
         assert [member.hello.node for member in cluster.present_nodes] == [2]
         links[1].send(beat(2, 9))
-        cluster.wait(20.0)
-        assert cluster.members[2].samples()[0].step == 9
+        cluster.wait_for_events(20.0)
+        assert cluster.members[2].worker_samples()[0].step == 9
 
 
 def test_an_agent_waits_for_descriptors_that_select_does_not_know() -> None:
@@ -207,7 +207,7 @@ def test_ssh_sessions_log_in_a_few_at_a_time_and_all_of_them_in_the_end(tmp_path
         try:
             deadline = time.monotonic() + 60.0
             while not all(one.answered for one in every.all) and time.monotonic() < deadline:
-                every.wait(1.0)
+                every.wait_for_output(1.0)
             assert all(one.answered for one in every.all)
         finally:
             every.close()

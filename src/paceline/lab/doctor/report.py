@@ -42,7 +42,7 @@ class Host(Node):
                   if all(a.address in links and not links[a.address].error for links in incoming)]  # fmt: skip
         return min(usable, key=lambda a: a.address not in self.facts.own_addresses, default=None)
 
-    def unreachable_sources(self) -> list[tuple[list[str], str]]:
+    def hosts_unable_to_connect(self) -> list[tuple[list[str], str]]:
         """The hosts that reach none of its addresses, and why."""
         errors: dict[str, list[str]] = {}
         for (source, target), links in self.survey.links_by_address.items():
@@ -95,7 +95,7 @@ RULES: tuple[FactRule, ...] = (
          lambda h: f"its name {h.facts.host} resolves to {h.facts.own_addresses[0]}, which no other node can reach",
          lambda h: f"in its /etc/hosts write {h.facts.addresses[0].address if h.facts.addresses else 'its address'} "
          f"{h.facts.host}, and remove {h.facts.host} from the 127.x line"),
-    FactRule("ports", "error", Host.unreachable_sources, bool,
+    FactRule("ports", "error", Host.hosts_unable_to_connect, bool,
          lambda closed: f"cannot be reached from {', '.join(closed[0])} "
          f"{f'at {closed[1]}' if closed[1] else 'because it has no address'}",
          lambda closed: f"allow connections from {', '.join(closed[0])} to all its TCP ports, because ranks use any "

@@ -71,7 +71,7 @@ class HostProgramClient:
         answers: dict[str, T] = {}
         deadline = time.monotonic() + seconds
         while (waiting := asked.keys() - answers.keys() - self.lost.keys()) and time.monotonic() < deadline:
-            pieces, signals = self._sessions.wait(deadline - time.monotonic())
+            pieces, signals = self._sessions.wait_for_output(deadline - time.monotonic())
             if signals:
                 raise SystemExit(128 + signals[0])
             ended, last_pieces = self._sessions.reap()

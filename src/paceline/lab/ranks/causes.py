@@ -50,7 +50,7 @@ class Comparison:
     round_off_parameters: set[str] = field(default_factory=set[str])
     round_off_error: float = 0.0
 
-    def add(self, got: StepValues, want: StepValues) -> list[TensorDifference]:
+    def compare_step(self, got: StepValues, want: StepValues) -> list[TensorDifference]:
         differences: list[TensorDifference] = []
         tolerance = self.tolerance
         for name, value in want.scalars.items():

@@ -50,8 +50,8 @@ class TensorRecorder(ReplayObserver):
         super().__post_init__()
         self.until, self.saved = self.last, None
 
-    def begin(self, world: World) -> ResumePoint | None:
-        origin = super().begin(world)
+    def find_start_checkpoint(self, world: World) -> ResumePoint | None:
+        origin = super().find_start_checkpoint(world)
         self._step = self.result.start + 1
         return origin
 

@@ -78,7 +78,7 @@ class GenerationLogs:
     def steps(self) -> list[int]:
         return sorted({step for record in self.records() for step in steps_of_record(record)})
 
-    def spans(self, counts: range) -> Iterator[range]:
+    def step_ranges(self, counts: range) -> Iterator[range]:
         """Split `counts` into spans so that each record is in one span. Most spans are single steps."""
         long_records = (record for record in self.records() if record.steps > 1)
         long_spans = deque(sorted((steps_of_record(record)[0], record.step) for record in long_records))
@@ -171,7 +171,7 @@ def check_sample_use(run_dir: Path, make_plan: Callable[[int], BatchPlan]) -> Le
     ]  # fmt: skip
     begin = min(start.start_event.start_step for start in starts)
     faults += [(range(1, begin + 1), "missing: every attempt started after it")] if begin else []
-    spans = ((span, start) for start, counts in zip(starts, ranges, strict=True) for span in start.spans(counts))
+    spans = ((span, start) for start, counts in zip(starts, ranges, strict=True) for span in start.step_ranges(counts))
     checked_steps = (_check_step(span, start, plan) for span, start in spans)
     for epoch, group in groupby(
         checked_steps, lambda s: s.epoch if first.own_order else (s.span[0] - 1) // plan.steps_per_epoch

@@ -81,7 +81,7 @@ def _compare(run: Run, reference: Run, comparison: causes.Comparison, size: int,
     for number, (ranks, want) in enumerate(zip(steps, reference[0].steps, strict=False)):
         if comparison.adaptive and comparison.precision != "float64":  # a round-off gradient can cause a full step
             comparison.max_rounding_move += 2 * max(map(float, want.rates), default=0.0)
-        differences = [comparison.add(rank, want) for rank in ranks]
+        differences = [comparison.compare_step(rank, want) for rank in ranks]
         samples = sorted(index for rank in ranks for index in rank.samples)
         numbers = [(rank.rates, rank.scalars) for rank in ranks]
         is_equal = all(pair == numbers[0] for pair in numbers) and numbers[0][1].keys() == want.scalars.keys()

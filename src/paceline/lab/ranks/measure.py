@@ -132,14 +132,14 @@ class CandidateTraining:
         lines = sharing.notices if sharing.stage_plan else ()  # the stages; a table of split layers is too long
         self.notes = tuple(f"{format_strategy(candidate.strategy, candidate.mesh)}: {line.strip()}" for line in lines)
         if candidate.strategy == NO_EXCHANGE:
-            self.replica = sharing.apply(_without_exchange, model, maker, world, shape.virtual_ranks)
+            self.replica = sharing.make_strategy(_without_exchange, model, maker, world, shape.virtual_ranks)
         else:
             self.replica = make_configured_strategy(config, maker, model, world, shape.virtual_ranks, sharing)
         schedule = make_lr_schedule(optimizer, optimizer.lr, task, self.replica.optimizer, steps)
         folder.mkdir(parents=True, exist_ok=True)
         location = RunLocation(folder, 1, 0, None)
         self._records = self._open.enter_context(closing(RunRecorder(location, world, print)))
-        self._records.begin(location, None)
+        self._records.open_writers(location, None)
         self._records.log_start(self.plan, 0)
         batches = load_steps(dataset, self.plan, self._share, loading, start=0, stop=steps)
         self._open.enter_context(closing(batches))
@@ -211,7 +211,7 @@ def _measure(order: MeasurementRequest, workload: Workload, candidate: Candidate
     with inspect_memory(world.device) if order.memory else nullcontext() as inspection:
         all_gather_object(0, world)
         start = time.perf_counter()
-        enter = inspection.enter if inspection else ignore_phase
+        enter = inspection.mark_phase if inspection else ignore_phase
         training = CandidateTraining(workload, candidate, folder, last, enter)
         replica = training.replica
         if inspection:
@@ -223,7 +223,7 @@ def _measure(order: MeasurementRequest, workload: Workload, candidate: Candidate
         training.take_steps(1)
         sent = traffic.sent_bytes()
         if inspection:
-            inspection.count_batch(training.microbatches)
+            inspection.record_batch_bytes(training.microbatches)
     with closing(training):
         training.take_steps(order.warmup - m.INSPECTED_STEPS)
         all_gather_object(0, world)
@@ -267,7 +267,7 @@ def _measure(order: MeasurementRequest, workload: Workload, candidate: Candidate
         device=device_name(world.device),
         sync_share=sum(result["sync"] / result["seconds"] for result in results) / world.size,
         notes=(*workload.notes, *training.notes),
-        use=training.use.speed(samples / seconds),
+        use=training.use.throughput_metrics(samples / seconds),
         mfu_words=explain_mfu(samples / seconds, workload.count.per_sample, training.use.peak_tflops(), world.size),
         gpus={rank: result["gpu"] for rank, result in enumerate(results) if result["gpu"]},
     )

@@ -65,16 +65,16 @@ class MemoryInspection:
         replica.optimizer.register_step_pre_hook(before)
         replica.optimizer.register_step_post_hook(after)
 
-    def enter(self, phase: Phase) -> None:
+    def mark_phase(self, phase: Phase) -> None:
         if self._open:
             with record_function(MARK + phase.word):
                 pass
 
-    def count_batch(self, microbatches: Sequence[MicroBatch]) -> None:
+    def record_batch_bytes(self, microbatches: Sequence[MicroBatch]) -> None:
         """Count the data of the step, which belong to no purpose."""
         self._batch = storage_bytes(t for m in microbatches for t in tensors((m.inputs, m.targets)))
 
-    def close(self, profiler: profile) -> None:
+    def compute_memory_use(self, profiler: profile) -> None:
         self._open = False
         sizes = (self._weights, self._gradients, self._optimizer)
         events = _timeline(profiler, self._device)
@@ -93,7 +93,7 @@ def inspect_memory(device: torch.device) -> Generator[MemoryInspection]:
     trim_host_memory()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         yield inspection
-    inspection.close(profiler)
+    inspection.compute_memory_use(profiler)
 
 
 def compute_memory_levels(events: Sequence[int | str], known: int) -> tuple[int, int, int]:

@@ -105,7 +105,7 @@ class ReplayObserver:
             raise UsageError(code="replay-without-later-checkpoint", value=request.step, run_dir=self.source.run_dir)
         return None
 
-    def begin(self, world: World) -> ResumePoint | None:
+    def find_start_checkpoint(self, world: World) -> ResumePoint | None:
         """The newest intact checkpoint before the step; None: the replay begins at the start of the run."""
         origin = find_newest_checkpoint(
             open_source_checkpoints(self.source), world, print_to_stderr, after=0, before=self.request.step
@@ -333,7 +333,7 @@ def replay_task(watch: ReplayObserver) -> ReplayResult:
     with process_group(world), use_deterministic_kernels() if config.strategy in EXACT_STRATEGIES else nullcontext():
         make_communicator()
         set_threads(config.launch.threads_per_rank, world)
-        origin = watch.begin(world)
+        origin = watch.find_start_checkpoint(world)
         parts = prepare(replace(config, launch=replace(config.launch, mesh=None)), world)
         now = parts.definition
         set_expected_differences(watch, now, origin)
@@ -394,7 +394,7 @@ class _SessionReplay(Observer):
 
     def resume_point(self, world: World) -> ResumePoint | None:
         self.world = world
-        self._origin = self._watch.begin(world)
+        self._origin = self._watch.find_start_checkpoint(world)
         now = {
             "strategy": self._watch.source.config.strategy, "hardware": hardware_facts(world.device),
             "threads_per_rank": torch.get_num_threads(),

@@ -168,7 +168,7 @@ def apply_strategy(
     model.train()
     config = ParallelConfig(strategy, schedule=spec.schedule_pipeline, sequence_parallel=spec.sequence_parallel)
     sharing = parallelize_model(setting.task, model, setting.dataset, loading, setting.plan, world, config)
-    replica = sharing.apply(STRATEGIES[strategy], model, maker, world, spec.virtual_ranks)
+    replica = sharing.make_strategy(STRATEGIES[strategy], model, maker, world, spec.virtual_ranks)
     _add_schedule(optimizer, setting.task, replica.optimizer, spec.steps)
     replica.model.train()
     share = data.share(spec.virtual_ranks)
@@ -267,7 +267,7 @@ def collect_step_values(
     """The values of the trial's last step, over all ranks (a collective)."""
     replica, world, got, trial.step_values = trial.replica, trial.replica.world, trial.step_values, StepValues()
     # the ranks of one model copy have the same samples: only its first rank counts
-    works = [b.work for b in microbatches if b.work.is_counted and world.is_leader]
+    works = [b.work for b in microbatches if b.work.is_counted and world.is_replica_leader]
     samples = [i for work in works for i in work.indices.tolist()]
     got.samples = sorted(i for rank_samples in all_gather_object(samples, world) for i in rank_samples)
     got.stream_fingerprints = {

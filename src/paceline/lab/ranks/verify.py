@@ -111,7 +111,7 @@ def _step(
         assert result is not None
         got, ranks = trials.collect_step_values(trial, result, microbatches)
         if want is not None and reference is not None:
-            differences = trial.comparison.add(got, want)
+            differences = trial.comparison.compare_step(got, want)
             is_wrong = differences or got.samples != want.samples or got.stream_fingerprints != want.stream_fingerprints
             if is_wrong or any(ranks):
                 finding = Diagnosis(number, *explain_difference(got, want, differences, ranks, reference))

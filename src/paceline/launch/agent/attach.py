@@ -130,15 +130,15 @@ class AttachedWorkers(Workers, control.StopSignals):
         return len(self._workers) >= self.plan.nproc
 
     @property
-    def running(self) -> list[ForeignProcess]:
+    def running_processes(self) -> list[ForeignProcess]:
         return [process for process in self._processes if process.code is None]
 
     # ---- messages of the ranks ----
 
-    def wait(self, seconds: float, also: Sequence[control.SupportsFileno] = ()) -> bool:
+    def wait_for_events(self, seconds: float, also: Sequence[control.SupportsFileno] = ()) -> bool:
         """Wait up to `seconds` until a rank attaches, sends a message or ends, the launcher ends, or for `also`."""
         self.release_departing_ranks()
-        running = self.running
+        running = self.running_processes
         readables = [*running, *self._connections, *([] if self.all_here else [self._listener])]
         ready = control.wait_readable([*readables, *also], seconds)
         is_woken = not ready.isdisjoint([readable.fileno() for readable in readables])
@@ -161,7 +161,7 @@ class AttachedWorkers(Workers, control.StopSignals):
         if self._reported or time.monotonic() < self._looked_seconds + LAUNCHER_CHECK_SECONDS:
             return False
         self._looked_seconds = time.monotonic()
-        if pids := [process.pid for process in self.running if process.is_orphan]:
+        if pids := [process.pid for process in self.running_processes if process.is_orphan]:
             self._reported, self.launcher_gone = True, self.plan.may_end
             remedy = "stopping them" if self.launcher_gone else f"to end them: kill {' '.join(map(str, pids))}"
             print_to_stderr(
@@ -180,7 +180,7 @@ class AttachedWorkers(Workers, control.StopSignals):
             case control.Rendezvous():
                 self.meeting = message
             case control.Goodbye(code):
-                for process in self.running:
+                for process in self.running_processes:
                     if process.pid == pid:
                         process.code = code
                 must_wait = code not in SUCCESS_EXIT_CODES and IN_SLURM in os.environ
@@ -238,7 +238,7 @@ class AttachedWorkers(Workers, control.StopSignals):
         if self.plan.may_end:
             import psutil  # an agent that only watches does not need it
 
-            for process in self.running:
+            for process in self.running_processes:
                 with suppress(psutil.Error):
                     self._descendants.update(psutil.Process(process.pid).children(recursive=True))
             super().stop(grace_seconds, number)
@@ -251,15 +251,15 @@ class AttachedWorkers(Workers, control.StopSignals):
         if self.stopping:
             import psutil
 
-            for process in self.running:
+            for process in self.running_processes:
                 process.send_signal(signal.SIGKILL)
             deadline = time.monotonic() + KILL_SECONDS
-            for process in self.running:
+            for process in self.running_processes:
                 process.wait(max(0.0, deadline - time.monotonic()))
             for child in self._descendants:
                 with suppress(psutil.Error):  # the child has ended
                     child.kill()
-        self.left = [process.pid for process in self.running if process.poll() is None]
+        self.left = [process.pid for process in self.running_processes if process.poll() is None]
         self.swept = True
 
     def close(self) -> None:
@@ -282,14 +282,14 @@ class AttachedFollower(Follower):
         return StartReply(start.generation)
 
     def _coordinator_lost(self, link: Link) -> str:
-        if not self._attached.running:  # the agent of node 0 may still query them
+        if not self._attached.running_processes:  # the agent of node 0 may still query them
             self._over_seconds = self._over_seconds or time.monotonic()
             if time.monotonic() > self._over_seconds + LAST_QUESTION_SECONDS:
                 return "all its ranks have ended"
         return super()._coordinator_lost(link)
 
     def _stop_without_coordinator(self, reason: str) -> int:
-        if not self._attached.running or self._attached.stopping:
+        if not self._attached.running_processes or self._attached.stopping:
             return ExitCode.DONE
         print_to_stderr(
             f"cannot detect hangs between this node and others any more: the agent of node 0 is lost: {reason}"
@@ -321,10 +321,10 @@ class AttachedCoordinator:
     def _wait_for_ranks(self) -> None:
         deadline = time.monotonic() + ARRIVAL_SECONDS
         while not self.workers.all_here and time.monotonic() < deadline:
-            if self.workers.ranks and not self.workers.running:
+            if self.workers.ranks and not self.workers.running_processes:
                 deadline = min(deadline, time.monotonic() + LATE_SECONDS)
-            self.workers.wait(0.25)
-        if not self.workers.all_here and self.workers.running:
+            self.workers.wait_for_events(0.25)
+        if not self.workers.all_here and self.workers.running_processes:
             attached = format_ranks(self.workers.ranks)
             print_to_stderr(
                 f"watchover watches only {attached} of the {self.plan.nproc} on this node: the others did not attach"
@@ -336,8 +336,10 @@ class AttachedCoordinator:
             self.workers.send_address_to_rank_0(control.Rendezvous(addresses, self.cluster.port, self.plan.secret))
         monitor = Monitor(self._generation)
         while self._continues():
-            is_failing = diagnosis_due_at_seconds(self._generation.samples()) is not None and not self._has_reported
-            self.cluster.wait(POLL_FAILING_SECONDS if is_failing else monitor.look_seconds)
+            is_failing = (
+                diagnosis_due_at_seconds(self._generation.worker_samples()) is not None and not self._has_reported
+            )
+            self.cluster.wait_for_events(POLL_FAILING_SECONDS if is_failing else monitor.look_seconds)
             if self.workers.meeting is not None and not self.is_head and not self._is_apart:
                 self._follow(self.workers.meeting)
             if self._accept_nodes() and self._has_all_ranks:
@@ -345,13 +347,13 @@ class AttachedCoordinator:
             if self.cluster.launcher_gone and not self._has_reported:
                 self._end_all(control.LIFELINE_GRACE_SECONDS)
             if not self._has_reported:
-                self._judge(monitor, self._generation.samples())
+                self._judge(monitor, self._generation.worker_samples())
 
     def _continues(self) -> bool:
         """Whether a watched rank runs, or has failed without a report yet."""
-        if self.workers.running:
+        if self.workers.running_processes:
             return True
-        samples = self._generation.samples()
+        samples = self._generation.worker_samples()
         if diagnosis_due_at_seconds(samples) is not None and not self._has_reported:
             return True
         self._over_seconds = self._over_seconds or time.monotonic()
@@ -361,7 +363,7 @@ class AttachedCoordinator:
 
     @property
     def _has_all_ranks(self) -> bool:
-        return len(self._generation.samples()) == self.plan.ranks.world_size
+        return len(self._generation.worker_samples()) == self.plan.ranks.world_size
 
     def _accept_nodes(self) -> bool:
         """Accept the agents of other nodes that have connected; return whether the set of nodes has changed."""

@@ -83,7 +83,7 @@ class NodeHeartbeat(msgspec.Struct, frozen=True, tag=True):
     alive_took_seconds: float | None = None
 
     @property
-    def news(self) -> tuple[object, ...]:
+    def urgent_state(self) -> tuple[object, ...]:
         """What the coordinator must know immediately: ends of workers and of their generation, and stop requests."""
         states = ((worker.code, worker.failure is None, worker.stop_asked) for worker in self.workers)
         return self.generation, self.stopped, self.left, *states

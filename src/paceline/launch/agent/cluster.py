@@ -1,7 +1,7 @@
 """The coordinator's view of the other nodes, and a generation of workers on all nodes.
 
-The coordinator waits only in `RemoteNodes.wait`: until a timeout, an order, a message of another node or the end of a
-child. A `Generation` consists of all workers of one start. It starts, observes, queries, unblocks and stops them.
+The coordinator waits only in `RemoteNodes.wait_for_events`: until a timeout, an order, a message of another node or
+the end of a child. A `Generation` consists of all workers of one start. It starts, observes, queries, unblocks and stops them.
 """
 
 import os
@@ -66,7 +66,7 @@ class RemoteNode:
         self.beat, self._samples, self.started = channel.NodeHeartbeat(start.generation), {}, None
         self.link.send(start)
 
-    def samples(self) -> Sequence[WorkerSample]:
+    def worker_samples(self) -> Sequence[WorkerSample]:
         if self._cached is None or self._cached[0] is not self._samples or self._cached[1] != self.lost:
             self._cached = self._samples, self.lost, [self._sample(rank) for rank in self.ranks]
         return self._cached[2]
@@ -106,7 +106,7 @@ class RemoteNode:
         if beat.alive_took_seconds is not None:
             self.clock.narrow(now, most_seconds=beat.alive_took_seconds)
         if beat.generation >= self.beat.generation:  # otherwise it was sent before the present generation started
-            self.beat, self._news = beat, beat.news
+            self.beat, self._news = beat, beat.urgent_state
             if beat.workers:
                 self._samples = {worker.rank: worker.swap_times_and_ages(now) for worker in beat.workers}
         return self._news != previous_news
@@ -170,12 +170,12 @@ class RemoteNodes:
     def is_stop_ordered(self) -> bool:
         return self.launcher_gone or bool(self.signals)
 
-    def note_signals(self, ranks: Sequence[WorkerSample]) -> None:
+    def adopt_stop_signal(self, ranks: Sequence[WorkerSample]) -> None:
         """Treat the first stop signal that a rank has received itself as an order to this agent."""
         if not self.signals:
             self._orders.signals += [signal.Signals(r.stop_signal) for r in ranks if r.stop_signal in STOP_SIGNALS][:1]
 
-    def wait(self, seconds: float) -> None:
+    def wait_for_events(self, seconds: float) -> None:
         if self._listener is None:
             self._orders.wait(seconds)
             return
@@ -352,7 +352,7 @@ class Generation:
         while waiting := [member for member in self.cluster.present_nodes if member.started is None]:
             if time.monotonic() > deadline:
                 raise UsageError(code="node-starts-slowly", node=waiting[0].name, seconds=START_SECONDS)
-            self.cluster.wait(START_LOOK_SECONDS)
+            self.cluster.wait_for_events(START_LOOK_SECONDS)
             if self.cluster.is_stop_ordered:
                 return False
         replies = [member.started for member in self.cluster.present_nodes]
@@ -370,16 +370,16 @@ class Generation:
 
     # ---- its state ----
 
-    def samples(self) -> list[WorkerSample]:
-        return [*self.own.samples(), *(sample for member in self.members for sample in member.samples())]
+    def worker_samples(self) -> list[WorkerSample]:
+        return [*self.own.worker_samples(), *(sample for member in self.members for sample in member.worker_samples())]
 
     @property
     def interrupted(self) -> bool:
         """Whether an order to stop or a failure has come, which is more urgent than a question."""
-        return self.cluster.is_stop_ordered or diagnosis_due_at_seconds(self.samples()) is not None
+        return self.cluster.is_stop_ordered or diagnosis_due_at_seconds(self.worker_samples()) is not None
 
-    def running(self) -> list[WorkerSample]:
-        return [sample for sample in self.samples() if sample.is_running]
+    def running_workers(self) -> list[WorkerSample]:
+        return [sample for sample in self.worker_samples() if sample.is_running]
 
     def oom_kills(self) -> int:
         return self.own.oom_kills() + sum(member.beat.oom_kills for member in self.cluster.present_nodes)
@@ -390,19 +390,19 @@ class Generation:
         An order or a failure ends the collection early, unless `to_its_end`.
         """
         self._question += 1
-        collection = self.own.collect_evidence(self._question, patience_seconds)
+        collection = self.own.start_evidence_collection(self._question, patience_seconds)
         for member in self.cluster.present_nodes:
             member.request_evidence(channel.EvidenceRequest(self._question, patience_seconds))
         deadline = time.monotonic() + patience_seconds + NATIVE_STACK_SECONDS + NETWORK_ANSWER_SECONDS
         while not collection.advance() or any(len(m.evidence) < len(m.ranks) for m in self.cluster.present_nodes):
-            self.cluster.wait(ADVANCE_INTERVAL_SECONDS / 2)
+            self.cluster.wait_for_events(ADVANCE_INTERVAL_SECONDS / 2)
             if time.monotonic() > deadline or (self.interrupted and not to_its_end):
                 break
-        by_rank = {evidence.rank: evidence for evidence in collection.evidence(self.own.samples())}
+        by_rank = {evidence.rank: evidence for evidence in collection.evidence(self.own.worker_samples())}
         for member in self.cluster.present_nodes:
             by_rank |= member.evidence
         completed: list[Evidence] = []
-        for sample in sorted(self.samples(), key=lambda sample: sample.rank):
+        for sample in sorted(self.worker_samples(), key=lambda sample: sample.rank):
             evidence = by_rank.get(sample.rank) or Evidence.from_sample(sample)
             failure, text = sample.failure or evidence.failure, sample.error_text or evidence.error_text
             completed.append(replace(evidence, failure=failure, error_text=text))
@@ -431,11 +431,11 @@ class Generation:
         self._order(channel.UnblockOrder(tuple(ranks), word))
         start, grace_seconds = time.monotonic(), self.plan.grace_period_seconds
         while (waited_seconds := time.monotonic() - start) < grace_seconds and not self.cluster.is_stop_ordered:
-            running = [sample for sample in self.running() if sample.rank in ranks]
+            running = [sample for sample in self.running_workers() if sample.rank in ranks]
             has_progress = any(sample.still_seconds < waited_seconds for sample in running)
             if not running or (waited_seconds > UNBLOCKED_PROGRESS_SECONDS and not has_progress):
                 return
-            self.cluster.wait(UNBLOCKED_LOOK_SECONDS)
+            self.cluster.wait_for_events(UNBLOCKED_LOOK_SECONDS)
 
     def save_and_stop(self, number: int) -> None:
         """As `stop` after signal `number`, but ranks of an unmodified script that can save stop after the same step."""
@@ -457,7 +457,7 @@ class Generation:
         self.own.sweep()
         deadline = time.monotonic() + SWEEP_MARGIN_SECONDS
         while not self.cluster.stopped() and time.monotonic() < deadline:
-            self.cluster.wait(deadline - time.monotonic())
+            self.cluster.wait_for_events(deadline - time.monotonic())
         if os.isatty(2):  # a killed progress bar has not restored the cursor
             with suppress(OSError):
                 os.write(2, SHOW_CURSOR)
@@ -470,14 +470,14 @@ class Generation:
             now = time.monotonic()
             if now >= deadline or len(self.cluster.signals) > signals_heard:
                 break
-            if not self.own.patient and any(sample.ended_badly for sample in self.samples()):
+            if not self.own.patient and any(sample.ended_badly for sample in self.worker_samples()):
                 deadline = min(deadline, now + self.plan.grace_seconds)
                 self._order(channel.StopOrder(deadline - now, number))
             self._choose_last_step()
             if self.cluster.launcher_gone and not launcher_gone:
                 launcher_gone, deadline = True, min(deadline, now + LIFELINE_GRACE_SECONDS)
                 self._order(channel.StopOrder(deadline - now))
-            self.cluster.wait(min(deadline - now, self.own.seconds_until_kill or channel.BEAT_SECONDS))
+            self.cluster.wait_for_events(min(deadline - now, self.own.seconds_until_kill or channel.BEAT_SECONDS))
 
     def _choose_last_step(self) -> None:
         """Choose the last step of an unmodified script, once all of its ranks have a stop request.
@@ -485,7 +485,7 @@ class Generation:
         After its next step, each of these ranks waits for the choice. A rank publishes the number of a step before it
         looks whether it must wait. So no rank has passed the step after the newest published one.
         """
-        samples = self.samples()
+        samples = self.worker_samples()
         running = [sample for sample in samples if sample.is_running]
         if not self._last_step and running and all(sample.stop_asked for sample in running):
             self._last_step = 1 + max(sample.steps_ended for sample in samples)

@@ -176,7 +176,7 @@ class EventCommand:
         self._reported = False
 
     @property
-    def running(self) -> bool:
+    def is_running(self) -> bool:
         return self._last is not None and self._last.is_alive()
 
     def send(self, kind: Literal["diagnosis", "restart", "requeue", "end"], generation: int, **fields: Any) -> None:
@@ -268,7 +268,7 @@ class Coordinator:
             with suppress(Exception):  # an event never changes the end of the run
                 self._send_end(code)
             self.cluster.end(code)
-            self._queue.withdraw()
+            self._queue.withdraw_invitation()
             if self.plan.attempt_dir:
                 write_attempt_end(Path(self.plan.attempt_dir), AttemptEnd(int(code), self._cause_of(code)))
         return code
@@ -280,13 +280,13 @@ class Coordinator:
         """Send the last event, and wait for its command. Other nodes end after it, so that an ssh launcher waits."""
         kind = "requeue" if code == ExitCode.SAVED and is_queued_again(self.plan, self.cluster.signals) else "end"
         self._events.send(kind, self._number, exit=int(code), words=self._cause_of(code))
-        deadline = time.monotonic() + self.plan.event_seconds
-        while self._events.running and time.monotonic() < deadline:
-            self.cluster.wait(POLL_FAILING_SECONDS)
+        deadline = time.monotonic() + self.plan.event_wait_seconds
+        while self._events.is_running and time.monotonic() < deadline:
+            self.cluster.wait_for_events(POLL_FAILING_SECONDS)
 
     def _run(self) -> int:
         self.plan = with_reachable_master_addr(gather_nodes(self.plan, self.cluster), self.cluster)
-        self._queue.invite(self.plan)
+        self._queue.publish_invitation(self.plan)
         while not self.cluster.is_stop_ordered:
             self.plan = with_reachable_master_addr(self.plan, self.cluster)
             ranks = replace(self.plan.ranks, restarts=len(self._failures), speeds=self._speeds(self._nproc))
@@ -356,7 +356,7 @@ class Coordinator:
     def _watch(self, generation: Generation) -> int | StopReport:
         monitor, status = Monitor(generation), LiveStatusWriter(generation)
         while True:
-            ranks = generation.samples()
+            ranks = generation.worker_samples()
             status.update(ranks)
             generation.write_clocks()
             if all(sample.code in SUCCESS_EXIT_CODES for sample in ranks):
@@ -375,8 +375,8 @@ class Coordinator:
                     generation.regroup()
                 self._balance(generation, ranks)
             look_seconds = min(monitor.look_seconds, self._max_look_seconds)
-            self.cluster.wait(look_seconds if due is None else POLL_FAILING_SECONDS)
-            self.cluster.note_signals(ranks)
+            self.cluster.wait_for_events(look_seconds if due is None else POLL_FAILING_SECONDS)
+            self.cluster.adopt_stop_signal(ranks)
             if self.cluster.is_stop_ordered:
                 return self._obey(generation)
 
@@ -386,7 +386,7 @@ class Coordinator:
             return _launcher_gone()
         number = self.cluster.signals[0] if self.plan.plain_store else signal.SIGTERM
         generation.save_and_stop(number)
-        return self._stopped_by_signal(generation.samples())
+        return self._stopped_by_signal(generation.worker_samples())
 
     def _stopped_by_signal(self, ranks: Sequence[WorkerSample]) -> int:
         if ranks and all(sample.code in SUCCESS_EXIT_CODES for sample in ranks):
@@ -414,7 +414,7 @@ class Coordinator:
         """Stop ranks that still run long after another rank has saved. The run is saved if rank 0 has saved it."""
         late = ", ".join(str(sample.rank) for sample in ranks if sample.code is None)
         generation.stop(self.plan.grace_seconds)
-        if generation.own.samples()[0].code == ExitCode.SAVED:
+        if generation.own.worker_samples()[0].code == ExitCode.SAVED:
             return ExitCode.SAVED
         print_to_stderr(
             f"rank {late} still ran {self.plan.grace_period_seconds:g} s after another rank had saved its state and "
@@ -435,7 +435,7 @@ class Coordinator:
             stop.diagnosis,
             stop.evidence,
             stop.exit_code,
-            step=max(sample.step for sample in generation.samples()),  # includes ranks that have ended
+            step=max(sample.step for sample in generation.worker_samples()),  # includes ranks that have ended
             nproc=generation.plan.nproc,
             regroups=generation.regroups,
         )
@@ -499,7 +499,7 @@ class Coordinator:
             if decision:
                 print_to_stderr(decision)
             return code
-        self.cluster.wait(0.0)
+        self.cluster.wait_for_events(0.0)
         if self.cluster.is_stop_ordered:
             return self._obey(generation)
         if left_pids := [*generation.own.left, *(n for node in self.cluster.present_nodes for n in node.beat.left)]:

@@ -247,7 +247,7 @@ class FileClient:
         self._link: BlockingLink | None = None
         self.lock = threading.Lock()
 
-    def run(self, action: Callable[[BlockingLink], T], tick: Tick = _ignore) -> T:
+    def run_with_retries(self, action: Callable[[BlockingLink], T], tick: Tick = _ignore) -> T:
         """The result of `action`, which is repeated if the connection breaks or a message was damaged on its way."""
         for number in range(1, TRIES + 1):
             try:
@@ -279,17 +279,19 @@ class FileClient:
             link.receive_reply(FileReply)
             return sent
 
-        return self.run(action, tick)
+        return self.run_with_retries(action, tick)
 
     def download(self, name: str, path: Path, tick: Tick = _ignore) -> None:
         def action(link: BlockingLink) -> None:
             link.send(FileRequest(name))
             writing.replace_file(path, link.receive_file(), sync=True)
 
-        self.run(action, tick)
+        self.run_with_retries(action, tick)
 
     def list_checkpoints(self) -> tuple[str, ...]:
-        return self.run(lambda link: link.request(channel.CheckpointListRequest(), channel.CheckpointList)).names
+        return self.run_with_retries(
+            lambda link: link.request(channel.CheckpointListRequest(), channel.CheckpointList)
+        ).names
 
 
 class _TransferEndedError(Exception):
@@ -318,7 +320,7 @@ class SeparateRunFolder:
         self._listener.settimeout(SYNC_SECONDS)
 
     @classmethod
-    def find(cls, plan: NodePlan, attempt_dir: Path) -> Self | None:
+    def create_if_needed(cls, plan: NodePlan, attempt_dir: Path) -> Self | None:
         """The folder of this node, which is created; None if node 0 sees the same folder."""
         run_dir = attempt_dir.parent
         check_usable_as_run_dir(run_dir)
@@ -342,7 +344,7 @@ class SeparateRunFolder:
             writing.remove(probe)
         return None
 
-    def begin(self, ranks: NodeRanks, tick: Tick) -> None:
+    def begin_generation(self, ranks: NodeRanks, tick: Tick) -> None:
         """Prepare a generation: get the settings and the events of its ranks from node 0, and start the threads.
 
         Transfers for the last generation end with an error. A copy of a checkpoint begins again.
@@ -425,7 +427,7 @@ class SeparateRunFolder:
             while data := os.pread(file.descriptor, PART_BYTES, offset):
                 part = FilePart(name, data, appends_at=offset)
                 self._sent.pop(name, None)  # after a failure the next try sends the whole file
-                self._sender.run(lambda link, part=part: link.request(part, FileReply), tick)
+                self._sender.run_with_retries(lambda link, part=part: link.request(part, FileReply), tick)
                 offset += len(data)
                 self._sent[name] = inode, offset
 

@@ -139,7 +139,7 @@ class Follower:
             self._find_folder(Path(start.attempt_dir).resolve(), start.proof)
             inherited = self._inherited
             if (files := self._files) is not None:
-                files.begin(start.ranks, lambda: self._report(link))
+                files.begin_generation(start.ranks, lambda: self._report(link))
                 inherited = dataclasses.replace(inherited, transfers=files.transfers, keeps_copy=files.keeps_copy)
             self._workers = Workers.start(plan, start.generation, inherited)
             self._on_started()
@@ -159,7 +159,7 @@ class Follower:
                 if read_file(attempt_dir / channel.PROOF_FILE, limit_bytes=100, ours=True) == proof.encode():
                     return
             if not is_shared:
-                self._files = SeparateRunFolder.find(self.plan, attempt_dir)
+                self._files = SeparateRunFolder.create_if_needed(self.plan, attempt_dir)
                 is_shared = self._files is None
             if time.monotonic() > deadline:
                 raise UsageError(code="run-dir-not-shared", run_dir=attempt_dir.parent)
@@ -169,10 +169,10 @@ class Follower:
         """Process a request of the guard, or send the answer to the last request if it is complete. Never waits."""
         try:
             if request is not None:
-                self._collection = workers.collect_evidence(request.question, request.patience_seconds)
+                self._collection = workers.start_evidence_collection(request.question, request.patience_seconds)
             elif (collection := self._collection) is not None and collection.advance():
                 self._collection, now = None, time.monotonic()
-                for evidence in collection.evidence(workers.samples()):
+                for evidence in collection.evidence(workers.worker_samples()):
                     link.send(channel.EvidenceReply(collection.question, evidence.swap_times_and_ages(now)))
         except Exception as error:  # an error of the guard must not end the run
             self._collection = None
@@ -198,7 +198,7 @@ class Follower:
         now = time.monotonic()
         beat = channel.NodeHeartbeat(self._number, stopped=True)
         if workers := self._workers:
-            samples = tuple(sample.swap_times_and_ages(now) for sample in workers.samples())
+            samples = tuple(sample.swap_times_and_ages(now) for sample in workers.worker_samples())
             oom_kills, left = workers.oom_kills(), tuple(workers.left)
             beat = channel.NodeHeartbeat(workers.number, samples, oom_kills, workers.swept, left)
         is_guarded = self._workers is not None and not self.plan.hang_timeout.off
@@ -206,9 +206,9 @@ class Follower:
         sampled = min(sampled, self._max_sample_seconds)
         interval = sampled - self._sample_seconds / 2 if is_guarded else channel.BEAT_SECONDS
         is_due = now >= self._sent_seconds + interval
-        if is_due or beat.news != self._news or self._alive_took_seconds is not None:
+        if is_due or beat.urgent_state != self._news or self._alive_took_seconds is not None:
             link.send(replace(beat, unix_time=time.time(), alive_took_seconds=self._alive_took_seconds))
-            self._news, self._sent_seconds, self._alive_took_seconds = beat.news, now, None
+            self._news, self._sent_seconds, self._alive_took_seconds = beat.urgent_state, now, None
 
     def _coordinator_lost(self, link: channel.Link) -> str:
         is_late = time.monotonic() > self._deadline_seconds

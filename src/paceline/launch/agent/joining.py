@@ -85,7 +85,7 @@ def _wait_for_all(plan: NodePlan, cluster: RemoteNodes, count: int) -> None:
     start = time.monotonic()
     next_message, deadline = start + FIRST_MESSAGE_SECONDS, start + plan.join_seconds
     while len(cluster.members) < count - 1 and not cluster.is_stop_ordered:
-        cluster.wait(max(0.05, min(next_message, deadline) - time.monotonic()))
+        cluster.wait_for_events(max(0.05, min(next_message, deadline) - time.monotonic()))
         if cluster.wrong:
             raise UsageError(code="node-not-accepted", reasons="; ".join(cluster.wrong))
         if lost_members := [m for m in cluster.members.values() if m.lost]:
@@ -132,7 +132,7 @@ def find_unreachable_nodes(cluster: RemoteNodes, seconds: float, interrupted: Ca
         while any(m.reached is None for m in cluster.present_nodes) and time.monotonic() < deadline:
             if interrupted():
                 break
-            cluster.wait(REPLY_POLL_SECONDS)
+            cluster.wait_for_events(REPLY_POLL_SECONDS)
     return [*failures, *(reason for m in members if m.reached is not None for reason in m.reached.unreachable)]
 
 
@@ -383,7 +383,7 @@ class JoinQueue:
             self._written = status
             write_nodes_status(Path(plan.attempt_dir), status)
 
-    def invite(self, plan: NodePlan) -> None:
+    def publish_invitation(self, plan: NodePlan) -> None:
         """Let hosts join from now on. `plan` is complete.
 
         If the run accepts hosts, write a private file with the secret for `paceline join`. `withdraw` removes it.
@@ -402,6 +402,6 @@ class JoinQueue:
         with suppress(OSError):  # a full disk must not stop the run
             writing.replace_file(Path(plan.attempt_dir) / JOIN_FILE, msgspec.json.encode(invitation))
 
-    def withdraw(self) -> None:
+    def withdraw_invitation(self) -> None:
         with suppress(OSError):
             writing.remove(Path(self._plan.attempt_dir) / JOIN_FILE)

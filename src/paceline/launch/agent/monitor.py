@@ -98,7 +98,9 @@ class Monitor:
         self._generation, self._plan = generation, generation.plan
         self._windows = self._plan.hang_timeout
         self._stalls = detectors.StallDetector(self._windows)
-        self._stragglers = detectors.StragglerDetector({sample.rank: sample.host for sample in generation.samples()})
+        self._stragglers = detectors.StragglerDetector(
+            {sample.rank: sample.host for sample in generation.worker_samples()}
+        )
         self.look_seconds = detectors.sample_interval_seconds(self._windows)  # interval between two samples
         self._looked_seconds = self._asked_seconds = self._early_seconds = 0.0
         self._silent = SilentFaultDetector(
@@ -144,7 +146,7 @@ class Monitor:
         )
 
     def _look(self) -> StopReport | None:
-        running = self._generation.running()
+        running = self._generation.running_workers()
         self.look_seconds = detectors.heartbeat_interval_seconds(self._windows, self._plan.nodes, running)
         alarm = self._stalls.update(
             time.monotonic(), detectors.mark_unknown_as_waiting(running, self._plan.ranks.world_size)
@@ -177,7 +179,7 @@ class Monitor:
         return None
 
     def _look_for_silent_faults(self, *, last: bool = False) -> StopReport | None:
-        samples = self._generation.samples()
+        samples = self._generation.worker_samples()
         if not any(sample.script for sample in samples):
             return None
         faults = self._silent.update(samples, last=last)
@@ -237,7 +239,7 @@ class Monitor:
         all_wait = still_seconds >= LEFT_RANK_SECONDS and all(sample.waiting for sample in running)
         if self._sleep.should_collect(running):
             return detectors.Alarm("stall", still_seconds, 0.0)
-        has_left = any(sample.code == ExitCode.DONE for sample in self._generation.samples())
+        has_left = any(sample.code == ExitCode.DONE for sample in self._generation.worker_samples())
         if not not_met and not (all_wait and has_left):
             return None
         self._early_seconds = now + still_seconds  # after a false alarm, check less often

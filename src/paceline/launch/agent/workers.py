@@ -447,14 +447,17 @@ class Workers:
     def _codes(self) -> list[int | None]:
         return [worker.process.poll() for worker in self._workers]
 
-    def samples(self) -> list[WorkerSample]:
+    def worker_samples(self) -> list[WorkerSample]:
         now = time.monotonic()
         for worker, code in zip(self._workers, self._codes(), strict=True):
             if code is not None:
                 self._ended.setdefault(worker.rank, (code, now))
         for times in self._times:
             times.record_growth()
-        return [self._idle_clock.read(self._sample(worker), worker.status_page_fd, now) for worker in self._workers]
+        return [
+            self._idle_clock.read_status_page(self._sample(worker), worker.status_page_fd, now)
+            for worker in self._workers
+        ]
 
     def _sample(self, worker: Worker) -> WorkerSample:
         code, ended_seconds = self._ended.get(worker.rank, (None, 0.0))
@@ -469,9 +472,9 @@ class Workers:
             ended_seconds=ended_seconds, failure=failure, error_text=words,
         )  # fmt: skip
 
-    def collect_evidence(self, question: int, patience_seconds: float) -> EvidenceCollection:
+    def start_evidence_collection(self, question: int, patience_seconds: float) -> EvidenceCollection:
         status_pages = {worker.rank: worker.status_page_fd for worker in self._workers}
-        return EvidenceCollection(self.samples(), status_pages, question, patience_seconds=patience_seconds)
+        return EvidenceCollection(self.worker_samples(), status_pages, question, patience_seconds=patience_seconds)
 
     def ask_to_save(self) -> None:
         """Have the first worker vote for a checkpoint after its next step: two votes at different steps save twice."""

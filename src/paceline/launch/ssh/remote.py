@@ -118,14 +118,14 @@ class _RemoteRun:
         self._screen.close()
         # a pager may block it without limit; a signal ends the wait
         while not self._screen.wait_closed(SCREEN_POLL_SECONDS):
-            if self._sessions.wait(0.0, read=False)[1]:
+            if self._sessions.wait_for_output(0.0, read=False)[1]:
                 return
 
     def _pump(self, deadline: float) -> None:
-        seconds = min(deadline - time.monotonic(), self._relay.flush(), self._reconnector.start_due_sessions())
+        seconds = min(deadline - time.monotonic(), self._relay.show_due_lines(), self._reconnector.start_due_sessions())
         is_full = self._screen.full
         seconds = min(seconds, SCREEN_POLL_SECONDS) if is_full else seconds
-        pieces, signals = self._sessions.wait(seconds, read=not is_full)
+        pieces, signals = self._sessions.wait_for_output(seconds, read=not is_full)
         ended_sessions, last_pieces = self._sessions.reap()
         for piece in (*pieces, *last_pieces):
             if not self._reconnector.handle_message(piece):
@@ -142,7 +142,7 @@ class _RemoteRun:
         if self._stopped_seconds == math.inf:
             self._stopped_seconds = now
             grace = max(node.grace_period_seconds + node.term_grace_seconds for node in self._plan.nodes)
-            self._deadline = now + grace + self._plan.nodes[0].event_seconds + STOP_MARGIN_SECONDS
+            self._deadline = now + grace + self._plan.nodes[0].event_wait_seconds + STOP_MARGIN_SECONDS
             self._code = 128 + number
             self._reason = f"stopped by {number.name}; node 0 ({self._head.name}) has not ended in time"
             self._reconnector.stop()
@@ -171,7 +171,7 @@ class _RemoteRun:
         if may_continue and present >= min(first.min_nodes, first.nodes):
             self._explain()
             return
-        seconds = first.grace_seconds + first.event_seconds + NODE0_REPORT_SECONDS
+        seconds = first.grace_seconds + first.event_wait_seconds + NODE0_REPORT_SECONDS
         if (due := time.monotonic() + seconds) < self._deadline:
             self._deadline, self._code = due, ExitCode.USAGE if code == ExitCode.USAGE else ExitCode.FAILED
             self._reason = (

@@ -69,7 +69,7 @@ class HostSession:
         return None if stdin is None or stdin.closed else stdin
 
     @property
-    def open_pipes(self) -> list[tuple[int, IO[bytes]]]:
+    def output_pipes(self) -> list[tuple[int, IO[bytes]]]:
         pipes = ((1, self.process.stdout), (2, self.process.stderr)) if self.process is not None else ()
         return [(descriptor, pipe) for descriptor, pipe in pipes if pipe is not None and not pipe.closed]
 
@@ -119,7 +119,7 @@ class Sessions:
         session.process = process
         assert process.stdin is not None
         os.set_blocking(process.stdin.fileno(), False)
-        for descriptor, pipe in session.open_pipes:
+        for descriptor, pipe in session.output_pipes:
             os.set_blocking(pipe.fileno(), False)
             self._selector.register(pipe, selectors.EVENT_READ, (session, descriptor, pipe))
 
@@ -128,7 +128,7 @@ class Sessions:
             session.unsent += line + b"\n"
             self._send(session)
 
-    def wait(self, seconds: float, *, read: bool = True) -> tuple[list[OutputChunk], list[signal.Signals]]:
+    def wait_for_output(self, seconds: float, *, read: bool = True) -> tuple[list[OutputChunk], list[signal.Signals]]:
         """Wait up to `seconds` for output, a stop signal or the end of a session; return output and signals.
 
         Without `read`, the output stays in the pipes. Unsent lines are sent in any case.
@@ -164,7 +164,7 @@ class Sessions:
         pieces: list[OutputChunk] = []
         for session in ended_sessions:
             session.is_drained = session.answered = True
-            for descriptor, pipe in session.open_pipes:
+            for descriptor, pipe in session.output_pipes:
                 size = 0
                 while size < LAST_OUTPUT_BYTES and (new_pieces := self._read(session, descriptor, pipe)):
                     pieces += new_pieces
@@ -198,7 +198,7 @@ class Sessions:
         self.close_lifelines()
         self.kill()
         for session in self.all:
-            for _, pipe in session.open_pipes:
+            for _, pipe in session.output_pipes:
                 self._close(pipe)
         self._selector.close()
 
@@ -318,7 +318,7 @@ def await_agents(sessions: Sessions, *, seconds: float) -> list[Facts] | signal.
     deadline, next_message = start + seconds, start + FIRST_MESSAGE_SECONDS
     answers: dict[int, Facts | str] = {}  # the facts, or why there are none
     while len(answers) < len(sessions.all) and (remaining := deadline - time.monotonic()) > 0:
-        pieces, signals = sessions.wait(max(0.0, min(remaining, next_message - time.monotonic())))
+        pieces, signals = sessions.wait_for_output(max(0.0, min(remaining, next_message - time.monotonic())))
         if signals:
             return signals[0]
         if time.monotonic() >= next_message:

@@ -268,7 +268,7 @@ class StepRecorder(ScriptListener):
         if self._facts.session:
             self._facts.steps.append(OptimizerStep(number, format_user_site()))
             return
-        history, private = self._joint.history_of(optimizer), self._joint.is_private(optimizer)
+        history, private = self._joint.history_of(optimizer), self._joint.is_last_step_local(optimizer)
         loader = self._at[0]
         if loader >= 0 and self._joint.highest_evidence_level:
             if not private:
@@ -350,7 +350,7 @@ class StepRecorder(ScriptListener):
         max_steps = MAX_STEPS if self._joint.highest_evidence_level else MAX_UNJOINED_STEPS
         if (
             not shortened
-            and not self._joint.is_private(optimizer)
+            and not self._joint.is_last_step_local(optimizer)
             and max(self._taken.values(), default=0) >= max_steps
         ):
             raise SystemExit(0)

@@ -314,11 +314,11 @@ class StaleGradientDetector(ScriptListener):
 
     def _is_private(self, optimizer: Any) -> bool:
         past = self._joint.history_of(optimizer).bypasses_ddp
-        if past or not self._joint.is_private(optimizer):
+        if past or not self._joint.is_last_step_local(optimizer):
             self._past = self._past + 1 if past else 0
         if self._past == MIN_STEPS_PAST_DDP and past:
             write_script_finding(self._page, ScriptFinding("left", self._steps.done, "trains on past DDP"))
-        return self._joint.is_private(optimizer)
+        return self._joint.is_last_step_local(optimizer)
 
     def on_forward_begin(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         step = self._steps.done

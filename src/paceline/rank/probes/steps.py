@@ -90,7 +90,7 @@ class JointOptimizerDetector(ScriptListener):
     def history_of(self, optimizer: Any) -> OptimizerHistory:
         return (self._turns.get(optimizer) if self._turns else None) or OptimizerHistory()
 
-    def is_private(self, optimizer: Any) -> bool:
+    def is_last_step_local(self, optimizer: Any) -> bool:
         """Whether its last step is private to the rank: another optimizer is joint, or it has left its replica."""
         history = self.history_of(optimizer)
         return history.bypasses_ddp or history.evidence_level < self.highest_evidence_level
@@ -197,7 +197,7 @@ class StepCounter(ScriptListener):
             return
         before = max(0, self.done - self._alone - 1)  # a later optimizer steps along with the others, or after them
         self._counts[optimizer] = count = self._counts.get(optimizer, before) + 1
-        if self.joint.is_private(optimizer):
+        if self.joint.is_last_step_local(optimizer):
             return
         if self.joint.highest_evidence_level > self._level:  # the rank took the steps so far alone
             self._level, self._counts[optimizer] = self.joint.highest_evidence_level, (count := history.steps)
