@@ -1,7 +1,8 @@
 """The coordinator's view of the other nodes, and a generation of workers on all nodes.
 
 The coordinator waits only in `RemoteNodes.wait_for_events`: until a timeout, an order, a message of another node or
-the end of a child. A `Generation` consists of all workers of one start. It starts, observes, queries, unblocks and stops them.
+the end of a child. A `Generation` consists of all workers of one start. It starts, observes, queries, unblocks and
+stops them.
 """
 
 import os
