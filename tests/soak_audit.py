@@ -104,7 +104,7 @@ def effective(chunks: Iterable[dict[str, Any]]) -> int:
 
 
 PARTS = {"once": once, "always": always, "healthy": healthy, "cost": cost}
-GOALS = {"once": 1000, "always": 100, "healthy": 3600, "cost": 1}
+GOALS = {"once": 1000, "always": 100, "healthy": 3600, "cost": 3}
 
 
 def progress(part: str, chunks: list[dict[str, Any]]) -> float:
@@ -117,7 +117,7 @@ def summary(record: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for part, chunks in record["chunks"].items():
         if part == "cost":
-            found[part] = chunks[-1]
+            found[part] = {name: median(chunk[name] for chunk in chunks) for name in chunks[0]}
         elif part == "healthy":
             failures = [chunk["failure"] for chunk in chunks if chunk["failure"]]
             found[part] = {
