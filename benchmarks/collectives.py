@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.collectives import communicator
+from paceline.collectives import shm_communicator
 from paceline.collectives.communicator import get_communicator, make_communicator
 from paceline.collectives.shared_memory import BULK_BYTES, SharedMemory
 from paceline.collectives.shm_collectives import TreeSum, barrier
@@ -157,7 +157,7 @@ def act(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{arguments.meet}/store", arguments.ranks)  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=arguments.rank, world_size=arguments.ranks)
-    communicator.BULK_BYTES = int(arguments.bulk_mib * (1 << 20))
+    shm_communicator.BULK_BYTES = int(arguments.bulk_mib * (1 << 20))
     memory = make_communicator("shared").memory
     assert memory is not None
     sizes = [int(size) for size in arguments.sizes.split(",")] if arguments.sizes else SIZES_BYTES

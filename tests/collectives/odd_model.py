@@ -10,9 +10,9 @@ from tests.collectives.one_backward import one_backward
 from torch import Tensor, nn
 
 from paceline.collectives.buckets import BUCKET_BYTES, group_into_buckets, trainable_parameters
-from paceline.collectives.communicator import TorchBucketReducer
 from paceline.collectives.reducer import Reducer
 from paceline.collectives.sum_tree import LeafPartition
+from paceline.collectives.torch_communicator import TorchBucketReducer
 
 LARGE = 40_000  # elements: several chunks of 64 KiB
 

@@ -20,6 +20,7 @@ from paceline.collectives.inter_node import (
     InterNodeAllReduce,
     PowerSgdCodec,
 )
+from paceline.collectives.shm_communicator import node_topology
 
 SHAPES = ((40, 30), (7,), (3, 50, 20), (), (600,))
 OF_NOBODY, OF_ONE_HOST = 1, 4  # which tensor
@@ -52,7 +53,7 @@ def summed(rank: int, world_size: int, folder: Path) -> dict[object, tuple[list[
     found: dict[object, tuple[list[Tensor], dict[str, Tensor], list[int]]] = {}
     for size in SIZES:
         put_on(rank // size, rank, world_size, folder)
-        place = make_communicator().node_topology()
+        place = node_topology(make_communicator())
         assert place is not None
         assert (place.rank, place.node_count, place.node_index, place.memory.size) == (
             rank,

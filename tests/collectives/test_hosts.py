@@ -19,9 +19,9 @@ from tests.collectives.one_backward import one_backward
 from tests.run_ranks import run_ranks
 from torch import nn
 
-from paceline.collectives import communicator as communicators
 from paceline.collectives import hosts as hosts_module
 from paceline.collectives import shared_memory as handshake
+from paceline.collectives import shm_communicator as communicators
 from paceline.collectives.buckets import group_into_buckets, trainable_parameters
 from paceline.collectives.communicator import get_communicator as exchange
 from paceline.collectives.communicator import make_communicator
@@ -35,6 +35,7 @@ from paceline.collectives.shared_memory import (
     connect_shared_memory,
     consecutive_ranks_by_node,
 )
+from paceline.collectives.shm_communicator import node_topology
 from paceline.collectives.sum_tree import LeafPartition, add_gradient_lists, tree_sum
 from paceline.data.plan import virtual_ranks_of
 from paceline.lab.ranks.memory import SentBytesCounter
@@ -123,7 +124,7 @@ def compare(rank: int, world_size: int, folder: Path, cases: list[tuple[int, lis
     compared = 0
     for size, leaves in cases:
         put_on(rank // size, rank, world_size, folder)
-        place = make_communicator().node_topology()
+        place = node_topology(make_communicator())
         assert isinstance(place, NodeTopology) and (place.rank, place.node_index, place.memory.size) == (
             rank,
             rank // size,
@@ -237,7 +238,7 @@ def sends(rank: int, world_size: int, folder: Path) -> list[object]:
 def again(rank: int, world_size: int, folder: Path) -> list[float]:
     put_on(rank // 2, rank, world_size, folder)
     model, partition = nn.Linear(2, 1), LeafPartition.one_leaf_per_rank(4, rank)
-    place = make_communicator().node_topology()
+    place = node_topology(make_communicator())
     assert isinstance(place, NodeTopology)
     buckets = group_into_buckets(trainable_parameters(model), 4)
     sums = Reducer(

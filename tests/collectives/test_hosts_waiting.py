@@ -22,9 +22,10 @@ from paceline.collectives.buckets import group_into_buckets, trainable_parameter
 from paceline.collectives.hosts import HierarchicalBucketReducer, make_leaf_order_plan
 from paceline.collectives.reducer import Reducer
 from paceline.collectives.communicator import make_communicator
+from paceline.collectives.shm_communicator import node_topology
 from paceline.collectives.sum_tree import LeafPartition
 model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 300))
-hosts, partition = make_communicator().node_topology(), LeafPartition.one_leaf_per_rank(4, rank)
+hosts, partition = node_topology(make_communicator()), LeafPartition.one_leaf_per_rank(4, rank)
 buckets = group_into_buckets(trainable_parameters(model), 1000)
 sums = Reducer(partition, HierarchicalBucketReducer(buckets, hosts, make_leaf_order_plan(partition, 2)))
 def late(gradient):

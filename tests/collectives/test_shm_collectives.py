@@ -10,11 +10,11 @@ from tests.collectives.memory_harness import in_threads
 
 from paceline.collectives import shm_collectives
 from paceline.collectives.buckets import divide
-from paceline.collectives.communicator import MemoryCommunicator
 from paceline.collectives.shm_collectives import (
     ALIGNMENT_ELEMENTS,
     TreeSum,
     all_gather,
+    all_gather_object,
     barrier,
     broadcast_in_memory,
     reduce_scatter,
@@ -167,9 +167,7 @@ def test_a_broadcast_carries_every_type_and_words_of_any_length():
         mine = [tensor.clone() if memory.rank == 1 else torch.zeros_like(tensor) for tensor in wanted]
         barrier(memory)
         broadcast_in_memory(memory, mine, src=1)
-        words = MemoryCommunicator(memory).all_gather_object(
-            {"rank": memory.rank, "text": "ä" * 90_000 * memory.rank}, "words"
-        )
+        words = all_gather_object(memory, {"rank": memory.rank, "text": "ä" * 90_000 * memory.rank}, "words")
         return mine, [(one["rank"], len(one["text"])) for one in words]
 
     for found, words in in_threads(3, act):

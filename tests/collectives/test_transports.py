@@ -7,9 +7,10 @@ from tests.collectives.one_backward import one_backward
 from tests.run_ranks import run_ranks
 from torch import Tensor, nn
 
-from paceline.collectives import communicator
-from paceline.collectives.communicator import SharedMemoryBucketReducer, make_communicator
+from paceline.collectives import shm_communicator
+from paceline.collectives.communicator import make_communicator
 from paceline.collectives.reducer import make_reducer
+from paceline.collectives.shm_communicator import SharedMemoryBucketReducer
 from paceline.collectives.sum_tree import LeafPartition
 from paceline.data.plan import virtual_ranks_of
 
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.ranks
 
 
 def compare(rank: int, world_size: int, leaves: list[int]) -> int:
-    communicator.BULK_BYTES = 64 << 10  # so that a sum takes several chunks
+    shm_communicator.BULK_BYTES = 64 << 10  # so that a sum takes several chunks
     memory = make_communicator().memory
     assert memory is not None
     compared = 0

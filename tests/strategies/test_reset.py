@@ -10,7 +10,7 @@ from tests.run_ranks import run_ranks
 from torch import Tensor, nn
 
 from paceline import BatchPlan, LoadingOptions, load_steps
-from paceline.collectives import communicator
+from paceline.collectives import torch_communicator
 from paceline.data.arrays import ArrayDataset
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import virtual_ranks_of
@@ -65,7 +65,7 @@ def backward(replica: Strategy, batch: MicroBatch, *, is_last: bool) -> None:
 
 
 def loops(rank: int, size: int) -> list[str]:
-    communicator.BUCKET_BYTES = 100  # a bucket for each tensor, so that some have left when the error comes
+    torch_communicator.BUCKET_BYTES = 100  # a bucket for each tensor, so that some have left when the error comes
     world = World(rank, size, rank, size, CPU, "gloo")
     generator = torch.Generator().manual_seed(0)
     data = ArrayDataset(torch.randn(40, 6, generator=generator), torch.randn(40, 2, generator=generator))

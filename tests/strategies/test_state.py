@@ -26,7 +26,7 @@ from paceline.checkpoint.shards import (
 from paceline.checkpoint.state import TensorShard
 from paceline.data.plan import virtual_ranks_of
 from paceline.strategies import STRATEGIES, Strategy
-from paceline.strategies.optimizer_state import load_optimizer, optimizer_shards
+from paceline.strategies.optimizers import load_optimizer, optimizer_shards
 
 CPU = torch.device("cpu")
 VIRTUAL, SAVED_AT, STEPS = 4, 3, 5

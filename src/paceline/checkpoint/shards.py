@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -43,6 +44,8 @@ DTYPE_NAMES = {
 DTYPES_BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 ALIGNED_BYTES = 64
 METADATA_KEY = "paceline"  # the key of paceline's metadata
+CHECKSUM_CHUNK = 1 << 17  # words that are multiplied at once; a processor keeps them in its cache
+CHECKSUM_FACTOR = 6364136223846793005  # odd, so that multiplying loses no bit of an int64
 
 
 def select_shards_to_save(shards: Sequence[TensorShard], rank: int, world_size: int) -> list[TensorShard]:
@@ -244,6 +247,34 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         sha.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
     return sha.hexdigest()
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """() int64: a hash of the bits of a tensor, and of their order. Ranks compare it instead of the tensor.
+
+    It is a sum of words of 32 bits, each times an odd number of 64 bits, modulo 2**64. So one changed word always
+    changes it. In words of 64 bits, the signs of two numbers would cancel: 2**63 times any odd number is 2**63.
+    """
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    data = flat.as_strided(flat.shape, (1,))  # the stride of a single element can be anything
+    if data.element_size() < 4:
+        data = data.view(torch.uint8)
+        if data.storage_offset() % 4 or len(data) % 4:
+            data = torch.nn.functional.pad(data, (0, -len(data) % 4))  # a copy
+    total: Tensor | None = None
+    for words in data.view(torch.int32).split(CHECKSUM_CHUNK):
+        odd = _odd_numbers(data.device)[: len(words)]
+        # `dot` needs no copy of the products, but a GPU has none for integers
+        part = torch.dot(words.long(), odd) if data.is_cpu else (words * odd).sum()
+        total = part if total is None else torch.add(part, total, alpha=CHECKSUM_FACTOR)
+    assert total is not None
+    return total
+
+
+@cache
+def _odd_numbers(device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(-(2**62), 2**62, (CHECKSUM_CHUNK,), generator=generator).mul_(2).add_(1).to(device)
 
 
 # ---- parameters that are sharded along one dimension

@@ -34,7 +34,7 @@ from itertools import islice
 from operator import attrgetter
 from traceback import walk_stack
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -42,14 +42,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.collectives.buckets import grad_of, group_tensors_by_dtype, is_present
-from paceline.collectives.communicator import MemoryCommunicator, get_communicator
+from paceline.collectives.communicator import get_communicator
 from paceline.errors import ExitCode, PacelineError, ReportedByPeer, TrainingError, UsageError
 from paceline.rank.guard import HangGuard
 from paceline.rank.sites import MAX_DEPTH, CodeOwner, code_owner, format_frame, frame_record, short_filename
 from paceline.rank.world import World
-
-if TYPE_CHECKING:
-    from paceline.collectives.hosts import NodeTopology
 
 _T = TypeVar("_T")
 _U = TypeVar("_U")
@@ -351,12 +348,6 @@ def _caller() -> str:
 def make_world_gather(world: World) -> GatherFunction:
     """Gathers from all ranks."""
     return lambda value: dict(enumerate(all_gather_object(value, world)))
-
-
-def make_node_gather(host: "NodeTopology") -> GatherFunction:
-    """Gathers from the ranks of this host."""
-    on_host, first = MemoryCommunicator(host.memory), host.node_index * host.memory.size
-    return lambda value: dict(enumerate(on_host.all_gather_object(value, "messages of a node"), first))
 
 
 @contextmanager

@@ -24,16 +24,13 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 
 from paceline.collectives.buckets import divide
-from paceline.collectives.communicator import (
-    MemoryCommunicator,
-    make_communicator,
-    print_on_rank_0,
-    supports_shared_memory_sum,
-)
+from paceline.collectives.communicator import make_communicator
 from paceline.collectives.shared_memory import SharedMemory
-from paceline.collectives.shm_collectives import Chunk, TreeSum, ring_sum
+from paceline.collectives.shm_collectives import Chunk, TreeSum, all_gather_object, ring_sum
+from paceline.collectives.shm_communicator import supports_shared_memory_sum
 from paceline.collectives.sum_tree import LeafPartition, TreeNode
 from paceline.collectives.torch_collectives import all_gather_json
+from paceline.collectives.torch_communicator import print_on_rank_0
 from paceline.protocol.control import SHARED_MEMORY
 
 _numbers = count(1)  # of DDP instances, which all ranks create in the same order
@@ -126,7 +123,7 @@ class _Hook:
         if not getattr(self._ddp(), "_divide_by_initial_world_size", True):  # Join: the number of active ranks
             # a rank that has ended calls the hook without a backward
             is_active = torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
-            divisor = sum(MemoryCommunicator(memory).all_gather_object(int(is_active), "who has joined"))
+            divisor = sum(all_gather_object(memory, int(is_active), "who has joined"))
         torch._foreach_mul_(buffers, 1.0 / divisor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
         self._sums[key].run([buffers])
 

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,7 @@ from paceline.collectives.shm_collectives import (
     ScratchBuffers,
     SlotBuffers,
     TensorList,
+    all_gather_object,
     assign_subtree_lanes,
     describe_tensors,
     spare_buffer_count,
@@ -70,6 +72,11 @@ class NodeTopology:
     @property
     def rank(self) -> int:
         return self.node_index * self.memory.size + self.memory.rank
+
+    def gather(self, value: Any) -> dict[int, Any]:
+        """The `value` (JSON) of the ranks of this host, by rank of the world."""
+        values = all_gather_object(self.memory, value, "messages of a node")
+        return dict(enumerate(values, self.node_index * self.memory.size))
 
     def inter_node_group(self) -> dist.ProcessGroup:
         """The process group of the ranks with the same number on each host, in the order of hosts."""

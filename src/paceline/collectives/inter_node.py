@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.collectives.buckets import assign_grads, assign_items_to_least_loaded, numels_and_dtypes
-from paceline.collectives.communicator import SharedMemoryBucketReducer
 from paceline.collectives.hosts import NodeTopology
 from paceline.collectives.shm_collectives import TreeSum
+from paceline.collectives.shm_communicator import SharedMemoryBucketReducer
 from paceline.collectives.sum_tree import Grads, LeafPartition, round_up
 from paceline.collectives.torch_collectives import start_all_gather, start_all_reduce, tag_collective, wait_for_result
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.collectives.buckets import assign_items_to_least_loaded
-from paceline.collectives.communicator import print_on_rank_0
 from paceline.collectives.torch_collectives import Group, tag_collective
+from paceline.collectives.torch_communicator import print_on_rank_0
 
 
 @dataclass(frozen=True)

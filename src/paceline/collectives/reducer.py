@@ -4,7 +4,7 @@ autograd would add virtual ranks from left to right. The reducer therefore remov
 before the backward of the next one, and adds them as a leaf of the tree (see `tree`). Several backwards of one virtual
 rank accumulate, because they run on the same rank. In this rank's last backward of a step, a bucket is sent when its
 last gradient is complete, in the same order on all ranks. A transport sums the buckets over ranks (see
-`communicator.BucketReducer`).
+`torch_communicator.BucketReducer`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,12 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from paceline.collectives.buckets import grad_of, sparse_gradient_error, trainable_parameters
-from paceline.collectives.communicator import BucketReducer, SharedMemoryBucketReducer, make_communicator
+from paceline.collectives.communicator import make_communicator
 from paceline.collectives.hosts import NodeTopology
 from paceline.collectives.inter_node import InterNodeAllReduce, TwoLevelBucketReducer
 from paceline.collectives.shards import ParameterShards, ShardBucketReducer
+from paceline.collectives.shm_communicator import SharedMemoryBucketReducer
 from paceline.collectives.sum_tree import Grads, LeafPartition, add_gradient_lists
 from paceline.collectives.torch_collectives import Group
+from paceline.collectives.torch_communicator import BucketReducer
 from paceline.errors import UsageError
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from itertools import chain
 from operator import add, itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ from paceline.collectives.sum_tree import (
     round_up,
     tree_sum,
 )
+from paceline.collectives.torch_collectives import WaitFunction, all_gather_json
 
 SMALL_TENSOR_DIVISOR = 4  # a tensor smaller than a fourth of a lane shares a chunk
 TensorList = Sequence[Tensor | None]  # each tensor, dense; None: all zeros
@@ -494,6 +496,18 @@ def all_gather(memory: SharedMemory, mine: Tensor, out: Tensor, name: str = "sha
             for rank, part in enumerate(parts):
                 if rank != memory.rank or mine.data_ptr() != part.data_ptr():
                     part[start:stop] = slots[slot][rank][: stop - start]
+
+
+def start_all_gather(memory: SharedMemory, mine: Tensor, name: str) -> WaitFunction:
+    """All-gather of `mine`, (n,) on all ranks. The returned function returns (ranks, n)."""
+    rows = mine.new_empty(memory.size, len(mine))
+    all_gather(memory, mine, rows.view(-1), name)
+    return lambda: rows
+
+
+def all_gather_object(memory: SharedMemory, value: Any, name: str) -> list[Any]:
+    """The `value` (JSON) of all ranks that share memory, by rank."""
+    return all_gather_json(value, memory.size, name=name, start=partial(start_all_gather, memory))
 
 
 def reduce_scatter(

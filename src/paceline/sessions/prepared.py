@@ -22,17 +22,21 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from paceline.checkpoint.shards import checksum
 from paceline.checkpoint.state import PrefixedSource, Source, TensorShard, read_matching_tensor
 from paceline.collectives.buckets import is_present
-from paceline.collectives.checksum import checksum
 from paceline.collectives.control import Deferred, all_gather_object, error_for_this_rank
 from paceline.errors import UsageError
 from paceline.sessions.session_step import SessionStep, is_mode_dependent
 from paceline.sessions.sharded_tensors import ShardedGradientPlaceholder, distribute_like, local_shard
 from paceline.stepping.trained_model import ModelInTraining
 from paceline.strategies.base import Strategy
-from paceline.strategies.optimizer_state import optimizer_shards, read_saved_parameter_state, set_parameter_states
-from paceline.strategies.optimizers import OptimizerSequence
+from paceline.strategies.optimizers import (
+    OptimizerSequence,
+    optimizer_shards,
+    read_saved_parameter_state,
+    set_parameter_states,
+)
 from paceline.strategies.validation import check_optimizer_parameters
 from paceline.train.json_values import (
     as_json,

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
-from paceline.collectives.checksum import checksum
+from paceline.checkpoint.shards import checksum
 from paceline.errors import UsageError
 from paceline.rank.sites import LIBRARY, USER, code_owner
 from paceline.sessions.containers import (

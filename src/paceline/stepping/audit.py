@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from paceline.collectives.checksum import FACTOR, checksum
+from paceline.checkpoint.shards import CHECKSUM_FACTOR, checksum
 from paceline.collectives.communicator import get_communicator
 from paceline.collectives.control import all_gather_object, error_for_this_rank
 from paceline.data.loader import MicroBatch
@@ -113,7 +113,7 @@ class StepAuditor:
 
     def _take(self, number: int, values: Tensor) -> None:
         # a hook may run for each of several parts
-        self._parts[number] = torch.add(checksum(values), self._parts[number], alpha=FACTOR)
+        self._parts[number] = torch.add(checksum(values), self._parts[number], alpha=CHECKSUM_FACTOR)
 
     def end_backward(self) -> None:
         hooks, self._hooks = self._hooks, []
@@ -121,7 +121,7 @@ class StepAuditor:
             hook.remove()
         if hooks:
             digest = checksum(torch.stack(self._parts))
-            self._digests[self._role] = torch.add(digest, self._digests[self._role], alpha=FACTOR)
+            self._digests[self._role] = torch.add(digest, self._digests[self._role], alpha=CHECKSUM_FACTOR)
             if self._role == REPEATED:
                 self._seconds[0] = self._now() - self._began
 

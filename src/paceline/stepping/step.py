@@ -39,7 +39,6 @@ from paceline.collectives.control import (
     PinnedNumberBuffers,
     error_for_this_rank,
     is_async_device,
-    make_node_gather,
     make_world_gather,
     raise_on_all_ranks,
     read_all_deferred,
@@ -48,7 +47,6 @@ from paceline.collectives.control import (
     sum_over_ranks,
     to_device_async,
 )
-from paceline.collectives.hosts import NodeTopology
 from paceline.collectives.torch_collectives import tag_collective
 from paceline.compute.flops import FlopCounter
 from paceline.data.loader import MicroBatch, PrefetchTrigger
@@ -87,6 +85,7 @@ from paceline.stepping.totals import (
 from paceline.stepping.trained_model import ModelInTraining
 
 if TYPE_CHECKING:
+    from paceline.collectives.hosts import NodeTopology
     from paceline.stepping.audit import StepAuditor
 
 LARGEST_SQUARED = 1e19  # above, the square of a float32 overflows: the host uses float64 then
@@ -541,7 +540,7 @@ class Step:
         raise error
 
     def _find_nonfinite_cause(
-        self, reached: Sequence[ModelInTraining], host: NodeTopology | None, *, in_loss: bool
+        self, reached: Sequence[ModelInTraining], host: "NodeTopology | None", *, in_loss: bool
     ) -> nonfinite.NonFiniteCause:
         """Find the cause (a collective, of this `host` unless all ranks know; none if it is the loss scale)."""
         scale = self.parts[0].scale
@@ -552,7 +551,7 @@ class Step:
             for part in self.parts:
                 part.replica.restore_buffers()
         where = str(self._where)
-        seen, gather = self._sums.seen, make_world_gather(self._world) if host is None else make_node_gather(host)
+        seen, gather = self._sums.seen, make_world_gather(self._world) if host is None else host.gather
         cause = nonfinite.find_nonfinite_losses(seen, where, gather) if in_loss or host is not None else None
         if cause is None or not (in_loss or cause.samples):
             replicas, tick = {part.prefix: part.replica for part in reached}, partial(self._enter, Phase.BACKWARD)

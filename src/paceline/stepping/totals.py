@@ -13,7 +13,7 @@ from msgspec import Struct
 from msgspec.structs import astuple, replace
 from torch import Tensor
 
-from paceline.collectives.communicator import Communicator, get_communicator
+from paceline.collectives.communicator import get_communicator
 from paceline.collectives.control import (
     Deferred,
     PinnedNumberBuffers,
@@ -22,6 +22,7 @@ from paceline.collectives.control import (
     resolve_deferred,
 )
 from paceline.collectives.sum_tree import tree_sum
+from paceline.collectives.torch_communicator import Communicator
 from paceline.errors import ExitCode, ReportedByPeer, TrainingError, UsageError
 from paceline.protocol.evidence import Phase
 from paceline.rank.world import World

@@ -16,20 +16,22 @@ from torch.optim import Optimizer
 
 from paceline.checkpoint.state import Source, TensorShard, load_shard, unsharded_parameter_shards
 from paceline.collectives.buckets import trainable_parameters
-from paceline.collectives.communicator import print_on_rank_0
 from paceline.collectives.control import Deferred, scale_and_check_gradients
 from paceline.collectives.norm import scale_to_norm, scale_to_norm_on_device, unsharded_grad_norm
+from paceline.collectives.torch_communicator import print_on_rank_0
 from paceline.errors import UsageError
 from paceline.rank.world import World
 from paceline.seeding import fork_rng_with_seed
 from paceline.strategies.buffers import VirtualRankBuffers, ignore_dummy_batch
-from paceline.strategies.optimizer_state import (
+from paceline.strategies.optimizers import (
+    can_skip_step_on_device,
     describe_resume_from_mean,
+    each_optimizer,
     load_node_average,
     load_optimizer,
     optimizer_shards,
+    parameters_by_optimizer,
 )
-from paceline.strategies.optimizers import can_skip_step_on_device, each_optimizer, parameters_by_optimizer
 from paceline.strategies.validation import check_embedding_max_norm, check_optimizer_parameters
 
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ from torch import Tensor, nn
 
 from paceline.checkpoint.state import Source
 from paceline.collectives.buckets import grad_of
-from paceline.collectives.communicator import print_on_rank_0
 from paceline.collectives.control import Deferred, scale_and_check_gradients
 from paceline.collectives.reducer import check_gradients, make_reducer
 from paceline.collectives.replicate import broadcast_module
+from paceline.collectives.torch_communicator import print_on_rank_0
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.buffers import partition_virtual_ranks

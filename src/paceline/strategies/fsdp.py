@@ -39,8 +39,7 @@ from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.model_parallel import full_weights, global_norm
 from paceline.strategies.optimizer_scope import find_update_scope
-from paceline.strategies.optimizer_state import load_saved_optimizer_state, optimizer_shards_of_pieces
-from paceline.strategies.optimizers import each_optimizer
+from paceline.strategies.optimizers import each_optimizer, load_saved_optimizer_state, optimizer_shards_of_pieces
 from paceline.strategies.validation import check_model, check_no_parameter_hooks, check_optimizer_parameters
 
 if TYPE_CHECKING:  # imported where it is used: it would cost every other strategy a second of start-up

@@ -24,17 +24,19 @@ from paceline.checkpoint.state import (
     unsharded_parameter_shards,
 )
 from paceline.collectives.buckets import trainable_parameters
-from paceline.collectives.communicator import make_communicator, print_on_rank_0, supports_shared_memory_sum
+from paceline.collectives.communicator import make_communicator
 from paceline.collectives.control import error_for_this_rank, sum_over_ranks
 from paceline.collectives.hosts import NodeTopology
 from paceline.collectives.inter_node import InterNodeAllReduce
 from paceline.collectives.reducer import make_node_reducer
 from paceline.collectives.shm_collectives import MAX_TENSORS
+from paceline.collectives.shm_communicator import node_topology, supports_shared_memory_sum
+from paceline.collectives.torch_communicator import print_on_rank_0
 from paceline.config.strategies import SLOW_NETWORK_SETTINGS, find_network_settings_error
 from paceline.errors import UsageError, format_option
 from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
-from paceline.strategies.optimizer_state import (
+from paceline.strategies.optimizers import (
     describe_resume_from_mean,
     load_node_average,
     load_optimizer,
@@ -73,7 +75,7 @@ def _node_topology(options: InterNodeOptions, model: nn.Module, world: World) ->
     if not option_names:
         return None
     parameters, exchange = trainable_parameters(model), make_communicator()
-    hosts = exchange.node_topology()
+    hosts = node_topology(exchange)
     if hosts is not None and supports_shared_memory_sum(parameters):
         return hosts
     if world.size > 1 and exchange.kind != "shared":

@@ -1,13 +1,21 @@
-"""Several optimizers of one model as one."""
+"""The optimizers of a model: several as one, and their state as tensors with the parameters' names in the model."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
+from paceline.checkpoint.state import PrefixedSource, Source, TensorShard, load_shard
 from paceline.errors import UsageError
+
+if TYPE_CHECKING:
+    from paceline.collectives.owners import LocalShard
+
+NUMBER_SUFFIX = ".item"  # suffix of the name of a plain number
 
 
 class OptimizerSequence(Optimizer):
@@ -71,3 +79,145 @@ def can_skip_step_on_device(optimizer: Optimizer) -> bool:
         if not has_state:
             return False
     return True
+
+
+# ---- the state of an optimizer
+
+
+def optimizer_shards(model: nn.Module, optimizer: Optimizer) -> list[TensorShard]:
+    """The whole state of `optimizer`. None values are skipped, because the optimizer creates them again."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    shards: list[TensorShard] = []
+    for parameter, state in (item for opt in each_optimizer(optimizer) for item in opt.state.items()):
+        if parameter not in names:
+            raise UsageError(code="foreign-parameter-state", shape=tuple(parameter.shape))
+        shards += [TensorShard(name, tensor) for name, tensor in optimizer_state_tensors(names[parameter], state)]
+    return shards
+
+
+def optimizer_state_tensors(name: str, state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The optimizer state of parameter `name` as tensors; plain numbers become tensors of one element."""
+    for key, value in state.items():
+        full = f"optimizer/{name}/{key}"
+        if isinstance(value, Tensor):
+            yield full, value.detach()
+        elif isinstance(value, (bool, int, float)):
+            yield full + NUMBER_SUFFIX, torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+        elif value is not None:  # only pickle could save it, and loading a pickle executes code
+            raise UsageError(code="optimizer-keeps-object", kind=type(value).__name__, key=key, name=name)
+
+
+def load_optimizer(model: nn.Module, optimizer: Optimizer, source: Source) -> None:
+    """Load the whole state of `optimizer`. A parameter without state has not been trained yet."""
+    load_saved_optimizer_state({}, optimizer, source, dict(model.named_parameters()))
+
+
+def set_parameter_states(
+    named: Mapping[str, nn.Parameter], optimizer: Optimizer, states: Mapping[str, dict[str, Any]]
+) -> None:
+    for name, parameter in named.items():
+        if state := states[name]:
+            optimizer.state[parameter] = _on_device(optimizer, parameter, state)
+
+
+def optimizer_shards_of_pieces(
+    pieces: Mapping[str, LocalShard], optimizer: Optimizer, unsharded: Mapping[str, nn.Parameter] | None = None
+) -> list[TensorShard]:
+    """As `optimizer_shards`, for an optimizer of `pieces` of parameters, by name, and of `unsharded` ones.
+
+    A piece may be a whole parameter that this rank alone updates.
+    """
+    states = {parameter: state for opt in each_optimizer(optimizer) for parameter, state in opt.state.items()}
+    shards: list[TensorShard] = []
+    for name, parameter in (unsharded or {}).items():
+        shards += [
+            TensorShard(full, tensor) for full, tensor in optimizer_state_tensors(name, states.get(parameter, {}))
+        ]
+    for name, piece in pieces.items():
+        for full, tensor in optimizer_state_tensors(name, states.get(piece.parameter, {})):
+            if tensor.shape == piece.parameter.shape and not piece.is_whole:
+                shards.append(TensorShard(full, tensor, piece.full_shape, piece.start, replicated=False))
+            elif piece.start == 0:  # a counter: one of the ranks that have it saves it
+                shards.append(TensorShard(full, tensor, replicated=False))
+    return shards
+
+
+def load_saved_optimizer_state(
+    pieces: Mapping[str, LocalShard],
+    optimizer: Optimizer,
+    source: Source,
+    unsharded: Mapping[str, nn.Parameter] | None = None,
+) -> None:
+    named = {**(unsharded or {}), **{name: piece.parameter for name, piece in pieces.items()}}
+    for opt in each_optimizer(optimizer):
+        opt.state.clear()
+        trained = {id(parameter) for group in opt.param_groups for parameter in group["params"]}
+        own = {name: parameter for name, parameter in named.items() if id(parameter) in trained}
+        set_parameter_states(
+            own, opt, {name: read_saved_parameter_state(source, name, pieces.get(name)) for name in own}
+        )
+
+
+def read_saved_parameter_state(source: Source, name: str, piece: LocalShard | None = None) -> dict[str, Any]:
+    """The saved state of parameter `name`, by key: whole tensors, or those of a piece. Counters are always whole."""
+    state: dict[str, Any] = {}
+    prefix = f"optimizer/{name}/"
+    for full in source.names(prefix):
+        key = full.removeprefix(prefix)
+        if "/" in key:  # it belongs to a parameter called name/...
+            continue
+        if (
+            piece is None
+            or piece.is_whole
+            or key.endswith(NUMBER_SUFFIX)
+            or key == "step"
+            or source.shape(full) != piece.full_shape
+        ):
+            value = source.tensor(full)
+            assert value is not None
+            state[key.removesuffix(NUMBER_SUFFIX)] = value.item() if key.endswith(NUMBER_SUFFIX) else value
+        else:
+            state[key] = source.tensor(full, piece.start, piece.stop)
+    return state
+
+
+def _on_device(optimizer: Optimizer, parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
+    """`state` on the device of `parameter`, with its strides, because fused optimizers ignore strides.
+
+    Counters move only for a fused or capturable optimizer, as in torch.
+    """
+    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+    moves_counters = group.get("fused") or group.get("capturable")
+
+    def placed(key: str, value: Tensor) -> Tensor:
+        if moves_counters or (value.shape == parameter.shape and key != "step"):
+            value = value.to(parameter.device)
+        if value.shape != parameter.shape or parameter.is_contiguous():
+            return value
+        return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+    return {key: placed(key, value) if isinstance(value, Tensor) else value for key, value in state.items()}
+
+
+def load_node_average(source: Source, parameters: Sequence[TensorShard]) -> int:
+    """Load the mean over nodes into trainable parameters, if the state was saved between two outer steps.
+
+    Returns the number of nodes that took local steps in the saved run; 0 if none did.
+    """
+    saved, steps = source.tensor("outer/hosts"), source.tensor("outer/steps")
+    if saved is None or steps is None:
+        return 0
+    hosts = [PrefixedSource(source, f"hosts/{host}/") for host in range(int(saved))]
+    for shard in parameters if int(steps) else ():
+        if shard.name in hosts[0].names(shard.name):  # else it is frozen
+            total = torch.zeros_like(shard.tensor, dtype=torch.float64)
+            for host in hosts:
+                load_shard(host, shard)
+                total += shard.tensor
+            shard.tensor.copy_(total / len(hosts))
+    return len(hosts)
+
+
+def describe_resume_from_mean(saved: int, now: str) -> str:
+    mean = "training resumes from the mean of their parameters"
+    return f"the checkpoint was saved by {saved} nodes that took local steps, {now}: {mean}"

@@ -16,8 +16,12 @@ from paceline.rank.world import World
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.buffers import partition_virtual_ranks
 from paceline.strategies.optimizer_scope import find_update_scope
-from paceline.strategies.optimizer_state import load_saved_optimizer_state, optimizer_shards_of_pieces
-from paceline.strategies.optimizers import each_optimizer, parameters_by_optimizer
+from paceline.strategies.optimizers import (
+    each_optimizer,
+    load_saved_optimizer_state,
+    optimizer_shards_of_pieces,
+    parameters_by_optimizer,
+)
 from paceline.strategies.validation import check_model, check_optimizer_parameters
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch.optim import Optimizer
 
+from paceline.checkpoint.shards import checksum
 from paceline.checkpoint.state import TensorShard
-from paceline.collectives.checksum import checksum
 from paceline.collectives.control import all_gather_object, error_for_this_rank
 from paceline.errors import ExitCode, TrainingError, UsageError, first_few
 from paceline.rank.world import World

@@ -16,7 +16,7 @@ from tests.lab.ranks.memory_mutations import BULK_BYTES, MEMORY_MUTATIONS, OTHER
 from tests.lab.ranks.mutations import CONTROL, CONTROLS_OF_SCALE, MUTATIONS, Mutation, planted
 from tests.run_ranks import run_ranks
 
-from paceline.collectives import communicator, shm_collectives
+from paceline.collectives import shm_collectives, shm_communicator
 from paceline.collectives.communicator import make_communicator
 from paceline.lab.ranks.verify import collect_bit_digests, verify
 from paceline.lab.verify import Case, Diagnosis, Result, VerifySpec
@@ -42,7 +42,7 @@ def findings(rank: int, world_size: int, names: Sequence[str]) -> dict[str, list
 def findings_in_memory(rank: int, world_size: int, names: Sequence[str]) -> dict[str, list[Result]]:
     """The same for bugs in shared memory; the control, too, goes through it."""
     world = World(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
-    communicator.BULK_BYTES = BULK_BYTES
+    shm_communicator.BULK_BYTES = BULK_BYTES
     assert make_communicator("shared").memory is not None
     with planted((shm_collectives, "MAX_DIRECT_SUM_BYTES", 0)):  # as gradients of any size that matters
         return {

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from paceline.collectives import batchnorm, communicator
+from paceline.collectives import batchnorm, torch_communicator
 from paceline.collectives.batchnorm import Moments, SyncBatchNorm
 from paceline.collectives.buckets import PackedBucket, trainable_parameters
 from paceline.collectives.control import Deferred
@@ -303,7 +303,7 @@ def no_sync_wrong_microbatch() -> AbstractContextManager[None]:
 def one_gradient_forgotten() -> AbstractContextManager[None]:
     right_reduce, right_buckets, right_ddp = (
         all_reduce_gradients,
-        communicator.group_into_buckets,
+        torch_communicator.group_into_buckets,
         ddp_module.DistributedDataParallel,
     )
 
@@ -322,7 +322,7 @@ def one_gradient_forgotten() -> AbstractContextManager[None]:
 
     return planted(
         (manual_module, "all_reduce_gradients", all_but_last),
-        (communicator, "group_into_buckets", lambda parameters, size: right_buckets(parameters[:-1], size)),
+        (torch_communicator, "group_into_buckets", lambda parameters, size: right_buckets(parameters[:-1], size)),
         *wrong_sync(finish_last, Bucketed),
         (ddp_module, "DistributedDataParallel", ignoring_last),
     )

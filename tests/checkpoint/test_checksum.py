@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tests.bit_flips import flipped
 from torch import nn
 
-from paceline.collectives.checksum import CHUNK, checksum
+from paceline.checkpoint.shards import CHECKSUM_CHUNK, checksum
 
 TYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.int64, torch.int32,
@@ -69,6 +69,6 @@ def test_equal_flips_in_many_numbers_do_not_cancel_and_the_order_counts():
     assert int(checksum(conjugate)) == int(checksum(conjugate.resolve_conj()))
     negated = conjugate.imag[:1]  # its sign is a flag of the tensor
     assert int(checksum(negated)) == int(checksum(negated.resolve_neg()))
-    long = torch.zeros(4 * CHUNK + 3)
-    ends = [flipped(long, place, 31) for place in (0, 2 * CHUNK, 4 * CHUNK, 4 * CHUNK + 2)]
+    long = torch.zeros(4 * CHECKSUM_CHUNK + 3)
+    ends = [flipped(long, place, 31) for place in (0, 2 * CHECKSUM_CHUNK, 4 * CHECKSUM_CHUNK, 4 * CHECKSUM_CHUNK + 2)]
     assert len({int(checksum(v)) for v in (long, *ends)}) == 5
