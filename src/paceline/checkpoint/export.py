@@ -6,13 +6,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from paceline.checkpoint.buffer_reductions import (
-    UNCHANGED,
-    UNDECLARED,
-    infer_saved_reduction,
-    reduce_buffer,
-    reductions_for_dtype,
-)
+from paceline.checkpoint import buffer_reductions
 from paceline.checkpoint.shards import ShardFileSource
 from paceline.checkpoint.state import PrefixedSource, Source
 from paceline.errors import UsageError, unknown_name_error
@@ -79,14 +73,14 @@ def state_dict_from_source(source: Source, names: Mapping[str, Sequence[str]], v
         # no saved reduction: a buffer of a normalization layer, or an older checkpoint
         default = "mean" if first.is_floating_point() else "first"
         reduction, initial = reductions.get(name, (default, first))
-        if reduction == UNDECLARED:
-            reduction = infer_saved_reduction(source, name, by_rank, initial)
+        if reduction == buffer_reductions.UNDECLARED:
+            reduction = buffer_reductions.infer_saved_reduction(source, name, by_rank, initial)
             if not reduction:
-                fitting, *others = reductions_for_dtype(first)
+                fitting, *others = buffer_reductions.reductions_for_dtype(first)
                 raise UsageError(
                     code="export-undeclared-buffer", name=name, leaf=name.rpartition(".")[2], count=len(by_rank),
                     fitting=fitting, others=others,
                 )  # fmt: skip
-            reduction = "first" if reduction == UNCHANGED else reduction
-        exported[name] = reduce_buffer(by_rank, reduction, initial, virtual_ranks)
+            reduction = "first" if reduction == buffer_reductions.UNCHANGED else reduction
+        exported[name] = buffer_reductions.reduce_buffer(by_rank, reduction, initial, virtual_ranks)
     return {name: tensor for saved_name, tensor in exported.items() for name in names.get(saved_name, [saved_name])}

@@ -24,18 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from paceline.errors import TrainingError
-from paceline.runs import writing
-from paceline.runs.checkpoint_format import (
-    MANIFEST_NAME,
-    DamagedCheckpoint,
-    Manifest,
-    check_files,
-    decode_manifest,
-    encode_manifest,
-    folder_name,
-    read_manifest,
-    step_of,
-)
+from paceline.runs import checkpoint_format, writing
 from paceline.runs.reading import list_names
 
 MAX_LISTINGS = 100  # a new listing is needed when a writer has published and deleted meanwhile
@@ -143,26 +132,26 @@ class Checkpoints:
 
     def entries(self) -> list[UnverifiedCheckpoint]:
         """The folders with a checkpoint's name, the newest first. Empty without a folder of checkpoints."""
-        steps = {name: step_of(name) for name in list_names(self.root)}
+        steps = {name: checkpoint_format.step_of(name) for name in list_names(self.root)}
         return sorted(
             (UnverifiedCheckpoint(step, self.root / name) for name, step in steps.items() if step is not None),
             reverse=True,
         )
 
-    def check(self, path: Path, files: Collection[str] | None = None) -> Manifest:
+    def check(self, path: Path, files: Collection[str] | None = None) -> checkpoint_format.Manifest:
         """Check a checkpoint, and return its manifest; raises Damaged (see `read_manifest` and `check_files`).
 
         `files`: the names of the files to hash, so that ranks can split the work. None: all files.
         """
         if files is None:
             self._known_intact[path] = False
-        manifest = read_manifest(path, trust=self._trust)
-        check_files(path, manifest, files, trust=self._trust)
+        manifest = checkpoint_format.read_manifest(path, trust=self._trust)
+        checkpoint_format.check_files(path, manifest, files, trust=self._trust)
         if files is None:
             self._known_intact[path] = True
         return manifest
 
-    def newest_valid(self, report: MessageCallback) -> tuple[Path, Manifest] | None:
+    def newest_valid(self, report: MessageCallback) -> tuple[Path, checkpoint_format.Manifest] | None:
         """The newest intact checkpoint, with all files hashed; None if there is none.
 
         `report` is called for each newer, damaged checkpoint, with its name and the damage.
@@ -172,7 +161,7 @@ class Checkpoints:
             for _, path in self.entries():
                 try:
                     return path, self.check(path)
-                except DamagedCheckpoint as error:
+                except checkpoint_format.DamagedCheckpoint as error:
                     if not os.path.lexists(path):
                         break  # deleted during the check: newer ones exist
                     if path not in reported:
@@ -229,24 +218,26 @@ class Checkpoints:
         writing.make_folder(tmp)
         return tmp
 
-    def commit(self, tmp: Path, manifest: Manifest, keep: int, report: MessageCallback = lambda _: None) -> Path:
+    def commit(
+        self, tmp: Path, manifest: checkpoint_format.Manifest, keep: int, report: MessageCallback = lambda _: None
+    ) -> Path:
         """Publish `tmp` as the checkpoint of its step, then delete those older than the newest `keep` intact ones.
 
         If an intact checkpoint of this step exists, it stays, and the new one is removed. If an old one cannot be
         deleted, `report` is called. If the commit fails, no published checkpoint has changed. It fails if a newer
         generation has taken the fence, or if a file of the manifest is missing or has a different size.
         """
-        encoded = encode_manifest(manifest)
-        decode_manifest(encoded)  # raises an error unless it can be read again
+        encoded = checkpoint_format.encode_manifest(manifest)
+        checkpoint_format.decode_manifest(encoded)  # raises an error unless it can be read again
         try:
-            check_files(tmp, manifest, hashed=())
-            writing.write_new_file(tmp / MANIFEST_NAME, [encoded])
+            checkpoint_format.check_files(tmp, manifest, hashed=())
+            writing.write_new_file(tmp / checkpoint_format.MANIFEST_NAME, [encoded])
             writing.sync_folder(tmp)
-        except (OSError, DamagedCheckpoint):
+        except (OSError, checkpoint_format.DamagedCheckpoint):
             with self._fence.hold_claim(self._checked_claim()):
                 pass  # raises Fenced if a newer generation has removed the files
             raise
-        path = self._publish(tmp, self.root / folder_name(manifest.step), report)
+        path = self._publish(tmp, self.root / checkpoint_format.folder_name(manifest.step), report)
         self._retire(keep, report)
         return path
 
@@ -293,7 +284,7 @@ class Checkpoints:
     def _is_intact(self, path: Path) -> bool:
         try:
             self.check(path, files=() if path in self._known_intact else None)
-        except DamagedCheckpoint:
+        except checkpoint_format.DamagedCheckpoint:
             self._known_intact[path] = False
         return self._known_intact[path]
 

@@ -15,14 +15,7 @@ from pathlib import Path
 from msgspec.structs import replace as replace_fields
 
 from paceline.checkpoint.manager import Checkpoints
-from paceline.cli import jobs, make_parser
-from paceline.cli.options import (
-    build_settings,
-    check_enough_gpus,
-    resolve_auto_nproc,
-    resolve_threads_per_rank,
-    usable_gpus,
-)
+from paceline.cli import jobs, make_parser, options
 from paceline.config import settings as configuration
 from paceline.config import strategies
 from paceline.config.choices import torch_unsupported_reason, untested_torch_notice
@@ -67,13 +60,13 @@ def main(arguments: Sequence[str]) -> int:
     job = replace_fields(jobs.make_job_spec(cluster, nproc), hang_timeout=windows)
     if cluster.on != "local":
         return _train_elsewhere(config, job)
-    gpus = usable_gpus(config.launch.device)
-    nproc = resolve_auto_nproc(config.launch.device) if config.launch.nproc == "auto" else nproc
+    gpus = options.usable_gpus(config.launch.device)
+    nproc = options.resolve_auto_nproc(config.launch.device) if config.launch.nproc == "auto" else nproc
     if nproc is None and config.cluster != ClusterConfig():
         raise UsageError(code="option-needs-nproc")
     check_training(config, nproc or 1, config.launch.min_nproc or nproc or 1)
     jobs.check_balance_option(job if nproc is None else replace_fields(job, nproc=nproc))
-    check_enough_gpus(f"--nproc {nproc or 1}", nproc or 1, gpus, config.launch.backend)
+    options.check_enough_gpus(f"--nproc {nproc or 1}", nproc or 1, gpus, config.launch.backend)
     config, job = replace(config, launch=replace(config.launch, nproc=nproc)), replace_fields(job, nproc=nproc or 1)
     if (
         nproc is None
@@ -112,7 +105,7 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
         default = replace(default, strategy=None)
     if resumed_file and values.get("data.micro_batch"):  # the size that was found is restored later
         default = replace(default, data=replace(default.data, accumulation=None))
-    config = build_settings(TrainConfig, values, default)
+    config = options.build_settings(TrainConfig, values, default)
     if config.task is None and config.checkpoint.resume == "auto" and config.run.run_dir and not help_option:
         raise UsageError(code="resume-of-nothing", run_dir=config.run.run_dir)
     if help_option:
@@ -328,7 +321,7 @@ def make_training_job(config: TrainConfig, job: JobSpec) -> JobSpec:
         job,
         # -P: the working folder may contain modules with the names of modules that paceline imports
         argv=(job.python, "-P", "-m", "paceline", "train", "--config", str(settings_file)),
-        threads=resolve_threads_per_rank(config.launch.threads_per_rank),
+        threads=options.resolve_threads_per_rank(config.launch.threads_per_rank),
         port=config.launch.port,
         max_restarts=config.launch.max_restarts,
         min_nproc=config.launch.min_nproc or 0,

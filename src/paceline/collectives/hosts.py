@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.collectives import shm_collectives
 from paceline.collectives.buckets import (
     Bucket,
     Layout,
@@ -36,19 +37,6 @@ from paceline.collectives.buckets import (
     numels_and_dtypes,
 )
 from paceline.collectives.shared_memory import GROUP_NAME, MemoryLayout, MemoryPeer, SharedMemory
-from paceline.collectives.shm_collectives import (
-    Chunk,
-    LaneAddress,
-    Results,
-    ScratchBuffers,
-    SlotBuffers,
-    TensorList,
-    all_gather_object,
-    assign_subtree_lanes,
-    describe_tensors,
-    spare_buffer_count,
-    sum_subtrees,
-)
 from paceline.collectives.sum_tree import ALIGNMENT_ELEMENTS, Grads, LeafPartition, TreeNode
 from paceline.collectives.torch_collectives import TreeAllReduce
 
@@ -75,7 +63,7 @@ class NodeTopology:
 
     def gather(self, value: Any) -> dict[int, Any]:
         """The `value` (JSON) of the ranks of this host, by rank of the world."""
-        values = all_gather_object(self.memory, value, "messages of a node")
+        values = shm_collectives.all_gather_object(self.memory, value, "messages of a node")
         return dict(enumerate(values, self.node_index * self.memory.size))
 
     def inter_node_group(self) -> dist.ProcessGroup:
@@ -113,7 +101,7 @@ class Subtree:
     """One sum of a host. The nodes of `parts` count from its first leaf."""
 
     leaf_count: int
-    lane_by_part: Mapping[TreeNode, LaneAddress]
+    lane_by_part: Mapping[TreeNode, shm_collectives.LaneAddress]
 
 
 @dataclass(frozen=True)
@@ -123,7 +111,7 @@ class HierarchicalSumPlan:
     node_partition: LeafPartition  # its ranks are the hosts
 
 
-Bundle = Sequence[Chunk]
+Bundle = Sequence[shm_collectives.Chunk]
 """Chunks of one type; each rank sends its shard of all of them in one message."""
 
 
@@ -134,7 +122,7 @@ def make_leaf_order_plan(partition: LeafPartition, size: int) -> HierarchicalSum
     across = LeafPartition(
         [(partition.ranges[first][0], partition.ranges[first + size - 1][1]) for first in firsts], number
     )
-    lanes = assign_subtree_lanes(nodes[number * size : (number + 1) * size])
+    lanes = shm_collectives.assign_subtree_lanes(nodes[number * size : (number + 1) * size])
     within = [
         Subtree(stop - first, {(a - first, b - first): at for (a, b), at in lanes.items() if first <= a and b <= stop})
         for first, stop in across.subtrees_by_rank[number]
@@ -162,14 +150,14 @@ class HierarchicalBucketReducer:
     def __init__(self, buckets: Sequence[Bucket], hosts: NodeTopology, plan: HierarchicalSumPlan) -> None:
         """A collective. `plan` defines the order of additions."""
         parameters = [parameter for bucket in buckets for parameter in bucket]
-        scratch, layouts = ScratchBuffers(), iter(agree_on_gradient_layouts(parameters, hosts.size))
+        scratch, layouts = shm_collectives.ScratchBuffers(), iter(agree_on_gradient_layouts(parameters, hosts.size))
         self.buckets = buckets
         self._sums = [
             HierarchicalSum(hosts, bucket, [next(layouts) for _ in bucket], plan, f"bucket {number}", scratch)
             for number, bucket in enumerate(buckets)
         ]
         # One call for all buckets: the hang guard reads only the last 64 calls, and needs the exchanges among them.
-        specs = describe_tensors(*numels_and_dtypes(parameters))
+        specs = shm_collectives.describe_tensors(*numels_and_dtypes(parameters))
         self._all_gather = hosts.memory.operation("all_gather", "gradients", *specs)
         self.discard_sums()
 
@@ -203,17 +191,19 @@ class HierarchicalSum:
 
     def __init__(
         self, hosts: NodeTopology, bucket: Bucket, layouts: Sequence[Layout], plan: HierarchicalSumPlan, name: str,
-        scratch: ScratchBuffers,
+        scratch: shm_collectives.ScratchBuffers,
     ) -> None:  # fmt: skip
         self._hosts, self._memory, self._plan, self._name = hosts, hosts.memory, plan, name
         self._layouts, (sizes, dtypes) = layouts, numels_and_dtypes(bucket)
         unit = ALIGNMENT_ELEMENTS * self._memory.size
         lane_sizes = {d: self._memory.bulk.data_bytes // d.itemsize // plan.max_lanes // unit * unit for d in dtypes}
-        self._lanes = SlotBuffers(self._memory, sizes, dtypes, lane_sizes, scratch, layouts)
+        self._lanes = shm_collectives.SlotBuffers(self._memory, sizes, dtypes, lane_sizes, scratch, layouts)
         # if no tensor has elements, an empty bundle sends the flags
         self._bundles, self._dtypes = _bundle_chunks(self._lanes.chunks, self._memory.size) or [()], dtypes
         self.discard_exchanges()
-        self._operation = self._memory.operation("reduce_scatter", name, *describe_tensors(sizes, dtypes))
+        self._operation = self._memory.operation(
+            "reduce_scatter", name, *shm_collectives.describe_tensors(sizes, dtypes)
+        )
 
     def begin(self, partials: list[Grads | None], last: TreeAllReduce | None) -> TreeAllReduce | None:
         """Add up the gradients of this host's ranks, and start to send the sums (a collective).
@@ -248,7 +238,7 @@ class HierarchicalSum:
 
     def discard_exchanges(self) -> None:
         self._pending = deque[TreeAllReduce]()
-        self._own: Sequence[TensorList | None] = ()
+        self._own: Sequence[shm_collectives.TensorList | None] = ()
 
     def _send(self, bundle: Bundle, *, first: bool) -> TreeAllReduce:
         plan, size, flags = self._plan, self._width(bundle), len(self._dtypes) if first else 0
@@ -265,7 +255,7 @@ class HierarchicalSum:
                 at += self._add_up(chunk, slot, sums[:, at:])
         return TreeAllReduce(plan.node_partition, [*sums.unbind()], self._hosts.inter_node_group(), self._name)
 
-    def _add_up(self, chunk: Chunk, slot: int, sums: Tensor) -> int:
+    def _add_up(self, chunk: shm_collectives.Chunk, slot: int, sums: Tensor) -> int:
         """Write the sums of this rank's shard of a chunk to the start of `sums` (subtrees, n); return their length."""
         start, stop = self._lanes.shard_range(chunk, self._memory.rank)
         width = stop - start
@@ -274,11 +264,13 @@ class HierarchicalSum:
             if len(parts) == 1:
                 out.copy_(next(iter(parts.values())))
             else:
-                spare = self._lanes.spare_buffers(chunk.dtype, spare_buffer_count(parts, subtree.leaf_count), width)
-                sum_subtrees(parts, subtree.leaf_count, out, spare, None)
+                spare = self._lanes.spare_buffers(
+                    chunk.dtype, shm_collectives.spare_buffer_count(parts, subtree.leaf_count), width
+                )
+                shm_collectives.sum_subtrees(parts, subtree.leaf_count, out, spare, None)
         return width
 
-    def _distribute(self, bundle: Bundle, flat: Tensor, results: Results) -> None:
+    def _distribute(self, bundle: Bundle, flat: Tensor, results: shm_collectives.Results) -> None:
         bulk, at = self._memory.bulk, 0
         for chunk in bundle:
             start, stop = self._lanes.shard_range(chunk, self._memory.rank)
@@ -293,8 +285,8 @@ class HierarchicalSum:
         return sum(stop - start for start, stop in shards)
 
 
-def _bundle_chunks(chunks: Sequence[Chunk], ranks: int) -> Sequence[Bundle]:
-    bundles: list[list[Chunk]] = []
+def _bundle_chunks(chunks: Sequence[shm_collectives.Chunk], ranks: int) -> Sequence[Bundle]:
+    bundles: list[list[shm_collectives.Chunk]] = []
     for chunk in chunks:
         last = bundles[-1] if bundles else []
         size = sum(other.size for other in last) * chunk.dtype.itemsize // ranks

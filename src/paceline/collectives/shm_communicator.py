@@ -12,17 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.collectives import buckets, shm_collectives
 from paceline.collectives import shared_memory as handshake
-from paceline.collectives import shm_collectives
-from paceline.collectives.buckets import (
-    Bucket,
-    agree_on_gradient_layouts,
-    assign_grads,
-    convert_gradients_to_layouts,
-    divide_in_place,
-    group_into_buckets,
-    numels_and_dtypes,
-)
 from paceline.collectives.hosts import (
     BUNDLE_BYTES,
     HierarchicalBucketReducer,
@@ -58,13 +49,13 @@ class SharedMemoryBucketReducer:
     overlaps_backward = False  # on a CPU no core is idle during backward, and several buckets would need another copy
 
     def __init__(
-        self, parameters: Bucket, memory: SharedMemory | None, partition: LeafPartition, ranks: int = 0
+        self, parameters: buckets.Bucket, memory: SharedMemory | None, partition: LeafPartition, ranks: int = 0
     ) -> None:
         """A collective. `memory`: None if this rank has all leaves. `ranks`: of the world, if `partition` has fewer."""
-        self.buckets: Sequence[Bucket] = [parameters]
+        self.buckets: Sequence[buckets.Bucket] = [parameters]
         self._parameters = parameters
-        self._layouts = agree_on_gradient_layouts(parameters, ranks or len(partition.ranges))
-        numels, self._dtypes = numels_and_dtypes(parameters)
+        self._layouts = buckets.agree_on_gradient_layouts(parameters, ranks or len(partition.ranges))
+        numels, self._dtypes = buckets.numels_and_dtypes(parameters)
         self._sum = memory and TreeSum(memory, numels, self._dtypes, partition, layouts=self._layouts)
         self.discard_sums()
 
@@ -72,7 +63,7 @@ class SharedMemoryBucketReducer:
         del number
         self._own = partials
         for grads in partials:
-            convert_gradients_to_layouts(grads, self._dtypes, self._layouts)
+            buckets.convert_gradients_to_layouts(grads, self._dtypes, self._layouts)
 
     def finish_buckets(self, divisor: float | Tensor | None) -> bool:
         own, self._own = self._own, []
@@ -81,16 +72,16 @@ class SharedMemoryBucketReducer:
         if self._sum is not None:
             results = self._sum.run(own, divisor)
         elif divisor is not None:
-            divide_in_place([grad for grad in first if grad is not None], divisor)
+            buckets.divide_in_place([grad for grad in first if grad is not None], divisor)
         if divisor is not None:
-            assign_grads(self._parameters, results)
+            buckets.assign_grads(self._parameters, results)
         return self._sum is not None and self._sum.finite
 
     def discard_sums(self) -> None:
         self._own: list[Grads | None] = []
 
 
-def supports_shared_memory_sum(parameters: Bucket) -> bool:
+def supports_shared_memory_sum(parameters: buckets.Bucket) -> bool:
     """Whether shared memory can sum the gradients of these parameters."""
     return 0 < len(parameters) <= MAX_TENSORS and all(p.device.type == "cpu" and not p.is_complex() for p in parameters)
 
@@ -148,7 +139,9 @@ class MemoryCommunicator(Communicator):
         shm_collectives.reduce_scatter(self._shared, partials, partition, shard, name=name)
         return lambda: shard
 
-    def make_bucket_reducer(self, parameters: Bucket, partition: LeafPartition, *, in_order: bool) -> BucketReducer:
+    def make_bucket_reducer(
+        self, parameters: buckets.Bucket, partition: LeafPartition, *, in_order: bool
+    ) -> BucketReducer:
         if not supports_shared_memory_sum(parameters):
             return super().make_bucket_reducer(parameters, partition, in_order=in_order)
         return SharedMemoryBucketReducer(parameters, self._shared, partition)
@@ -161,13 +154,15 @@ class HostsCommunicator(Communicator):
         super().__init__()
         self.hosts = hosts
 
-    def make_bucket_reducer(self, parameters: Bucket, partition: LeafPartition, *, in_order: bool) -> BucketReducer:
+    def make_bucket_reducer(
+        self, parameters: buckets.Bucket, partition: LeafPartition, *, in_order: bool
+    ) -> BucketReducer:
         if not supports_shared_memory_sum(parameters):
             return super().make_bucket_reducer(parameters, partition, in_order=in_order)
         plan = (make_leaf_order_plan if in_order else make_rank_order_plan)(partition, self.hosts.memory.size)
         # a rank sends its part of a bucket in one bundle
         bucket_bytes = min(MAX_BUCKET_BYTES, BUNDLE_BYTES * self.hosts.memory.size)
-        return HierarchicalBucketReducer(group_into_buckets(parameters, bucket_bytes), self.hosts, plan)
+        return HierarchicalBucketReducer(buckets.group_into_buckets(parameters, bucket_bytes), self.hosts, plan)
 
 
 def node_topology(communicator: Communicator) -> NodeTopology | None:

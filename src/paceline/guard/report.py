@@ -18,16 +18,9 @@ import msgspec
 from msgspec.structs import replace
 
 from paceline.errors import ExitCode, UsageError, first_few
+from paceline.guard import sentences
 from paceline.guard.collect import limit_evidence_size
 from paceline.guard.deaths import RankEndKind, classify_rank_end
-from paceline.guard.sentences import (
-    format_caller,
-    format_loader_worker,
-    format_op,
-    format_rank_state,
-    format_ranks,
-    signal_name,
-)
 from paceline.protocol.evidence import Diagnosis, DiagnosisKind, Evidence, Op, Phase, Stack, WorkerSample
 from paceline.runs import writing
 from paceline.runs.console import remove_control_characters
@@ -93,7 +86,7 @@ def _headline(diagnosis: Diagnosis, evidence: Sequence[Evidence], waited_seconds
     step = f" at step {diagnosis.step}" if diagnosis.step else ""
     when = f"{waited}{step} (world {len(evidence)})"
     if diagnosis.tie:
-        parties = first_few([format_ranks(party) for party in diagnosis.tie], MAX_PARTIES, " against ")
+        parties = first_few([sentences.format_ranks(party) for party in diagnosis.tie], MAX_PARTIES, " against ")
         return f"RANKS DISAGREE: {parties}{when}; one of them is wrong"
     label = diagnosis.kind.name.replace("_", " ") if diagnosis.kind in HEADLINE_KINDS else "STALL"
     cause = f"CAUSE: {_format_causes(diagnosis, evidence)}" if diagnosis.causes else "No rank identified as the cause"
@@ -104,12 +97,12 @@ def _format_causes(diagnosis: Diagnosis, evidence: Sequence[Evidence]) -> str:
     by_rank = {sample.rank: sample for sample in evidence}
     causes = [by_rank[rank] for rank in diagnosis.causes if rank in by_rank]
     if not causes:
-        return format_ranks(diagnosis.causes)
+        return sentences.format_ranks(diagnosis.causes)
     hosts = sorted({sample.host for sample in causes})
     location = ", ".join(hosts[:MAX_NAMED_RANKS]) + (", ..." if len(hosts) > MAX_NAMED_RANKS else "")
     if len(causes) <= MAX_NAMED_RANKS:
         location += f", pid{'s' if len(causes) > 1 else ''} {', '.join(str(sample.pid) for sample in causes)}"
-    return f"{format_ranks(diagnosis.causes)} ({location})"
+    return f"{sentences.format_ranks(diagnosis.causes)} ({location})"
 
 
 def format_warning(ranks: Sequence[WorkerSample], *, still_seconds: float, window_seconds: float) -> str:
@@ -120,7 +113,7 @@ def format_warning(ranks: Sequence[WorkerSample], *, still_seconds: float, windo
     step = max((sample.step for sample in ranks), default=0)
     at = f" at step {step}" if step else ""
     if len(suspects) < len(ranks):
-        doing = f", the others wait for {format_ranks(sample.rank for sample in suspects)}{doing}"
+        doing = f", the others wait for {sentences.format_ranks(sample.rank for sample in suspects)}{doing}"
     return _line(f"no progress for {still_seconds:.1f} s{at}{doing}; reported as a stall after {window_seconds:.1f} s")
 
 
@@ -161,7 +154,9 @@ def format_failure(diagnosis: Diagnosis, evidence: Sequence[Evidence], *, oom_ki
         lines.append("it lost its peers, but no rank reported a failure of another kind")
     if first.ops and end is not RankEndKind.EXCEPTION:  # the traceback of an exception is more precise
         op = first.ops[-1]
-        lines.append(remove_control_characters(f"its last collective: {format_op(op)}{format_caller(op)}"))
+        lines.append(
+            remove_control_characters(f"its last collective: {sentences.format_op(op)}{sentences.format_caller(op)}")
+        )
     if len(evidence) > 1 and attempt_dir:
         lines.append(f"output of the ranks: {attempt_dir}/rank-<rank>.log")
     return "\n".join(lines)
@@ -186,7 +181,7 @@ def _how(first: WorkerSample, oom_kills: int) -> str:
     if first.failure or (first.code or 0) >= 0:
         return f"exit code {first.shell_exit_code}"
     number = -(first.code or 0)
-    killed = f"killed by {signal_name(number)}"
+    killed = f"killed by {sentences.signal_name(number)}"
     if number != signal.SIGKILL:
         return killed
     if oom_kills > 0:
@@ -321,11 +316,12 @@ def _rank_texts(rank: Evidence, ops: Sequence[Op], stacks: Sequence[Stack]) -> I
     elif rank.code is not None:
         yield f"ended: {'exit code' if rank.code >= 0 else 'signal'} {abs(rank.code)}"
     else:
-        yield f"no progress for {rank.still_seconds:.1f} s; it is {format_rank_state(rank)}"
+        yield f"no progress for {rank.still_seconds:.1f} s; it is {sentences.format_rank_state(rank)}"
         yield f"CPU use: {rank.cpu_seconds:.2f} s per second"
     yield "last collectives and messages, the newest last:"
     yield from (
-        f"  {'done     ' if op.done else 'in flight'}  group {op.group}  {format_op(op)}  {op.site}" for op in ops
+        f"  {'done     ' if op.done else 'in flight'}  group {op.group}  {sentences.format_op(op)}  {op.site}"
+        for op in ops
     )
     if not ops:
         yield "  none"
@@ -334,6 +330,6 @@ def _rank_texts(rank: Evidence, ops: Sequence[Op], stacks: Sequence[Stack]) -> I
         yield from (f"  {frame.file}:{frame.line} in {frame.function}" for frame in stack.frames)
     if rank.native:
         yield f"stack from faulthandler, innermost first:\n{rank.native}"
-    yield from (format_loader_worker(loader) for loader in rank.loaders)
+    yield from (sentences.format_loader_worker(loader) for loader in rank.loaders)
     if rank.error_text:
         yield f"its last output:\n{rank.error_text}"

@@ -30,13 +30,8 @@ from paceline.errors import UsageError
 from paceline.sessions.session_step import SessionStep, is_mode_dependent
 from paceline.sessions.sharded_tensors import ShardedGradientPlaceholder, distribute_like, local_shard
 from paceline.stepping.trained_model import ModelInTraining
+from paceline.strategies import optimizers
 from paceline.strategies.base import Strategy
-from paceline.strategies.optimizers import (
-    OptimizerSequence,
-    optimizer_shards,
-    read_saved_parameter_state,
-    set_parameter_states,
-)
 from paceline.strategies.validation import check_optimizer_parameters
 from paceline.train.json_values import (
     as_json,
@@ -243,7 +238,7 @@ class PreparedModel(ModelInTraining):
         if self.replica.sharded or self.replica.local_step_node is not None:
             raise UsageError(code="optimizer-added-later" if self.replica.sharded else "one-optimizer-only")
         check_optimizer_parameters(self.replica.model, optimizer)
-        OptimizerSequence([*(opt.optimizer for opt in self.optimizers), optimizer])  # checks the parameters
+        optimizers.OptimizerSequence([*(opt.optimizer for opt in self.optimizers), optimizer])  # checks the parameters
         self._prepare_optimizer(optimizer, scheduler)
 
     def _prepare_optimizer(self, optimizer: Any, scheduler: Any) -> None:
@@ -367,7 +362,7 @@ class PreparedModel(ModelInTraining):
         # gradients that the loop adds up over several batches
         gradients = self.replica.gradients() if self._waiting else ()
         added = self.optimizers[len(self.replica.optimizers) :]
-        others = [shard for opt in added for shard in optimizer_shards(self.replica.model, opt.optimizer)]
+        others = [shard for opt in added for shard in optimizers.optimizer_shards(self.replica.model, opt.optimizer)]
         gradient_shards = [replace(shard, name=f"{self.prefix}gradient/{shard.name}") for shard in gradients]
         return super().state() + [replace(shard, name=self.prefix + shard.name) for shard in others] + gradient_shards
 
@@ -384,14 +379,14 @@ class PreparedModel(ModelInTraining):
         if not self.replica.sharded:
             trained = {id(p) for opt in self.optimizers for p in opt.parameters}
             for name, parameter in self.replica.model.named_parameters():
-                if id(parameter) not in trained and (state := read_saved_parameter_state(source, name)):
+                if id(parameter) not in trained and (state := optimizers.read_saved_parameter_state(source, name)):
                     self._waiting_state[name] = state
 
     def load_pending_optimizer_state(self, optimizer: Any, parameters: Sequence[nn.Parameter]) -> None:
         """Restore the state of a checkpoint for parameters that an optimizer trains from now on."""
         parameter_ids = {id(parameter) for parameter in parameters}
         named = {name: p for name, p in self.replica.model.named_parameters() if id(p) in parameter_ids}
-        set_parameter_states(named, optimizer, {name: self._waiting_state.pop(name, {}) for name in named})
+        optimizers.set_parameter_states(named, optimizer, {name: self._waiting_state.pop(name, {}) for name in named})
 
     def json_state(self) -> dict[str, Any]:
         """The rest of its state, as JSON: the state of its optimizers and schedulers without tensors."""

@@ -15,17 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from paceline.collectives import control
 from paceline.collectives.buckets import trainable_parameters
-from paceline.collectives.control import (
-    Deferred,
-    GatherFunction,
-    are_finite,
-    are_finite_on_cpu,
-    error_for_this_rank,
-    is_async_device,
-    sum_over_ranks,
-    to_device_async,
-)
 from paceline.data.loader import MicroBatch
 from paceline.errors import ExitCode, TrainingError, first_few
 from paceline.nested import map_tensors
@@ -59,7 +50,7 @@ class NonFiniteCause:
     """whether only the loss scale was too large, which is expected in fp16"""
 
 
-def gradients_are_finite(replica: Strategy) -> bool | Deferred[bool]:
+def gradients_are_finite(replica: Strategy) -> bool | control.Deferred[bool]:
     """Whether all gradients are finite, the same result on all ranks (a collective if they are sharded)."""
     device = replica.world.device
     if replica.sharded:
@@ -67,17 +58,19 @@ def gradients_are_finite(replica: Strategy) -> bool | Deferred[bool]:
     else:
         gradients = [p.grad for p in replica.parameters if p.grad is not None]
     is_here = not replica.sharded or replica.world.size == 1
-    if is_here and not is_async_device(device):
-        return are_finite_on_cpu(gradients)
-    finite = are_finite(gradients, device)
+    if is_here and not control.is_async_device(device):
+        return control.are_finite_on_cpu(gradients)
+    finite = control.are_finite(gradients, device)
     if is_here:
         return finite
 
-    def over_ranks(bad: Tensor) -> Deferred[bool]:
-        return Deferred(sum_over_ranks(bad.double(), "gradients that are not finite"), lambda ranks: ranks[0] == 0)
+    def over_ranks(bad: Tensor) -> control.Deferred[bool]:
+        return control.Deferred(
+            control.sum_over_ranks(bad.double(), "gradients that are not finite"), lambda ranks: ranks[0] == 0
+        )
 
     def looked_at(fine: bool) -> bool:  # the same on all ranks
-        return fine or over_ranks(to_device_async([not finite.result()], device)).result()
+        return fine or over_ranks(control.to_device_async([not finite.result()], device)).result()
 
     return over_ranks(finite.numbers).map(looked_at)
 
@@ -94,7 +87,7 @@ def nonfinite_samples(values: Tensor, indices: Tensor) -> tuple[list[int], bool]
     return [] if is_finite else indices.tolist(), is_finite
 
 
-def find_nonfinite_losses(seen: BatchLosses, where: str, gather: GatherFunction) -> NonFiniteCause:
+def find_nonfinite_losses(seen: BatchLosses, where: str, gather: control.GatherFunction) -> NonFiniteCause:
     """Find the ranks and samples whose losses are not finite (a collective of the ranks of `gather`)."""
     bad_indices: list[int] = []
     among = ""
@@ -111,7 +104,7 @@ def find_nonfinite_losses(seen: BatchLosses, where: str, gather: GatherFunction)
 
 def find_nonfinite_gradient_cause(
     replicas: Mapping[str, Strategy], seen: BatchLosses, forward: LossSumFunction | None, where: str,
-    progress: Callable[[], object], gather: GatherFunction,
+    progress: Callable[[], object], gather: control.GatherFunction,
 ) -> NonFiniteCause:  # fmt: skip
     """Find the samples that made the gradients non-finite (a collective of the ranks of `gather`).
 
@@ -253,7 +246,7 @@ class SkippedSteps:
                 code="too-many-not-finite", exit_code=ExitCode.NOT_FINITE, what=cause.message,
                 most=MAX_SKIPPED_STEPS, steps=SKIP_WINDOW_STEPS,
             )  # fmt: skip
-            raise error_for_this_rank(error, self._world, by=cause.first_rank)
+            raise control.error_for_this_rank(error, self._world, by=cause.first_rank)
         back = self._policy == "rollback" and not again
         self._say(f"step {step}: {cause.message}" if back else f"step {step} is skipped: {cause.message}")
         return back

@@ -22,16 +22,8 @@ from paceline.collectives.torch_communicator import print_on_rank_0
 from paceline.errors import UsageError
 from paceline.rank.world import World
 from paceline.seeding import fork_rng_with_seed
+from paceline.strategies import optimizers
 from paceline.strategies.buffers import VirtualRankBuffers, ignore_dummy_batch
-from paceline.strategies.optimizers import (
-    can_skip_step_on_device,
-    describe_resume_from_mean,
-    each_optimizer,
-    load_node_average,
-    load_optimizer,
-    optimizer_shards,
-    parameters_by_optimizer,
-)
 from paceline.strategies.validation import check_embedding_max_norm, check_optimizer_parameters
 
 if TYPE_CHECKING:
@@ -92,9 +84,9 @@ class Strategy:
             trained: the parameters that each optimizer trains, if it updates pieces of them. None: those of its groups.
         """
         self.model, self.module, self.optimizer = model, model if module is None else module, optimizer
-        self.optimizers = each_optimizer(optimizer)
+        self.optimizers = optimizers.each_optimizer(optimizer)
         """The optimizers of a sequence, or the only one."""
-        self.trained = parameters_by_optimizer(optimizer) if trained is None else trained
+        self.trained = optimizers.parameters_by_optimizer(optimizer) if trained is None else trained
         """The parameters of the model that each of them trains."""
         self.world, self.reducer, self.virtual_ranks = world, reducer, virtual_ranks or world.size
         self.parameters = trainable_parameters(model)
@@ -304,7 +296,7 @@ class Strategy:
     def can_skip_on_device(self) -> bool:
         """Whether the device can skip the next update without the host: see `step_unless`."""
         is_single_device = self.can_defer_read and self.world.size == 1 and self.parts is None
-        return is_single_device and all(map(can_skip_step_on_device, self.optimizers))
+        return is_single_device and all(map(optimizers.can_skip_step_on_device, self.optimizers))
 
     def step_unless(self, found_inf: Tensor) -> None:
         """Update, unless `found_inf` is 1. `undo_buffers` is for that case.
@@ -387,7 +379,7 @@ class Strategy:
         return unsharded_parameter_shards(self.model.named_parameters())
 
     def _optimizer_shards(self) -> list[TensorShard]:
-        return optimizer_shards(self.model, self.optimizer)
+        return optimizers.optimizer_shards(self.model, self.optimizer)
 
     def load(self, source: Source) -> None:
         """Restore a state, which may come from any strategy and any number of ranks.
@@ -403,13 +395,15 @@ class Strategy:
     def _load(self, source: Source) -> None:
         for shard in self._parameter_shards():
             load_shard(source, shard)
-        if self.local_step_node is None and (nodes := load_node_average(source, self._parameter_shards())):
-            print_on_rank_0(describe_resume_from_mean(nodes, "and this run synchronises all nodes in each step"))
+        if self.local_step_node is None and (nodes := optimizers.load_node_average(source, self._parameter_shards())):
+            print_on_rank_0(
+                optimizers.describe_resume_from_mean(nodes, "and this run synchronises all nodes in each step")
+            )
         self.buffers.load(source)
         self._load_optimizer(source)
 
     def _load_optimizer(self, source: Source) -> None:
-        load_optimizer(self.model, self.optimizer, source)
+        optimizers.load_optimizer(self.model, self.optimizer, source)
 
 
 class MakeStrategy(Protocol):

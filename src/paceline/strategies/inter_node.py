@@ -35,13 +35,8 @@ from paceline.collectives.torch_communicator import print_on_rank_0
 from paceline.config.strategies import SLOW_NETWORK_SETTINGS, find_network_settings_error
 from paceline.errors import UsageError, format_option
 from paceline.rank.world import World
+from paceline.strategies import optimizers
 from paceline.strategies.base import MakeOptimizer, Strategy
-from paceline.strategies.optimizers import (
-    describe_resume_from_mean,
-    load_node_average,
-    load_optimizer,
-    optimizer_shards,
-)
 
 
 class InterNodeOptions(TypedDict, total=False):
@@ -226,7 +221,7 @@ class LocalSteps(InterNodeStrategy):
         local = unsharded_parameter_shards(zip(names, self.parameters, strict=True))
         prefix = f"hosts/{hosts.node_index}/"
         shards = [replace(shard, name=prefix + shard.name) for shard in local] if int(self._steps) else []
-        of_optimizer = optimizer_shards(self.model, self.optimizer)
+        of_optimizer = optimizers.optimizer_shards(self.model, self.optimizer)
         shards += (
             [replace(shard, name=prefix + shard.name) for shard in of_optimizer] if hosts.node_index else of_optimizer
         )
@@ -246,11 +241,11 @@ class LocalSteps(InterNodeStrategy):
                 load_shard(source, shard)
         saved, prefix = source.tensor("outer/hosts"), f"hosts/{self._hosts.node_index}/"
         has_state = any(True for _ in source.names(prefix + "optimizer/"))
-        load_optimizer(self.model, self.optimizer, PrefixedSource(source, prefix) if has_state else source)
+        optimizers.load_optimizer(self.model, self.optimizer, PrefixedSource(source, prefix) if has_state else source)
         if saved is None or int(saved) != self._hosts.node_count:
-            load_node_average(source, self._parameter_shards())
+            optimizers.load_node_average(source, self._parameter_shards())
             if saved is not None:
-                mean = describe_resume_from_mean(int(saved), f"now there are {self._hosts.node_count}")
+                mean = optimizers.describe_resume_from_mean(int(saved), f"now there are {self._hosts.node_count}")
                 print_on_rank_0(f"{mean}. A new node starts with the optimizer state of node 0")
             self._set_parameters(self._common)
             return

@@ -13,15 +13,10 @@ from paceline.collectives.reducer import make_shard_reducer
 from paceline.collectives.replicate import broadcast_module
 from paceline.collectives.shards import ParameterShards
 from paceline.rank.world import World
+from paceline.strategies import optimizers
 from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.buffers import partition_virtual_ranks
 from paceline.strategies.optimizer_scope import find_update_scope
-from paceline.strategies.optimizers import (
-    each_optimizer,
-    load_saved_optimizer_state,
-    optimizer_shards_of_pieces,
-    parameters_by_optimizer,
-)
 from paceline.strategies.validation import check_model, check_optimizer_parameters
 
 
@@ -40,13 +35,13 @@ class Zero(Strategy):
         check_model(model, "zero", world)
         broadcast_module(model)
         optimizer = make_optimizer(model.parameters())
-        scopes = [find_update_scope(opt, "strategy 'zero'") for opt in each_optimizer(optimizer)]
+        scopes = [find_update_scope(opt, "strategy 'zero'") for opt in optimizers.each_optimizer(optimizer)]
         check_optimizer_parameters(model, optimizer)
-        parameters, trained = trainable_parameters(model), parameters_by_optimizer(optimizer)
+        parameters, trained = trainable_parameters(model), optimizers.parameters_by_optimizer(optimizer)
         kinds = {p: number for number, own in enumerate(trained) for p in own}
         self._shards = shards = ParameterShards(model, world.rank, world.size, kinds=kinds)
         self._updated: dict[str, LocalShard] = {}
-        for opt, scope in zip(each_optimizer(optimizer), scopes, strict=True):
+        for opt, scope in zip(optimizers.each_optimizer(optimizer), scopes, strict=True):
             self._updated |= shards.shard_optimizer(opt, whole=scope == "parameter")
         reducer = make_shard_reducer(shards, partition_virtual_ranks(world, virtual_ranks or world.size))
         held_by_rank = shards.ranges_by_rank()
@@ -69,7 +64,7 @@ class Zero(Strategy):
         clear(kept)
 
     def _optimizer_shards(self) -> list[TensorShard]:
-        return optimizer_shards_of_pieces(self._updated, self.optimizer)
+        return optimizers.optimizer_shards_of_pieces(self._updated, self.optimizer)
 
     def _load_optimizer(self, source: Source) -> None:
-        load_saved_optimizer_state(self._updated, self.optimizer, source)
+        optimizers.load_saved_optimizer_state(self._updated, self.optimizer, source)

@@ -16,12 +16,7 @@ from paceline import __version__
 from paceline.checkpoint.resume import ResumePoint, RunLocation, find_resume_point, lock_run_folder
 from paceline.collectives.communicator import get_communicator, make_communicator
 from paceline.collectives.control import check_equal, error_for_this_rank, raise_on_all_ranks
-from paceline.config.definition import (
-    EXACT_ONLY_SETTINGS,
-    check_same_definition,
-    make_run_definition,
-    parse_allowed_changes,
-)
+from paceline.config import definition
 from paceline.config.mesh import resolve_mesh
 from paceline.config.settings import TrainConfig, drop_start_only_settings, dump, load, resolve_defaults
 from paceline.config.strategies import EXACT_STRATEGIES, check_can_audit
@@ -67,7 +62,7 @@ def train(config: TrainConfig) -> tuple[Path, ExitCode]:
         )
         try:
             make_communicator(config.launch.collectives)
-            check_equal("settings", make_run_definition(config), world)
+            check_equal("settings", definition.make_run_definition(config), world)
             if not restart_count():  # later one rank may be left
                 every, on_audit, strategy = config.guard.audit_every, config.guard.on_audit, str(config.strategy)
                 with raise_on_all_ranks(world):
@@ -124,7 +119,7 @@ def restore_auto_settings(config: TrainConfig, place: RunLocation) -> TrainConfi
     if config.compute.precision == "auto":
         chosen = load(path, must_own=not config.run.trust)
         config = replace(config, compute=replace(config.compute, precision=chosen.compute.precision))
-    if config.data.micro_batch is not None and "accumulation" not in parse_allowed_changes(
+    if config.data.micro_batch is not None and "accumulation" not in definition.parse_allowed_changes(
         config.checkpoint.allow_change
     ):
         chosen = load(path, must_own=not config.run.trust)
@@ -147,8 +142,8 @@ def _find_resume_point(config: TrainConfig, location: RunLocation, world: World)
     origin = find_resume_point(location, world, resume=c.resume == "auto", trust=config.run.trust, restart=c.restart)
     if origin is not None:
         with raise_on_all_ranks(world):
-            allowed = parse_allowed_changes(c.allow_change)
-            changes = check_same_definition(
+            allowed = definition.parse_allowed_changes(c.allow_change)
+            changes = definition.check_same_definition(
                 origin.trainer_state.definition, location.definition, allowed, origin.location_text
             )
         location.notices.extend(f"changed with --allow-change: {change}" for change in changes)
@@ -162,7 +157,7 @@ def _is_exact_so_far(config: TrainConfig, location: RunLocation, origin: ResumeP
         return True
     saved = origin.trainer_state.definition
     return bool(saved.get("unbroken")) and all(
-        saved.get(name) == location.definition.get(name) for name in EXACT_ONLY_SETTINGS
+        saved.get(name) == location.definition.get(name) for name in definition.EXACT_ONLY_SETTINGS
     )
 
 

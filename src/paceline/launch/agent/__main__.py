@@ -30,13 +30,7 @@ from paceline.host.shell_environment import activate_environment
 from paceline.host.sweep import start_cleanup_process
 from paceline.launch.agent.preload import start_preloader
 from paceline.launch.agent.workers import InheritedResources, create_memory_snapshot_files, worker_environment
-from paceline.protocol.control import (
-    LIFELINE_DESCRIPTOR,
-    STOP_SIGNALS,
-    StopSignals,
-    hold_standard_descriptors,
-    signal_wakeup,
-)
+from paceline.protocol import control
 from paceline.protocol.job import NodePlan
 from paceline.runs import writing
 from paceline.runs.console import print_to_stderr
@@ -77,7 +71,7 @@ def _first_line() -> bytes:
     line = b""
     while not line.endswith(b"\n") and len(line) < MAX_PLAN_BYTES:
         # one byte at a time, without the buffer of sys.stdin: orders that follow the plan must stay in the pipe
-        byte = os.read(LIFELINE_DESCRIPTOR, 1)
+        byte = os.read(control.LIFELINE_DESCRIPTOR, 1)
         if not byte:
             return b""
         line += byte
@@ -173,14 +167,16 @@ def _serve(plan: NodePlan, inherited: InheritedResources, on_started: Callable[[
     from paceline.launch.agent.coordinator import Coordinator
     from paceline.launch.agent.follower import Follower  # while the preloader imports torch
 
-    with signal_wakeup((*STOP_SIGNALS, signal.SIGCHLD)) as wakeup:
-        orders = StopSignals(wakeup, lifeline=lifeline and not plan.detached, silence_seconds=plan.silence_seconds)
+    with control.signal_wakeup((*control.STOP_SIGNALS, signal.SIGCHLD)) as wakeup:
+        orders = control.StopSignals(
+            wakeup, lifeline=lifeline and not plan.detached, silence_seconds=plan.silence_seconds
+        )
         if inherited.preloader is not None:
             inherited.preloader.wait_ready(orders)
         try:
             return (Coordinator if plan.node == 0 else Follower)(plan, orders, inherited, on_started).run()
         finally:  # the exit code is final: a later signal must not interrupt the cleanup
-            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+            signal.pthread_sigmask(signal.SIG_BLOCK, control.STOP_SIGNALS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -193,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--join", action="store_true")
     parser.add_argument("--nproc", type=int, default=0)
     options = parser.parse_args(arguments)
-    hold_standard_descriptors()
+    control.hold_standard_descriptors()
     if options.announce:
         os.write(1, msgspec.json.encode(gather_facts()) + b"\n")
     code: int = ExitCode.FAILED
@@ -208,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_to_stderr(f"cannot start the workers: {error}")
         code = ExitCode.USAGE
     # The exit code is final: a scheduler that signals all tasks after the first failure must not change it
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, control.STOP_SIGNALS)
     return code
 
 
