@@ -164,12 +164,7 @@ class SlotBuffers:
         return results
 
     def write_chunk(
-        self,
-        chunk: Chunk,
-        partials: Sequence[TensorList | None],
-        slot: int,
-        *,
-        for_others: bool = False,
+        self, chunk: Chunk, partials: Sequence[TensorList | None], slot: int, *, for_others: bool = False
     ) -> None:
         """Write the chunk of each of this rank's subtrees into its lane.
 

@@ -86,10 +86,7 @@ def _start(command: Command, node: NodePlan, keep_open: Sequence[int]) -> subpro
         stdin += [os.dup(0)] if node.plain_store else []
     try:
         agent = subprocess.Popen(
-            command.argv,
-            stdin=subprocess.PIPE,
-            pass_fds=(*keep_open, *stdin),
-            start_new_session=True,
+            command.argv, stdin=subprocess.PIPE, pass_fds=(*keep_open, *stdin), start_new_session=True
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

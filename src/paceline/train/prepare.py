@@ -23,12 +23,7 @@ from paceline.collectives.control import (
 from paceline.compute.compiling import compile_model, use_cuda_graphs
 from paceline.compute.flops import FlopCounter
 from paceline.compute.forward import checkpoint_activations
-from paceline.compute.precision import (
-    MIN_BF16_SPEEDUP,
-    autocast_forward,
-    bf16_unsupported_reason,
-    time_alternatives,
-)
+from paceline.compute.precision import MIN_BF16_SPEEDUP, autocast_forward, bf16_unsupported_reason, time_alternatives
 from paceline.compute.resources import tune_malloc
 from paceline.config.definition import make_run_definition
 from paceline.config.settings import (

@@ -297,13 +297,7 @@ def _start(
         if process is not None:
             return process
     return subprocess.Popen(
-        plan.argv,
-        env=env,
-        stdin=streams[0],
-        stdout=streams[1],
-        stderr=streams[2],
-        pass_fds=fds,
-        start_new_session=True,
+        plan.argv, env=env, stdin=streams[0], stdout=streams[1], stderr=streams[2], pass_fds=fds, start_new_session=True
     )
 
 
