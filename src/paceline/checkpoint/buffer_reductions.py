@@ -81,9 +81,8 @@ def infer_saved_reduction(source: Source, name: str, values: Mapping[int, Tensor
     ranks: list[BufferObservation] = []
     for virtual_rank, value in values.items():
         is_changed = initial.shape != value.shape or bool((value != initial).any())
-        ranks.append(
-            observe_buffer(value, initial, None, load_buffer_history(source, virtual_rank, name), changed=is_changed)
-        )
+        history = load_buffer_history(source, virtual_rank, name)
+        ranks.append(observe_buffer(value, initial, None, history, changed=is_changed))
     return infer_reduction(initial, ranks)
 
 

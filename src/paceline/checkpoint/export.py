@@ -52,9 +52,8 @@ def state_dict_from_source(source: Source, names: Mapping[str, Sequence[str]], v
     `names`: see `state_dict_names_by_saved_name`.
     """
     if "" in names:
-        raise DamagedCheckpoint(
-            f"{names[''][0]} of the model's state_dict is not a parameter or buffer, and was not saved"
-        )
+        what = f"{names[''][0]} of the model's state_dict"
+        raise DamagedCheckpoint(f"{what} is not a parameter or buffer, and was not saved")
     exported: dict[str, Tensor] = {}
     buffers: dict[str, dict[int, Tensor]] = {}
     reductions: dict[str, tuple[str, Tensor]] = {}

@@ -60,9 +60,8 @@ def find_newest_state(
     If a snapshot is the newest state, hosts without it receive it. `report`, errors: see `find_newest_checkpoint`.
     """
     local = newest_snapshot(inherited_memory_files()) if memory else None
-    ages = (
-        all_gather_object(None if local is None else [local.meta.generation, local.meta.step], world) if memory else []
-    )
+    mine = None if local is None else [local.meta.generation, local.meta.step]
+    ages = all_gather_object(mine, world) if memory else []
     known_ages = [age for age in ages if age is not None]
     # on a single host, all ranks must see the same snapshots: otherwise one of them has files of a different run
     is_usable = bool(known_ages) and (world.local_size < world.size or all(age == known_ages[0] for age in ages))
@@ -75,9 +74,8 @@ def find_newest_state(
         snapshot = broadcast_snapshot(ages.index(age), snapshot, world)
     assert snapshot is not None
     step, content = snapshot.meta.step, msgspec.convert(snapshot.meta.content, TrainerState)
-    return ResumePoint(
-        step, content, snapshot.source, f"the snapshot of step {step}", frozenset(snapshot.memory_file_descriptors)
-    )
+    files = frozenset(snapshot.memory_file_descriptors)
+    return ResumePoint(step, content, snapshot.source, f"the snapshot of step {step}", files)
 
 
 def find_newest_checkpoint(

@@ -83,9 +83,8 @@ def make_shard_layout(part: Iterable[TensorShard], *, room_bytes: int = 4096) ->
             raise UsageError(code="type-not-saved", name=entry.name, dtype=entry.tensor.dtype, allowed=allowed)
     *offsets, data_bytes = itertools.accumulate((entry.tensor.nbytes for entry in ordered), initial=0)
     shard = ShardFileLayout(ordered, tuple(map(_piece, ordered)), tuple(offsets), 0, 0)
-    header = round_up(
-        HEADER_LENGTH_FIELD_BYTES + len(shard.header({"pieces": _encoded(shard.pieces)})) + room_bytes, ALIGNED_BYTES
-    )
+    pieces_bytes = len(shard.header({"pieces": _encoded(shard.pieces)}))
+    header = round_up(HEADER_LENGTH_FIELD_BYTES + pieces_bytes + room_bytes, ALIGNED_BYTES)
     return replace(shard, header_bytes=header, total_bytes=header + data_bytes)
 
 
@@ -134,9 +133,8 @@ def read_shard_file_metadata(path: Path | str) -> tuple[Any, tuple[Piece, ...]] 
     try:
         with safe_open(str(path), "pt") as file:
             metadata = file.metadata()
-            return msgspec.json.decode(metadata[METADATA_KEY]), msgspec.json.decode(
-                metadata["pieces"], type=tuple[Piece, ...]
-            )
+            pieces = msgspec.json.decode(metadata["pieces"], type=tuple[Piece, ...])
+            return msgspec.json.decode(metadata[METADATA_KEY]), pieces
     except (SafetensorError, OSError, KeyError, TypeError, RecursionError, msgspec.MsgspecError):
         return None
 
@@ -208,9 +206,8 @@ class ShardFileSource:
         except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: not pairs of real numbers
             raise DamagedCheckpoint(f"{path}: {error}") from None
         if DTYPE_NAMES.get(values.dtype) != piece.dtype or values.numel() != piece.elements:
-            raise DamagedCheckpoint(
-                f"{path} has {values.numel()} x {values.dtype} as {piece.key}, described as {piece}"
-            )
+            found = f"{values.numel()} x {values.dtype}"
+            raise DamagedCheckpoint(f"{path} has {found} as {piece.key}, described as {piece}")
         return values
 
 

@@ -234,9 +234,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         bind_to_agent()
     if not arguments or arguments[0] in ("-h", "--help", "--help-all"):
-        groups = (
-            [f"{title}:", *(f"  {name:11}{group[name].help_line}" for name in group)] for title, group in GROUPS.items()
-        )
+        listed = ((title, [f"  {name:11}{group[name].help_line}" for name in group]) for title, group in GROUPS.items())
+        groups = ([f"{title}:", *lines] for title, lines in listed)
         print(HELP.format(commands="\n\n".join(map("\n".join, groups))), end="")
         return ExitCode.DONE if arguments else ExitCode.USAGE
     if arguments[0] == "--version":

@@ -55,9 +55,8 @@ def main(arguments: Sequence[str]) -> int:
     from paceline.train.prepare import make_batch_plan  # imports torch
 
     # All settings are in config.toml: no default depends on the world size
-    result = check_sample_use(
-        run_dir, partial(make_batch_plan, train_config, resolve_batch_sizes(train_config.data, world_size=1))
-    )
+    one_process = resolve_batch_sizes(train_config.data, world_size=1)
+    result = check_sample_use(run_dir, partial(make_batch_plan, train_config, one_process))
     if config.json:
         write_json(config.json, result)
     _print(result)
@@ -82,9 +81,8 @@ def _diagnosis(result: LedgerReport) -> str:
         )
     if len(complete) < len(result.epochs):
         rest = result.epochs[-1]
-        facts.append(
-            f"no sample was used twice in the {rest.steps} of {result.steps_per_epoch} steps of epoch {rest.epoch}"
-        )
+        steps = f"{rest.steps} of {result.steps_per_epoch} steps of epoch {rest.epoch}"
+        facts.append(f"no sample was used twice in the {steps}")
     starts = result.incarnations
     ranks = ", ".join(str(start.world_size) for start in starts)
     text = "clean: " + ", and ".join(facts)
@@ -104,9 +102,8 @@ def _print(result: LedgerReport) -> None:
     for start in result.incarnations:
         logged = f"{start.first_step} to {start.last_step}" if start.last_step else "none"
         cells = (start.attempt, start.generation, start.world_size, " ".join(start.hosts), start.start_step, logged)
-        table.add_row(
-            *(Text(remove_control_characters(str(cell))) for cell in (*cells, start.counted, start.thrown_away))
-        )
+        texts = map(str, (*cells, start.counted, start.thrown_away))
+        table.add_row(*(Text(remove_control_characters(text)) for text in texts))
     console.print(table)
     table = Table("epoch", "steps", "samples used once", "never", "repeatedly")
     for (steps, *counts), group in groupby(result.epochs, lambda e: (e.steps, e.once, e.never, e.repeatedly)):

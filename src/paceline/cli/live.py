@@ -136,9 +136,8 @@ def join(arguments: Sequence[str]) -> int:
     # its plan is executed here: no other user may have written it
     run_dir, access = run_state.resolve_run_access(config, act=True)
     run = shlex.quote(str(run_dir))
-    file = next(
-        (attempt / JOIN_FILE for attempt in reversed(run_state.list_attempt_dirs(run_dir))), run_dir / JOIN_FILE
-    )
+    files = (attempt / JOIN_FILE for attempt in reversed(run_state.list_attempt_dirs(run_dir)))
+    file = next(files, run_dir / JOIN_FILE)
     try:
         read_json(file, NodePlan, limit_bytes=MAX_INVITATION_BYTES, ours=True)
     except FileNotFoundError:

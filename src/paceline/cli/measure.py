@@ -185,9 +185,8 @@ def compare(arguments: Sequence[str]) -> int:
     # Only torch can report the memory of GPUs
     memory = None if gpus else psutil.virtual_memory().total // nproc
     compared = _comparison(config, rounds, refused, batches[0], memory, cores, threads)
-    output_results(
-        compared, how, partial(print_comparison, compared.rows, compared.failures, compared.advice, compared.notes)
-    )
+    show = partial(print_comparison, compared.rows, compared.failures, compared.advice, compared.notes)
+    output_results(compared, how, show)
     ran = [row for row in compared.rows if row.world_size == nproc and (row.strategy in strategies or row.mesh)]
     return ExitCode.DONE if ran or not (strategies or meshes) else ExitCode.FAILED
 

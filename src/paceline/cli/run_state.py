@@ -264,9 +264,8 @@ def _speed(run_dir: Path, progress: _Progress, *, running: bool, summary: Summar
         return speeds | {"goodput": summary.goodput or goodput(run_dir)}
     steps, counted = progress.steps, progress.counted or FlopsCounted(0.0, 0)
     tokens = sum(step.tokens for step in steps) / max(1, sum(step.consumed for step in steps))
-    speeds = throughput_and_mfu(
-        recent_rates(steps)[0], tokens, counted.flops_per_sample, counted.peak_tflops, counted.devices
-    )
+    rate, *_ = recent_rates(steps)
+    speeds = throughput_and_mfu(rate, tokens, counted.flops_per_sample, counted.peak_tflops, counted.devices)
     speeds.pop("flops_per_second", None)
     return speeds | {"goodput": goodput(run_dir, time.time())}
 

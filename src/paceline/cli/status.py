@@ -103,9 +103,8 @@ def _hint(state: RunState) -> str:
         case "queued" | "running":
             return f"paceline logs {run} --follow, or paceline cancel {run}"
         case "saved" | "lost" | "failed" | "cancelled":
-            command = run_state.resume_command(Path(state.run_dir)) or (
-                "the same command" if state.state == "saved" else ""
-            )
+            otherwise = "the same command" if state.state == "saved" else ""
+            command = run_state.resume_command(Path(state.run_dir)) or otherwise
             return f"paceline logs {run}{f'; to resume: {command}' if command else ''}"
         case "done":
             return f"paceline report {run}"

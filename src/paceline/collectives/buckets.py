@@ -134,9 +134,8 @@ def divide(total: Tensor, divisor: float | Tensor) -> Tensor:
 
 
 def divide_in_place(totals: Iterable[Tensor], divisor: float | Tensor) -> None:
-    for group, number in (
-        group_tensors_by_dtype(totals, divisor) if isinstance(divisor, Tensor) or divisor != 1.0 else ()
-    ):
+    has_effect = isinstance(divisor, Tensor) or divisor != 1.0
+    for group, number in group_tensors_by_dtype(totals, divisor) if has_effect else ():
         if group[0].element_size() < 4:
             for total in group:
                 divide(total, divisor)

@@ -217,9 +217,8 @@ def scale_and_check_gradients(
     # The fused kernel doubles the memory on the CPU, and takes float32 only.
     on_host = device.type == "cpu"
     if on_host or not gradients or any(gradient.dtype != torch.float32 for gradient in gradients):
-        for group, number in (
-            group_tensors_by_dtype(gradients, factor) if isinstance(factor, Tensor) or factor != 1.0 else ()
-        ):
+        has_effect = isinstance(factor, Tensor) or factor != 1.0
+        for group, number in group_tensors_by_dtype(gradients, factor) if has_effect else ():
             torch._foreach_mul_(group, number)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
         return are_finite_on_cpu(gradients) if on_host else are_finite(gradients, device)
     # The kernel checks an element before it multiplies it. With a factor above 1 the product may overflow.
@@ -453,9 +452,8 @@ def all_gather_tensors(value: Any, world: World, name: str, *, where: Sequence[i
     skeleton = _without_tensors(value, tensors)
     header = [skeleton, [[str(t.dtype)[6:], [*t.shape]] for t in tensors], call_site_hash(where)]
     headers = all_gather_object(header, world)
-    default_group_call_comparison().compare(
-        [site for *_, site in headers], name, partial(all_gather_object, world=world)
-    )
+    sites, gather = [site for *_, site in headers], partial(all_gather_object, world=world)
+    default_group_call_comparison().compare(sites, name, gather)
     copies = [t.detach().to(world.device).clone(memory_format=torch.contiguous_format) for t in tensors]
     payload = torch.cat([torch.empty(0, dtype=torch.uint8, device=world.device), *map(_bytes, copies)])
     sizes = [[math.prod(shape) * getattr(torch, dtype).itemsize for dtype, shape in specs] for _, specs, _ in headers]
@@ -465,9 +463,8 @@ def all_gather_tensors(value: Any, world: World, name: str, *, where: Sequence[i
     values: list[Any] = []
     for (skeleton, specs, _), sizes_of_rank, received in zip(headers, sizes, payloads, strict=True):
         pieces = received[: sum(sizes_of_rank)].split(sizes_of_rank)
-        values.append(
-            _with_tensors(skeleton, [_tensor(piece, *spec) for piece, spec in zip(pieces, specs, strict=True)])
-        )
+        tensors = [_tensor(piece, *spec) for piece, spec in zip(pieces, specs, strict=True)]
+        values.append(_with_tensors(skeleton, tensors))
     return values
 
 

@@ -119,9 +119,8 @@ def make_leaf_order_plan(partition: LeafPartition, size: int) -> HierarchicalSum
     """The plan in the order of the tree over all leaves. `partition` has all ranks, `size` on each host."""
     nodes, number = partition.subtrees_by_rank, partition.rank // size
     firsts = range(0, len(partition.ranges), size)
-    across = LeafPartition(
-        [(partition.ranges[first][0], partition.ranges[first + size - 1][1]) for first in firsts], number
-    )
+    bounds = [(partition.ranges[first][0], partition.ranges[first + size - 1][1]) for first in firsts]
+    across = LeafPartition(bounds, number)
     lanes = shm_collectives.assign_subtree_lanes(nodes[number * size : (number + 1) * size])
     within = [
         Subtree(stop - first, {(a - first, b - first): at for (a, b), at in lanes.items() if first <= a and b <= stop})
@@ -133,9 +132,8 @@ def make_leaf_order_plan(partition: LeafPartition, size: int) -> HierarchicalSum
 def make_rank_order_plan(partition: LeafPartition, size: int) -> HierarchicalSumPlan:
     """The plan in a cheaper order, over the ranks of `partition`: each host has one sum, for any number of ranks."""
     host = Subtree(size, {(rank, rank + 1): (rank, 0) for rank in range(size)})
-    return HierarchicalSumPlan(
-        [host], 1, LeafPartition.one_leaf_per_rank(len(partition.ranges) // size, partition.rank // size)
-    )
+    across = LeafPartition.one_leaf_per_rank(len(partition.ranges) // size, partition.rank // size)
+    return HierarchicalSumPlan([host], 1, across)
 
 
 class HierarchicalBucketReducer:
@@ -201,9 +199,8 @@ class HierarchicalSum:
         # if no tensor has elements, an empty bundle sends the flags
         self._bundles, self._dtypes = _bundle_chunks(self._lanes.chunks, self._memory.size) or [()], dtypes
         self.discard_exchanges()
-        self._operation = self._memory.operation(
-            "reduce_scatter", name, *shm_collectives.describe_tensors(sizes, dtypes)
-        )
+        specs = shm_collectives.describe_tensors(sizes, dtypes)
+        self._operation = self._memory.operation("reduce_scatter", name, *specs)
 
     def begin(self, partials: list[Grads | None], last: TreeAllReduce | None) -> TreeAllReduce | None:
         """Add up the gradients of this host's ranks, and start to send the sums (a collective).
@@ -264,9 +261,8 @@ class HierarchicalSum:
             if len(parts) == 1:
                 out.copy_(next(iter(parts.values())))
             else:
-                spare = self._lanes.spare_buffers(
-                    chunk.dtype, shm_collectives.spare_buffer_count(parts, subtree.leaf_count), width
-                )
+                count = shm_collectives.spare_buffer_count(parts, subtree.leaf_count)
+                spare = self._lanes.spare_buffers(chunk.dtype, count, width)
                 shm_collectives.sum_subtrees(parts, subtree.leaf_count, out, spare, None)
         return width
 

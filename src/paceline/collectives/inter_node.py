@@ -119,9 +119,8 @@ class PowerSgdCodec:
         sizes = [(shape[0], shape.numel() // max(1, shape[0])) if len(shape) > 1 else (1, 1) for shape in shapes]
         self._matrices = {i: (m, n) for i, (m, n) in enumerate(sizes) if 0 < 2 * rank * (m + n) < m * n}
         self._whole = [i for i in range(len(shapes)) if i not in self._matrices]
-        self.sent = sum(rank * (m + n) for m, n in self._matrices.values()) + sum(
-            shapes[i].numel() for i in self._whole
-        )
+        whole = sum(shapes[i].numel() for i in self._whole)
+        self.sent = sum(rank * (m + n) for m, n in self._matrices.values()) + whole
         """The number of values that one sum sends."""
 
     def initial_state(self) -> CodecState:
@@ -192,9 +191,8 @@ class InterNodeAllReduce:
         self._carried = sorted(assign_items_to_least_loaded([p.numel() for p in parameters], memory.size)[memory.rank])
         double = any(p.dtype == torch.float64 for p in parameters)
         self._dtype = torch.float64 if double else torch.float32
-        self._codec = make_codec(
-            compress, rank, [parameters[i].shape for i in self._carried], self._dtype, hosts.node_count
-        )
+        shapes = [parameters[i].shape for i in self._carried]
+        self._codec = make_codec(compress, rank, shapes, self._dtype, hosts.node_count)
         specs, partition = numels_and_dtypes(parameters), LeafPartition.one_leaf_per_rank(memory.size, memory.rank)
         self._exchange = TreeSum(memory, *specs, partition, COLLECTIVE_NAME) if memory.size > 1 else None
         self.reset_residual()

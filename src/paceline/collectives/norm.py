@@ -103,11 +103,8 @@ class ShardedNorm:
         slots = torch.zeros(sum(map(len, self._nodes)), dtype=torch.float64, device=self._device)
         if of_blocks:
             of_runs = torch.cat(of_blocks).split([stop - first for first, stop in self._runs])
-            sums = [
-                total
-                for run, part in zip(self._runs, of_runs, strict=True)
-                for total in self._tree.subtree_sums(run, part)
-            ]
+            parts = zip(self._runs, of_runs, strict=True)
+            sums = [total for run, part in parts for total in self._tree.subtree_sums(run, part)]
             first = sum(map(len, self._nodes[: self._rank]))
             slots[first : first + len(sums)] = torch.stack(sums)
         if len(self._nodes) > 1:

@@ -59,9 +59,8 @@ class ParameterOwners:
         self._ranges, self._pieces, self._rank, self._group = ranges, pieces, rank, group
         self._has_gradient, self._holds_values = has_gradient, holds_values
         self._device = next(iter(parameters.values())).device
-        owned_by_rank = assign_items_to_least_loaded(
-            [update_cost(shape) for shape in self._shapes.values()], len(ranges)
-        )
+        costs = [update_cost(shape) for shape in self._shapes.values()]
+        owned_by_rank = assign_items_to_least_loaded(costs, len(ranges))
         names = [*parameters]
         self._owner = {names[i]: owner for owner, indices in enumerate(owned_by_rank) for i in indices}
         self._active: list[str] = []

@@ -76,9 +76,8 @@ class ParameterShards:
         parameters = trainable_parameters(module)
         _check_no_views(parameters)
         self.module, self.rank, self.world_size = module, rank, world_size
-        self.buckets = [
-            _shard_bucket(bucket, world_size) for bucket in group_into_buckets(parameters, bucket_bytes, kinds)
-        ]
+        buckets = group_into_buckets(parameters, bucket_bytes, kinds)
+        self.buckets = [_shard_bucket(bucket, world_size) for bucket in buckets]
         self._parameters = [p for bucket in self.buckets for p in bucket.parameters]
         self._data = [p.data for p in self._parameters]
         self._pointers = [p.data_ptr() for p in self._parameters]
@@ -133,9 +132,8 @@ class ParameterShards:
     @torch.no_grad()
     def copy_assigned_values(self, *_: object) -> None:
         """Before an update: move values that the script has assigned (`p.data = ...`) into the bucket."""
-        if [*map(Tensor.data_ptr, self._parameters)] == self._pointers and all(
-            map(Tensor.is_contiguous, self._parameters)
-        ):
+        in_place = [*map(Tensor.data_ptr, self._parameters)] == self._pointers
+        if in_place and all(map(Tensor.is_contiguous, self._parameters)):
             return
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         for parameter, data in zip(self._parameters, self._data, strict=True):
@@ -230,9 +228,8 @@ class ShardBucketReducer:
     def start_bucket(self, number: int, partials: list[Grads | None]) -> None:
         bucket = self._shards.buckets[number]
         packed = [_packed(bucket, grads, self._shards.world_size) for grads in partials]
-        self._used.append(
-            [any(grads and grads[i] is not None for grads in partials) for i in range(len(bucket.parameters))]
-        )
+        numbers = range(len(bucket.parameters))
+        self._used.append([any(grads and grads[i] is not None for grads in partials) for i in numbers])
         partials.clear()  # they are copied: free them before the gradients of other ranks arrive
         self._pending.append(get_communicator().start_reduce_scatter(self._partition, packed, f"bucket {number}"))
         while len(self._pending) > MAX_PENDING_BUCKETS:

@@ -381,9 +381,8 @@ class _Handshake:
         if not wanted or os.environ.get(SHARED_MEMORY, "auto") == "off":
             raise SharedMemoryUnavailable("switched off")
         if sys.platform != "linux" or platform.machine() not in SUPPORTED_ARCHITECTURES:
-            raise SharedMemoryUnavailable(
-                f"{platform.system()} on {platform.machine()} does not keep stores to memory in order"
-            )
+            machine = f"{platform.system()} on {platform.machine()}"
+            raise SharedMemoryUnavailable(f"{machine} does not keep stores to memory in order")
         process = read_process(os.getpid())
         if process is None:
             raise SharedMemoryUnavailable("/proc is missing")
@@ -402,9 +401,8 @@ class _Handshake:
             if rank != self._rank:
                 memory = _open(offer, self._layout)
                 if bytes(memory[:TOKEN_BYTES]) != bytes.fromhex(offer["token"]):
-                    raise SharedMemoryUnavailable(
-                        f"the memory of process {offer['pid']} does not have the token of rank {rank}"
-                    )
+                    process = f"process {offer['pid']}"
+                    raise SharedMemoryUnavailable(f"the memory of {process} does not have the token of rank {rank}")
                 memory[_token_slice(self._rank)] = self._token
             self.peers.append(MemoryPeer(rank, offer["pid"], offer["start"], memory))
 

@@ -148,9 +148,8 @@ class Communicator:
 
     def make_bucket_reducer(self, parameters: Bucket, partition: LeafPartition, *, in_order: bool) -> BucketReducer:
         """The all-reduce of gradients. `in_order`: in the order of the tree, not in the cheapest one."""
-        return TorchBucketReducer(
-            group_into_buckets(parameters, BUCKET_BYTES), partition, in_order=in_order, group=self._group
-        )
+        buckets = group_into_buckets(parameters, BUCKET_BYTES)
+        return TorchBucketReducer(buckets, partition, in_order=in_order, group=self._group)
 
 
 def print_on_rank_0(text: str) -> None:

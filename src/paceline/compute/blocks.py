@@ -91,9 +91,8 @@ def _explain_use_outside(model: nn.Module, names: list[str], flag: str) -> None:
         except RuntimeError as error:
             if MIXED_TENSORS_MESSAGE not in str(error):
                 raise
-            raise UsageError(
-                code="block-parameter-outside", blocks=first_few(names, MAX_NAMED), setting=flag
-            ) from error
+            shown = first_few(names, MAX_NAMED)
+            raise UsageError(code="block-parameter-outside", blocks=shown, setting=flag) from error
 
     assign_dynamic_subclass(model, __call__=call_and_explain)
 

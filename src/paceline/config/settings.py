@@ -414,9 +414,8 @@ def make_task_path_absolute(task: str) -> str:
 
 def drop_start_only_settings(config: TrainConfig) -> TrainConfig:
     """Return the config to record: without the settings that apply to this start only."""
-    checkpoint = dataclasses.replace(
-        config.checkpoint, resume="no", restart=False, allow_change="", rehearse_preemption=None
-    )
+    from_start = {"resume": "no", "restart": False, "allow_change": "", "rehearse_preemption": None}
+    checkpoint = dataclasses.replace(config.checkpoint, **from_start)
     # a repeated run needs a new folder, and uses other nodes only if they are given again
     run = dataclasses.replace(config.run, run_dir=None, trust=False)
     return dataclasses.replace(config, run=run, checkpoint=checkpoint, cluster=ClusterConfig())

@@ -102,9 +102,8 @@ class ArrayDataset(Dataset[tuple[Tensor, Tensor]]):
         if self.transform is not None:
             inputs = self.transform(inputs)
         if self.augment is not None:
-            inputs = self.augment(
-                inputs, (draws or SampleRandomNumbers(0, 0)).make_draw_function(indices, inputs.device)
-            )
+            draws = draws or SampleRandomNumbers(0, 0)
+            inputs = self.augment(inputs, draws.make_draw_function(indices, inputs.device))
         return inputs, _rows(self.targets, indices)
 
 

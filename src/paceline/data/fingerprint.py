@@ -51,9 +51,8 @@ def hash_probe_samples(dataset: Dataset[Any], loading: LoadingOptions) -> str:
     if loading.worker_init_fn is None:  # otherwise the dataset may need what this function creates
         cpu_loading = replace(cpu_loading, num_workers=0)
     with preserve_generator_states():
-        return hash_samples(
-            fetch_batches(dataset, ((0, torch.tensor([i])) for i in probe_indices(length)), 0, cpu_loading)
-        )
+        requests = ((0, torch.tensor([i])) for i in probe_indices(length))
+        return hash_samples(fetch_batches(dataset, requests, 0, cpu_loading))
 
 
 def hash_samples(samples: Iterable[Any]) -> str:

@@ -32,9 +32,8 @@ def find_idx(folder: Path, stem: str) -> Path:
         if (folder / name).is_file():
             return folder / name
     prefix = "test" + stem.removeprefix("t10k") if stem.startswith("t10k") else stem
-    matches = sorted(
-        p for p in folder.glob(f"*-{prefix}*") if p.name.removesuffix(".gz").endswith(f"-{prefix}") and p.is_file()
-    )
+    files = filter(Path.is_file, folder.glob(f"*-{prefix}*"))
+    matches = sorted(p for p in files if p.name.removesuffix(".gz").endswith(f"-{prefix}"))
     if len(matches) > 1:
         raise UsageError(f"{folder} holds several files for {stem}: {', '.join(p.name for p in matches)}. Keep one.")
     if not matches:

@@ -288,9 +288,8 @@ def read_local_batches(reader: LocalBatchReader, loading: LoadingOptions) -> Gen
                 probe = hash_samples(sorted(part.probe_hash for part in ended))
                 chunk, ended = chunk._replace(micro_batches=micro_batches, num_samples=0, probe_hash=probe), []
             if not ended:
-                moved = [
-                    batch._replace(batch=move_to_device(batch.batch, loading.device)) for batch in chunk.micro_batches
-                ]
+                device = loading.device
+                moved = [batch._replace(batch=move_to_device(batch.batch, device)) for batch in chunk.micro_batches]
                 yield chunk._replace(micro_batches=moved, positions=dict(positions))
 
 
@@ -305,9 +304,8 @@ def _load_chunks(reader: LocalBatchReader, loading: LoadingOptions) -> Generator
             reader.epoch.share_memory_()
         seed = derive_seed(reader.plan.seed, "workers", int(reader.epoch))
         pin_memory = loading.device.type != "cpu"
-        return DataLoader(
-            reader, batch_size=None, collate_fn=_identity, pin_memory=pin_memory, **loading.worker_settings(seed)
-        )
+        settings = loading.worker_settings(seed)
+        return DataLoader(reader, batch_size=None, collate_fn=_identity, pin_memory=pin_memory, **settings)
 
     if kept_loaders is not None and reader.positions:  # of a resume
         kept_loaders.pop(evaluates, None)

@@ -103,9 +103,8 @@ class SeededBatchDataset(SeededSampleDataset):
         batch: Any = default_convert(items) if is_whole else items
         size = batch_size(batch) if is_whole else len(items)
         if size not in (None, len(indices)):
-            raise UsageError(
-                code="wrong-number-of-items", dataset=type(self.source).__name__, asked=len(indices), size=size
-            )
+            name = type(self.source).__name__
+            raise UsageError(code="wrong-number-of-items", dataset=name, asked=len(indices), size=size)
         return CollatedBatch(batch) if is_whole else batch
 
 

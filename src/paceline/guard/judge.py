@@ -74,9 +74,8 @@ def diagnose_first_failure(samples: Sequence[WorkerSample]) -> Diagnosis:
     first = first_to_fail(samples)
     if first is None:
         return Diagnosis(DiagnosisKind.UNKNOWN)
-    return Diagnosis(
-        DiagnosisKind.DIED, (first.rank,) if classify_rank_end(first).is_primary else (), failed=first.rank
-    )
+    causes = (first.rank,) if classify_rank_end(first).is_primary else ()
+    return Diagnosis(DiagnosisKind.DIED, causes, failed=first.rank)
 
 
 def _explains(diagnosis: Diagnosis, first: WorkerSample, evidence: Sequence[Evidence]) -> bool:
@@ -105,9 +104,8 @@ def _diagnose_failures(ranks: RankStates, mismatches: Sequence[OpMismatch]) -> D
     if not broken or mismatches:  # a rank that its transport ended may be the correct one
         return None
     causes = [n for n in broken if not ranks[n].evidence.error_text]  # their output mentions no other rank
-    return make_diagnosis(
-        DiagnosisKind.DIED, ranks, sentences.describe_transport_failures(ranks, broken), causes=causes
-    )
+    lines = sentences.describe_transport_failures(ranks, broken)
+    return make_diagnosis(DiagnosisKind.DIED, ranks, lines, causes=causes)
 
 
 def _diagnose_waits(ranks: RankStates, engaged: RankStates) -> Diagnosis | None:
@@ -259,9 +257,8 @@ def _dispute_diagnosis(
         op = sentences.most_awaited_op(ranks, involved_ended)
         lines = sentences.describe_ranks_waited_for(ranks, involved_ended)
         return make_diagnosis(DiagnosisKind.LEFT, ranks, lines, causes=causes, tie=tie, op=op)
-    ended = [
-        n for n in graph if ranks[n].end is RankEndKind.LEFT and any(n in ranks[other].waits_for for other in causes)
-    ]
+    awaited = {n for other in causes for n in ranks[other].waits_for}
+    ended = [n for n in graph if ranks[n].end is RankEndKind.LEFT and n in awaited]
     if ended:
         op, lines = sentences.most_awaited_op(ranks, ended), sentences.describe_early_ends(ranks, causes, ended)
         return make_diagnosis(DiagnosisKind.MISMATCH, ranks, lines, causes=causes, op=op)

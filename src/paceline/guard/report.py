@@ -146,17 +146,15 @@ def format_failure(diagnosis: Diagnosis, evidence: Sequence[Evidence], *, oom_ki
     lines = [f"{_name_ranks(alike, len(evidence))} failed: {_how(first, oom_kills)}", *_why(first)]
     ended_early = sorted((sample for sample in evidence if sample.code == 0), key=lambda sample: sample.ended_seconds)
     if end is RankEndKind.VICTIM and ended_early:  # the rank that ended early is the cause, not the ranks that lost it
-        causes = [
-            f"{_name_ranks([s], len(evidence))} had already ended, with code 0, while others ran" for s in ended_early
-        ]
+        names = [_name_ranks([s], len(evidence)) for s in ended_early]
+        causes = [f"{name} had already ended, with code 0, while others ran" for name in names]
         lines = [*causes, "other ranks then lost the connection to it:", *lines]
     elif end is RankEndKind.VICTIM:
         lines.append("it lost its peers, but no rank reported a failure of another kind")
     if first.ops and end is not RankEndKind.EXCEPTION:  # the traceback of an exception is more precise
         op = first.ops[-1]
-        lines.append(
-            remove_control_characters(f"its last collective: {sentences.format_op(op)}{sentences.format_caller(op)}")
-        )
+        call = f"{sentences.format_op(op)}{sentences.format_caller(op)}"
+        lines.append(remove_control_characters(f"its last collective: {call}"))
     if len(evidence) > 1 and attempt_dir:
         lines.append(f"output of the ranks: {attempt_dir}/rank-<rank>.log")
     return "\n".join(lines)

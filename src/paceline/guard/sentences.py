@@ -171,9 +171,8 @@ def _where(rank: RankState, *, many: bool = False) -> str:
 def _waiting(ranks: RankStates, op: Op | None, *, without: Collection[int]) -> list[str]:
     waiting = {n for n, rank in ranks.items() if rank.pending or rank.waits_for}.difference(without)
     lines: list[str] = []
-    for group in sorted(
-        _group_ranks(waiting, lambda n: _position(ranks[n], n)), key=lambda group: (-len(group), group)
-    ):
+    groups = _group_ranks(waiting, lambda n: _position(ranks[n], n))
+    for group in sorted(groups, key=lambda group: (-len(group), group)):
         first = ranks[group[0]]
         held_op = _current_blocking_op(first)
         if held_op is None:

@@ -260,9 +260,8 @@ class SilentFaultDetector:
             lines.append(f"{format_subject_verb(others, 'has', 'have')} called fewer or different collectives")
         lines += [f"rank {rank} {finding.text} (step {finding.step})" for rank, finding in stale.items()]
         causes = others or tuple(sorted(stale))
-        return Diagnosis(
-            DiagnosisKind.SWALLOWED, causes, sentences=tuple(lines), step=max(f.step for f in failed.values())
-        )
+        step = max(f.step for f in failed.values())
+        return Diagnosis(DiagnosisKind.SWALLOWED, causes, sentences=tuple(lines), step=step)
 
     def _report_stale_findings(self, ranks: Sequence[WorkerSample], *, last: bool) -> None:
         """Report findings that only some ranks have made, after all ranks had time to make them."""
@@ -354,9 +353,8 @@ class SilentFaultDetector:
         return _order_diagnosis(mismatch, sorted(windows), at + 1)
 
     def _diagnose_uneven_ends(self, ranks: Sequence[WorkerSample]) -> Diagnosis | None:
-        ddp = any(
-            mark.flags & marks.BY_DDP for sample in ranks for mark in marks.parse_fingerprints(sample.fingerprints)
-        )
+        found = (mark for sample in ranks for mark in marks.parse_fingerprints(sample.fingerprints))
+        ddp = any(mark.flags & marks.BY_DDP for mark in found)
         steps = {sample.rank: sample.joint_steps for sample in ranks}
         if len({*steps.values()}) < 2 or not self._is_first_report("uneven"):
             return None
