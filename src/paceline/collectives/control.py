@@ -463,8 +463,8 @@ def all_gather_tensors(value: Any, world: World, name: str, *, where: Sequence[i
     values: list[Any] = []
     for (skeleton, specs, _), sizes_of_rank, received in zip(headers, sizes, payloads, strict=True):
         pieces = received[: sum(sizes_of_rank)].split(sizes_of_rank)
-        tensors = [_tensor(piece, *spec) for piece, spec in zip(pieces, specs, strict=True)]
-        values.append(_with_tensors(skeleton, tensors))
+        of_rank = [_tensor(piece, *spec) for piece, spec in zip(pieces, specs, strict=True)]
+        values.append(_with_tensors(skeleton, of_rank))
     return values
 
 

@@ -45,9 +45,7 @@ def _agents(job: JobSpec) -> Plan:
         raise UsageError(code="slots-differ")
     plan = node_plan(job, node=-1, nproc=nodes[0][1], node0=() if node0 == NODE0_PLACEHOLDER else (node0,))
     agent = (job.python, "-P", "-m", "paceline.launch.agent", "--plan", f"{job.submit_dir}/{PLAN_FILE}")
-    commands = tuple(
-        Command(name, (*agent, "--node", str(node), "--node0", node0)) for node, (name, _) in enumerate(nodes)
-    )
+    commands = tuple(Command(name, (*agent, "--node", str(n), "--node0", node0)) for n, (name, _) in enumerate(nodes))
     return Plan(manual_commands=commands, files={PLAN_FILE: format_plan_file(plan)}, notes=tuple(_notes(job)))
 
 

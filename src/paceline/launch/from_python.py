@@ -79,9 +79,8 @@ def run(
         raise UsageError(code="run-nproc", value=nproc)
     arguments = ["launch", "--nproc", str(nproc), "--show", show, *_host_options(on, hosts, nodes), *options]
     # The folder has mode 0700: this process and the ranks unpickle only files that they have written themselves
-    with tempfile.TemporaryDirectory(
-        prefix="paceline-run-", dir=None if on == "local" else RUNS_FOLDER.absolute()
-    ) as name:
+    parent = None if on == "local" else RUNS_FOLDER.absolute()
+    with tempfile.TemporaryDirectory(prefix="paceline-run-", dir=parent) as name:
         folder = Path(name)
         try:
             call = cloudpickle.dumps((function, tuple(args), dict(kwargs or {})))

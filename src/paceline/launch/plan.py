@@ -58,9 +58,8 @@ def plan_local(job: JobSpec) -> Plan:
     """The plan for all ranks on this machine: one agent. Pure, as every launcher: it looks up and starts nothing."""
     # -P: without it `python -m` puts the working folder first on sys.path. The agent would import a random.py or
     # select.py of the user from there, instead of the module of the standard library
-    return Plan(
-        agents=(Command("agent 0", (job.python, "-P", "-m", "paceline.launch.agent")),), nodes=(node_plan(job),)
-    )
+    agent = Command("agent 0", (job.python, "-P", "-m", "paceline.launch.agent"))
+    return Plan(agents=(agent,), nodes=(node_plan(job),))
 
 
 def node_plan(job: JobSpec, node: int = 0, *, nproc: int = 0, node0: tuple[str, ...] = ()) -> NodePlan:
@@ -230,9 +229,8 @@ def write_plan_files(submit_dir: Path, files: Mapping[str, str]) -> None:
 
 
 def write_submit_record(submit_dir: Path, submission: SubmitRecord) -> None:
-    write_plan_files(
-        submit_dir, {SUBMISSION_FILE: msgspec.json.format(msgspec.json.encode(submission)).decode() + "\n"}
-    )
+    content = msgspec.json.format(msgspec.json.encode(submission)).decode()
+    write_plan_files(submit_dir, {SUBMISSION_FILE: content + "\n"})
 
 
 def read_last_submission(run_dir: Path) -> tuple[Path, SubmitRecord | None]:

@@ -206,9 +206,8 @@ class ModelStage:
             else:
                 leaves[leaf.position] = take()
         if self._draws:
-            restore_generator_states(
-                self._take(torch.empty_like(generator_states(self._device), device=META)), self._device
-            )
+            like = torch.empty_like(generator_states(self._device), device=META)
+            restore_generator_states(self._take(like), self._device)
         if any(map(_is_shape, leaves)):
             raise _past_stage_error(self._begin)
         return tree_unflatten(leaves, form)

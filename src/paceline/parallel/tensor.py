@@ -56,9 +56,8 @@ class ModelSharding:
             size = sum(self.sent.get(name, 0) * of_step // max(1, samples) for name in names)
             rows.append((pattern + suffix, shape, sharding, f"{size / MEGA:.3g} MB"))
         widest = [max(len(row[column]) for row in rows) for column in range(3)]
-        lines = [
-            "  " + "  ".join(cell.ljust(w) for cell, w in zip(row, (*widest, 0), strict=True)).rstrip() for row in rows
-        ]
+        padded = [[cell.ljust(w) for cell, w in zip(row, (*widest, 0), strict=True)] for row in rows]
+        lines = ["  " + "  ".join(row).rstrip() for row in padded]
         return [f"sharded over {self.ranks} ranks along tensor:", *lines, self._memory(model)]
 
     def _memory(self, model: nn.Module) -> str:
@@ -96,9 +95,8 @@ def apply_tensor_parallel(
     broadcast_module(model)  # shards of differently initialised models would not form one model
     with raise_on_all_ranks(world):
         expected = None if probe is None else probe()
-        plan = find_tensor_parallel_plan(
-            model, along.size, None if choose_styles is None else dict(choose_styles(model))
-        )
+        styles = None if choose_styles is None else dict(choose_styles(model))
+        plan = find_tensor_parallel_plan(model, along.size, styles)
         shards = parameter_shards(model, plan, along)
     mesh = DeviceMesh.from_group(along.group, world.device.type)
     sharding = ModelSharding(plan, shards, along.size)
@@ -119,9 +117,8 @@ def apply_tensor_parallel(
 
     run_forwards_in_mode(model, mode, after)
     if probe is not None and expected is not None:
-        compare_losses(
-            probe, expected, world, "Select in Task(parallelize=...) how layers are sharded, or set them to 'whole'"
-        )
+        advice = "Select in Task(parallelize=...) how layers are sharded, or set them to 'whole'"
+        compare_losses(probe, expected, world, advice)
     return sharding
 
 

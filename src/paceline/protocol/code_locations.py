@@ -130,9 +130,8 @@ def is_waiting_for_ranks(evidence: Evidence) -> bool | None:
         return None
     if is_importing_torch(stack):
         return False
-    activities = (
-        activity_of_source_file(frame.file) for frame in stack if not _STANDARD_LIBRARY_PATTERN.search(frame.file)
-    )
+    frames = (frame for frame in stack if not _STANDARD_LIBRARY_PATTERN.search(frame.file))
+    activities = (activity_of_source_file(frame.file) for frame in frames)
     activity = next((activity for activity in activities if activity is not Activity.GUARD), Activity.OTHER)
     return None if activity is Activity.UNKNOWN else activity in (Activity.WAITS, Activity.WRAPS)
 

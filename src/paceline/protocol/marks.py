@@ -108,9 +108,8 @@ def parse_call_tables(data: bytes) -> list[CallHistory]:
         count, group, parties = ORDER.unpack_from(data, at)
         ring = struct.unpack_from(f"@{LAST_CALLS}I", data, at + ORDER.size)
         num_safe = min(count, LAST_CALLS - NUM_UNSTABLE_CALLS)
-        orders.append(
-            CallHistory(group, parties, count, tuple(ring[n % LAST_CALLS] for n in range(count - num_safe, count)))
-        )
+        calls = tuple(ring[n % LAST_CALLS] for n in range(count - num_safe, count))
+        orders.append(CallHistory(group, parties, count, calls))
     return orders
 
 

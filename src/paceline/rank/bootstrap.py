@@ -216,9 +216,8 @@ def _report_failure(error: BaseException, *, is_worker: bool) -> int:
             if (sessions := sys.modules.get("paceline.sessions.lifecycle")) is not None:  # by name: it imports torch
                 with suppress(Exception):
                     sessions.close_all_sessions(error)
-            print_lost_peer_error(
-                error, "unblocked by the hang guard, ended" if unblocked else "lost another rank, ended"
-            )
+            cause = "unblocked by the hang guard" if unblocked else "lost another rank"
+            print_lost_peer_error(error, f"{cause}, ended")
             return ExitCode.FAILED
     sys.excepthook(type(error), error, trace)
     return -signal.SIGINT if interrupted else ExitCode.FAILED
@@ -402,9 +401,8 @@ class AgentConnection:
         try:
             while stores[1] is None or meeting is None:  # some ranks may reach only the default store, not the port
                 if flight_recorder.loaded_c10d_module() is not None:
-                    stores = [
-                        s or make() for s, make in zip(stores, (_connect_store_at_port, _default_store), strict=True)
-                    ]
+                    makers = _connect_store_at_port, _default_store
+                    stores = [s or make() for s, make in zip(stores, makers, strict=True)]
                 for store in filter(None, stores):
                     if meeting is not None:
                         store.set(key, msgspec.json.encode(meeting))

@@ -107,9 +107,8 @@ def _from_slurm(env: Mapping[str, str]) -> dict[str, str]:
     size = read_int_variable(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
     if size is None or size == 1:
         return {}
-    rank, local_rank, node = (
-        read_int_variable(env, name) for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
-    )
+    names = "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"
+    rank, local_rank, node = (read_int_variable(env, name) for name in names)
     tasks = _first_set(env, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     node_list = _first_set(env, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
     if rank is None or local_rank is None or node is None or not tasks or not node_list:

@@ -357,9 +357,8 @@ class ProcessGroupSockets:
             self._tolerated = None
 
     def shut_down(self) -> None:
-        for sock in _tcp_sockets(
-            [descriptor for inode, descriptor in list_open_sockets().items() if inode in self.inodes]
-        ):
+        descriptors = [descriptor for inode, descriptor in list_open_sockets().items() if inode in self.inodes]
+        for sock in _tcp_sockets(descriptors):
             if not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 with suppress(OSError):  # closed meanwhile
                     sock.shutdown(socket.SHUT_RDWR)

@@ -165,7 +165,6 @@ def figures_from_logs(run: RunData) -> tuple[list[Figure], str]:
                x="lines that contain it", y=name, log=name == "loss")
         for number, (name, series) in enumerate(values.items()) if name not in RATES and len(series) > 1
     ]  # fmt: skip
-    rate = next(
-        (f" Its median throughput is {median(values[unit]):,.3g} {unit}." for unit in RATES if unit in values), ""
-    )
+    rates = (f" Its median throughput is {median(values[unit]):,.3g} {unit}." for unit in RATES if unit in values)
+    rate = next(rates, "")
     return figures, f"This script recorded no steps. The curves are from its logs.{rate}" if figures else ""

@@ -139,9 +139,8 @@ def _scores(runs: Sequence[RunData]) -> Iterable[Figure]:
             of_step = dict(zip(steps, samples, strict=True))
             axes = [[of_step.get(e.step, 0.0) for _, e in scores], [(at - began) / 60 for at, _ in scores],
                     [float(e.step) for _, e in scores]]  # fmt: skip
-            trace = make_line_trace(
-                run.name if len(runs) > 1 else metric, axes, [e.metrics[metric] for _, e in scores], number
-            )
+            values, title = [e.metrics[metric] for _, e in scores], run.name if len(runs) > 1 else metric
+            trace = make_line_trace(title, axes, values, number)
             traces.append(trace | {"markers": True})
         label = remove_control_characters(f"{split} {metric}")[:60]
         if traces:
@@ -215,9 +214,8 @@ def device_figures(run: RunData) -> Iterable[Figure]:
                     xs, ys = lines.setdefault(label, ([], []))
                     xs.append(max(0.0, record.unix_time - began) / 60)
                     ys.append(number)
-        traces = [
-            make_line_trace(label, [xs], ys, n) for n, (label, (xs, ys)) in enumerate([*lines.items()][:MAX_LINES])
-        ]
+        shown = enumerate([*lines.items()][:MAX_LINES])
+        traces = [make_line_trace(label, [xs], ys, n) for n, (label, (xs, ys)) in shown]
         if any(value and value > MIN_VALUE for trace in traces for value in trace["y"]):
             caption = "Measured on each node, about once per second."
             yield Figure(name, title, caption, traces, x="minutes", y=y, from_zero=True)

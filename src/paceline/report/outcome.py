@@ -171,9 +171,8 @@ def find_bottleneck(run: RunData) -> Bottleneck:
     if not logs:
         return Bottleneck("The run has recorded no steps, so its speed is unknown.")
     if len(logs) < size:
-        return Bottleneck(
-            f"Only {len(logs)} of {size} ranks have recorded steps, so the causes of waiting are unknown."
-        )
+        recorded = f"Only {len(logs)} of {size} ranks have recorded steps"
+        return Bottleneck(f"{recorded}, so the causes of waiting are unknown.")
     steps = _common_steps(logs)
     if len(steps) < 2:
         return Bottleneck(f"Too few steps to analyze its speed: the first {WARM_UP} are warm-up.")

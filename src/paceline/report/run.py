@@ -101,9 +101,8 @@ class RankLog:
 
     def add_event(self, event: Event) -> None:
         steps, follows = self.steps, self._after_step
-        self._after_step = isinstance(event, Step) or (
-            follows and isinstance(event, TracedStep | MemoryBreakdown | FlopsCounted)
-        )
+        is_detail = isinstance(event, TracedStep | MemoryBreakdown | FlopsCounted)
+        self._after_step = isinstance(event, Step) or (follows and is_detail)
         match event:
             case Step():
                 steps.add(event, follows=follows and event.steps == 1)

@@ -216,9 +216,8 @@ def _is_used(name: str, now: RunSnapshot) -> bool:
     if name.startswith("GPU"):
         return any(rank.gpu is not None for rank in now.ranks)
     if name == "still":
-        return any(rank.no_progress_seconds >= 1 for rank in now.ranks) or not any(
-            rank.work_seconds for rank in now.ranks
-        )
+        has_work = any(rank.work_seconds for rank in now.ranks)
+        return any(rank.no_progress_seconds >= 1 for rank in now.ranks) or not has_work
     if name == "virtual":
         return any(rank.virtual_ranks > 1 for rank in now.ranks)
     if name in ("work", "history"):

@@ -160,9 +160,8 @@ def decode_manifest(data: bytes) -> Manifest:
     if envelope.sha256 != digest:
         raise DamagedCheckpoint(f"was changed: it states the sha256 {envelope.sha256}, but has {digest}")
     if data != _sealed(inner, digest):  # a manifest has only one valid encoding: everything else was added later
-        raise DamagedCheckpoint(
-            f"has bytes that paceline did not write: {len(data):,} instead of {len(_sealed(inner, digest)):,}"
-        )
+        expected = len(_sealed(inner, digest))
+        raise DamagedCheckpoint(f"has bytes that paceline did not write: {len(data):,} instead of {expected:,}")
     try:
         manifest = msgspec.json.decode(inner, type=Manifest)
     except JSON_DECODE_ERRORS as error:
@@ -188,9 +187,8 @@ def _check_file_entries(manifest: Manifest) -> None:
     for file in manifest.files:
         match = _SHARD.fullmatch(file.name)
         if not match:
-            raise DamagedCheckpoint(
-                f"lists the file {file.name!r}, which is not a plain shard-<rank>-of-<world size>.safetensors"
-            )
+            kind = "a plain shard-<rank>-of-<world size>.safetensors"
+            raise DamagedCheckpoint(f"lists the file {file.name!r}, which is not {kind}")
         rank, world_size = int(match[1]), int(match[2])
         if world_size != manifest.world_size or rank >= world_size:
             raise DamagedCheckpoint(f"lists the file {file.name!r}, but its world size is {manifest.world_size}")
@@ -208,17 +206,15 @@ def find_coverage_error(parts: Sequence[Piece]) -> str:
         if (piece.dtype, piece.shape) != (first.dtype, first.shape):
             return f"is {_dtype_and_shape(first)} in one piece and {_dtype_and_shape(piece)} in a different one"
         if piece.apart != first.apart or (piece.count > 1 and not piece.apart):
-            return (
-                f"is {_dtype_and_shape(first)} with rows of {first.apart} in one piece, and different in a second one"
-            )
+            whole = f"is {_dtype_and_shape(first)} with rows of {first.apart}"
+            return f"{whole} in one piece, and different in a second one"
     if elements > MOST_ELEMENTS:
         return f"is larger than any memory: {_dtype_and_shape(first)}"
     if problem := _find_rectangle_overlap(parts, first.apart, elements) if first.apart else _find_range_error(parts):
         return problem
     held = sum(piece.elements for piece in parts)
-    return (
-        "" if held == elements else f"is {_dtype_and_shape(first)} with {elements} elements, but the pieces have {held}"
-    )
+    found = f"with {elements} elements, but the pieces have {held}"
+    return "" if held == elements else f"is {_dtype_and_shape(first)} {found}"
 
 
 def _find_range_error(parts: Sequence[Piece]) -> str:

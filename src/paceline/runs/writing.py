@@ -137,9 +137,8 @@ def _make_private(descriptor: int, path: Path) -> int:
         if not stat.S_ISREG(status.st_mode):
             raise UnreadableFileError(path, "is not a plain file")
         if status.st_nlink > 1:
-            raise UnreadableFileError(
-                path, "has a second name (a hard link), so that a write would also change that file"
-            )
+            reason = "has a second name (a hard link), so that a write would also change that file"
+            raise UnreadableFileError(path, reason)
         if stat.S_IMODE(status.st_mode) != FILE and status.st_uid == os.geteuid():
             os.fchmod(descriptor, FILE)
     except BaseException:

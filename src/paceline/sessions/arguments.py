@@ -54,9 +54,8 @@ def with_argument_checks(function: Callable[P, T], where: str) -> Callable[P, T]
                 allowed = inspect.formatannotation(hint)
                 raise UsageError(code="argument-type", where=where, name=name, value=value, allowed=allowed)
             if name in MIN_ARGUMENT_VALUES and isinstance(value, Real) and value < MIN_ARGUMENT_VALUES[name]:
-                raise UsageError(
-                    code="argument-too-small", where=where, name=name, value=value, least=MIN_ARGUMENT_VALUES[name]
-                )
+                least = MIN_ARGUMENT_VALUES[name]
+                raise UsageError(code="argument-too-small", where=where, name=name, value=value, least=least)
         return function(*arguments, **keywords)
 
     return checked

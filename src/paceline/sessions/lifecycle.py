@@ -99,9 +99,8 @@ class SessionRun:
         check_equal("session settings", self.definition | others, world)
         every = parse_checkpoint_interval(config.checkpoint_every)
         intervals = CheckpointIntervals(config.check_replicas_every, 10**9, *every, keep=config.keep_checkpoints)
-        self.progress = TrainingProgress(
-            place, origin, world, intervals, config.not_finite, lambda line: self.print(line)
-        )
+        policy, show = config.not_finite, lambda line: self.print(line)
+        self.progress = TrainingProgress(place, origin, world, intervals, policy, show)
         self.progress.use = Utilization(world, config.peak_tflops)
         self.max_steps = self.progress.step + (self.observer or self.guard).max_steps
         """The step after which the training ends. An observer or `launch --check` limits it."""
@@ -151,9 +150,8 @@ def install_exit_hooks() -> None:
     @wraps(previous_hook)  # copies also the module, which shows whose hook prints the error
     def hook(exc_type: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         with suppress(Exception):
-            error = next(
-                (explanation for session in open_sessions if (explanation := session.explain_error(error))), error
-            )
+            explanations = (session.explain_error(error) for session in open_sessions)
+            error = next(filter(None, explanations), error)
             close_all_sessions(error)
         name_arguments_in_error(error)
         if isinstance(error, PacelineError):

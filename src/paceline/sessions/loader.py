@@ -274,16 +274,14 @@ class Loader:
         sizes: dict[int, int] = {}
 
         def work() -> Generator[list[MicroBatchPlan]]:
-            for step, batch in enumerate(
-                merge_small_batches((plan.global_indices(0, step) for step in steps), world.size)
-            ):
+            indices = (plan.global_indices(0, step) for step in steps)
+            for step, batch in enumerate(merge_small_batches(indices, world.size)):
                 sizes[step] = len(batch)
                 if len(rank_indices := batch[world.rank :: world.size]):
                     yield [MicroBatchPlan(0, step, 0, 0, rank_indices)]
 
-        with closing(
-            load_planned_batches(self.dataset, work(), plan.seed, replace(self._counting(), evaluates=True))
-        ) as loaded:
+        loading = replace(self._counting(), evaluates=True)
+        with closing(load_planned_batches(self.dataset, work(), plan.seed, loading)) as loaded:
             for (micro_batch,) in loaded:
                 batch, size = micro_batch.inputs, sizes.pop(micro_batch.work.step)
                 if not isinstance(batch, CountedBatch):
@@ -355,9 +353,8 @@ class CountingCollate:
             if (dummy := self._dummy_batch()) is None:
                 raise
             return dummy  # the function drops all of these samples, and fails on the empty rest
-        return CountedBatch(
-            batch, _samples_of(batch, total, len(kept), ids, partial(self._is_batch_later, batch, kept))
-        )
+        is_later = partial(self._is_batch_later, batch, kept)
+        return CountedBatch(batch, _samples_of(batch, total, len(kept), ids, is_later))
 
     def _is_batch_later(self, batch: Any, items: list[Any]) -> bool | None:
         """Whether the batch dimension of the tensors is not their first; None if unknown.

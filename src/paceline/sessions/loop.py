@@ -208,9 +208,8 @@ class TrainingLoop:
                     raise SystemExit(int(ExitCode.SAVED))
                 self._clock.start()
             if not self._at_end and position.batch:  # the end of the epoch was not known before
-                run.progress.save_if_due(
-                    ControlFlags(), partial(self._checkpoint_values, run.world), save=True, wait=True
-                )
+                values = partial(self._checkpoint_values, run.world)
+                run.progress.save_if_due(ControlFlags(), values, save=True, wait=True)
             self._next_loop()
         finally:
             self._iterators -= 1
@@ -384,9 +383,8 @@ class TrainingLoop:
                 run_folder.move_summary_to_attempt(place.folder, place.attempt)
                 from paceline.config.settings import dump_settings_that_are_set  # most sessions have no folder
 
-                run_folder.write_settings(
-                    place.folder, dump_settings_that_are_set(settings | config.operational_settings)
-                )
+                text = dump_settings_that_are_set(settings | config.operational_settings)
+                run_folder.write_settings(place.folder, text)
         progress.open_run(
             state.models, plan, run.share, self._facts,
             listed=plan.own_order, report_to=config.report_to, others=state.registered_tensors,
@@ -414,12 +412,10 @@ class TrainingLoop:
             saved = {current_setting_name(name): value for name, value in origin.trainer_state.definition.items()}
             definition |= {name: saved[name] for name in self._data}
         if config.is_exact:
-            check_equal(
-                "processors, libraries and threads", {name: definition[name] for name in EXACT_ONLY_SETTINGS}, world
-            )
-        check_equal(
-            "data, optimizers and batches", {k: v for k, v in definition.items() if k not in EXACT_ONLY_SETTINGS}, world
-        )
+            exact_only = {name: definition[name] for name in EXACT_ONLY_SETTINGS}
+            check_equal("processors, libraries and threads", exact_only, world)
+        others = {k: v for k, v in definition.items() if k not in EXACT_ONLY_SETTINGS}
+        check_equal("data, optimizers and batches", others, world)
         if origin is not None:
             with raise_on_all_ranks(world):
                 ignored = EXACT_ONLY_SETTINGS if self._run.observer else ()
@@ -454,9 +450,8 @@ class TrainingLoop:
         if self._run.observer is not None:
             self._run.observer.on_step(record)
         if ProgressWriter.of_process is not None:
-            ProgressWriter.of_process.write_step(
-                position.batch, plan.known_steps_per_epoch, lambda: self._report(plan, done.loss)
-            )
+            report = partial(self._report, plan, done.loss)
+            ProgressWriter.of_process.write_step(position.batch, plan.known_steps_per_epoch, report)
         self._stopped = done.votes.stop > 0
         self._at_end = is_end = loader.is_last_batch(batch, done.votes.next_batch_samples) and not was_left
         if progress.step == progress.start + 1:

@@ -212,9 +212,8 @@ class PreparedModel(ModelInTraining):
             if replica.in_lockstep:
                 gate.check_forward_allowed()
             if module is replica.model and module.training and gate.merged and depends_on_mode:
-                gate.notes.once(
-                    "a model is evaluated in training mode, with dropout or batch statistics. Call model.eval()"
-                )
+                text = "a model is evaluated in training mode, with dropout or batch statistics. Call model.eval()"
+                gate.notes.once(text)
             elif module is replica.model and not module.training and has_rank_buffers:
                 gate.check_evaluation()
 
@@ -371,9 +370,8 @@ class PreparedModel(ModelInTraining):
         self.replica.load(source)
         for name, parameter in self.replica.model.named_parameters():
             if f"gradient/{name}" in source.names(f"gradient/{name}"):
-                parameter.grad = distribute_like(
-                    read_matching_tensor(source, f"gradient/{name}", parameter), like=parameter
-                )
+                saved = read_matching_tensor(source, f"gradient/{name}", parameter)
+                parameter.grad = distribute_like(saved, like=parameter)
                 self._waiting = True
         self._note_left(self.current_gradients())
         if not self.replica.sharded:
@@ -547,9 +545,8 @@ class PreparedModel(ModelInTraining):
         for opt in self.optimizers:
             for parameter in opt.parameters:
                 if id(parameter) not in parameter_ids:
-                    raise unprepared_parameters_error(
-                        f"optimizer {opt.number + 1} trains one of shape {tuple(parameter.shape)}"
-                    )
+                    shape = tuple(parameter.shape)
+                    raise unprepared_parameters_error(f"optimizer {opt.number + 1} trains one of shape {shape}")
 
     def _foreign_backward_error(self) -> UsageError:
         parameter = self.last_gradient.pop()

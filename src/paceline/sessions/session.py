@@ -158,9 +158,8 @@ class Session:
         else:
             self._check_seed()
             factory = STRATEGIES[self._config.strategy]
-            apply: ApplyStrategy = partial(
-                factory, virtual_ranks=self._run.virtual_ranks, **self._config.strategy_options
-            )
+            options = self._config.strategy_options
+            apply: ApplyStrategy = partial(factory, virtual_ranks=self._run.virtual_ranks, **options)
             if self._observer is not None:
                 apply = self._observer.wrap_strategy(self._config.strategy, apply)
             number = len(self._state.models)

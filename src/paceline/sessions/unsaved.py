@@ -116,14 +116,12 @@ class UnsavedStateSearch:
         if self._last_look == self._step:
             return
         self._last_look = self._step
-        known_storages = storage_addresses(
-            [*tensors_of_models(models), *(p.grad for model in models for p in model.parameters())]
-        )
+        gradients = (p.grad for model in models for p in model.parameters())
+        known_storages = storage_addresses([*tensors_of_models(models), *gradients])
         states = [state for optimizer in optimizers for state in optimizer.state.values()]
         known_storages |= storage_addresses(value for state in states for value in state.values())
-        candidates = [
-            shapes for model in models for shapes in _shapes_of(model) if len(shapes) > 1 or any(shapes[0][0])
-        ]
+        shapes_of_models = (shapes for model in models for shapes in _shapes_of(model))
+        candidates = [shapes for shapes in shapes_of_models if len(shapes) > 1 or any(shapes[0][0])]
         skip = {id(value) for _, value in _walk([("", root) for root in (*optimizers, *known)])}
         containers: dict[int, _SeenContainer] = {}
         for name, value in _walk(_names(sys._getframe()), skip):  # pyright: ignore[reportPrivateUsage]

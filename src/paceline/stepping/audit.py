@@ -149,9 +149,8 @@ class StepAuditor:
         if len(self._costs) == MEASURED_AUDITS:
             cost = 100 * median(self._costs) / self._plan.accumulation / self._every
             computed, waited = cost / self._plan.virtual_ranks, cost / max(map(len, self._shares))
-            self._show(
-                f"audits: about {computed:.2g} % more computation, steps at most {waited:.2g} % longer (measured)"
-            )
+            words = f"about {computed:.2g} % more computation, steps at most {waited:.2g} % longer"
+            self._show(f"audits: {words} (measured)")
 
     def _timed(self, act: Callable[..., object], *arguments: Any) -> None:
         began = self._now()

@@ -65,9 +65,8 @@ def gradients_are_finite(replica: Strategy) -> bool | control.Deferred[bool]:
         return finite
 
     def over_ranks(bad: Tensor) -> control.Deferred[bool]:
-        return control.Deferred(
-            control.sum_over_ranks(bad.double(), "gradients that are not finite"), lambda ranks: ranks[0] == 0
-        )
+        total = control.sum_over_ranks(bad.double(), "gradients that are not finite")
+        return control.Deferred(total, lambda ranks: ranks[0] == 0)
 
     def looked_at(fine: bool) -> bool:  # the same on all ranks
         return fine or over_ranks(control.to_device_async([not finite.result()], device)).result()

@@ -232,9 +232,8 @@ class Strategy:
             optimizer: one of `optimizers`, whose zero_grad was called.
             set_to_none: set .grad to None. Otherwise fill it with zeros, unless `hides_gradients`.
         """
-        others = {
-            p for one, own in zip(self.optimizers, self.trained, strict=True) if one is not optimizer for p in own
-        }
+        owners = zip(self.optimizers, self.trained, strict=True)
+        others = {p for one, own in owners if one is not optimizer for p in own}
         for parameter in self.model.parameters():
             if parameter.grad is not None and not (others and parameter in others):
                 if set_to_none or self.hides_gradients:
@@ -396,9 +395,8 @@ class Strategy:
         for shard in self._parameter_shards():
             load_shard(source, shard)
         if self.local_step_node is None and (nodes := optimizers.load_node_average(source, self._parameter_shards())):
-            print_on_rank_0(
-                optimizers.describe_resume_from_mean(nodes, "and this run synchronises all nodes in each step")
-            )
+            now = "and this run synchronises all nodes in each step"
+            print_on_rank_0(optimizers.describe_resume_from_mean(nodes, now))
         self.buffers.load(source)
         self._load_optimizer(source)
 

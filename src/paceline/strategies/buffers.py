@@ -344,9 +344,8 @@ class VirtualRankBuffers:
             return {name: buffer.clone() for name, buffer in first.items()}
         self._infer()
         decided = self._decided
-        summed = [
-            name for name, reduction in decided.items() if reduction in ("mean", "sum") and _is_real(initial[name])
-        ]
+        reduced = [name for name, reduction in decided.items() if reduction in ("mean", "sum")]
+        summed = [name for name in reduced if _is_real(initial[name])]
         root = self._sum_and_count(summed, relative_to_initial={name for name in summed if decided[name] == "sum"})
         count = float(root[-1])
         merged = {name: initial[name].clone() for name in initial}

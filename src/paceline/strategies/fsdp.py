@@ -354,9 +354,8 @@ class _UsedParameters:
         unsharded = {name: p for name, p in self._uncut.items() if p.requires_grad}
         flags = [float(name in self._used) for name in self._names]
         values = [(torch.zeros_like(p) if p.grad is None else p.grad).double().view(-1) for p in unsharded.values()]
-        summed = sum_over_ranks(
-            torch.cat([to_device_async(flags, world.device), *values]), "who uses which parameter", world.group
-        )
+        sent = torch.cat([to_device_async(flags, world.device), *values])
+        summed = sum_over_ranks(sent, "who uses which parameter", world.group)
         # read only if this rank did not use all of them: on a GPU, reading means waiting
         used = dict(zip(self._names, flags if all(flags) else summed[: len(flags)].tolist(), strict=True))
         sums = iter(summed[len(flags) :].split([p.numel() for p in unsharded.values()]))

@@ -74,9 +74,8 @@ def _node_topology(options: InterNodeOptions, model: nn.Module, world: World) ->
     if hosts is not None and supports_shared_memory_sum(parameters):
         return hosts
     if world.size > 1 and exchange.kind != "shared":
-        raise error_for_this_rank(
-            UsageError(code="no-shared-memory-on-nodes", setting=option_names[0], most=MAX_TENSORS), world
-        )
+        error = UsageError(code="no-shared-memory-on-nodes", setting=option_names[0], most=MAX_TENSORS)
+        raise error_for_this_rank(error, world)
     flags = " ".join(format_option(name, values[name]) for name in option_names)
     print_on_rank_0(f"{flags} has no effect: all ranks are on one node")
     return None
@@ -99,9 +98,8 @@ class InterNodeStrategy(Strategy):
     ) -> None:
         optimizer = make_optimizer(model.parameters())
         self._hosts = hosts
-        self._across = InterNodeAllReduce(
-            trainable_parameters(model), hosts, options.get("compress"), options.get("powersgd_rank")
-        )
+        parameters, compress = trainable_parameters(model), options.get("compress")
+        self._across = InterNodeAllReduce(parameters, hosts, compress, options.get("powersgd_rank"))
         self._division = torch.tensor([hosts.node_count, hosts.memory.size])
         self._prefix = f"feedback/{hosts.rank}/"
         reducer = make_node_reducer(model, hosts, None if options.get("local_steps") else self._across)
@@ -170,9 +168,8 @@ class LocalSteps(InterNodeStrategy):
     def check_finite_on_all_ranks(self) -> bool:
         grads = [p.grad for p in self.parameters]
         not_finite = [0.0 if grad is None else float(not bool(grad.isfinite().all())) for grad in grads]
-        counts: list[float] = sum_over_ranks(
-            torch.tensor(not_finite, dtype=torch.float64), "gradients not finite"
-        ).tolist()
+        flags = torch.tensor(not_finite, dtype=torch.float64)
+        counts: list[float] = sum_over_ranks(flags, "gradients not finite").tolist()
         for parameter, ranks in zip(self.parameters, counts, strict=True):
             if ranks:  # all ranks must come to the same decision, and name this parameter
                 parameter.grad = torch.full_like(parameter, torch.nan)
@@ -202,9 +199,8 @@ class LocalSteps(InterNodeStrategy):
         """Inside, all nodes have the mean of their parameters, and merged buffers (a collective)."""
         local = [p.detach().clone() for p in self.parameters]
         if int(self._steps):
-            self._set_parameters(
-                [total / self._hosts.node_count for total in self._whole.sum([*local]) if total is not None]
-            )
+            totals = self._whole.sum([*local])
+            self._set_parameters([total / self._hosts.node_count for total in totals if total is not None])
         try:
             with super().use_merged_buffers():
                 yield

@@ -71,9 +71,8 @@ class WholeModelView:
     def weights(
         self, weights: Callable[[], Mapping[str, Tensor]], state: Callable[[], list[TensorShard]]
     ) -> Mapping[str, Tensor]:
-        shards = [
-            shard for shard in self.as_shards_of_whole(state()) if shard.name.removeprefix("model/") in self._shards
-        ]
+        whole = self.as_shards_of_whole(state())
+        shards = [shard for shard in whole if shard.name.removeprefix("model/") in self._shards]
         return {**weights(), **full_weights(self._model, shards, self._world)}
 
     def local_shard_source(self, source: Source) -> Source:

@@ -130,9 +130,8 @@ def optimizer_shards_of_pieces(
     states = {parameter: state for opt in each_optimizer(optimizer) for parameter, state in opt.state.items()}
     shards: list[TensorShard] = []
     for name, parameter in (unsharded or {}).items():
-        shards += [
-            TensorShard(full, tensor) for full, tensor in optimizer_state_tensors(name, states.get(parameter, {}))
-        ]
+        tensors = optimizer_state_tensors(name, states.get(parameter, {}))
+        shards += [TensorShard(full, tensor) for full, tensor in tensors]
     for name, piece in pieces.items():
         for full, tensor in optimizer_state_tensors(name, states.get(piece.parameter, {})):
             if tensor.shape == piece.parameter.shape and not piece.is_whole:
@@ -153,9 +152,8 @@ def load_saved_optimizer_state(
         opt.state.clear()
         trained = {id(parameter) for group in opt.param_groups for parameter in group["params"]}
         own = {name: parameter for name, parameter in named.items() if id(parameter) in trained}
-        set_parameter_states(
-            own, opt, {name: read_saved_parameter_state(source, name, pieces.get(name)) for name in own}
-        )
+        states = {name: read_saved_parameter_state(source, name, pieces.get(name)) for name in own}
+        set_parameter_states(own, opt, states)
 
 
 def read_saved_parameter_state(source: Source, name: str, piece: LocalShard | None = None) -> dict[str, Any]:

@@ -88,9 +88,8 @@ def load_task(name: str, options: Mapping[str, Any]) -> Task:
         try:
             signature(target).bind(**options)
         except TypeError as error:
-            raise UsageError(
-                code="task-settings", name=name, options=", ".join(options) or "none", reason=str(error)
-            ) from None
+            known = ", ".join(options) or "none"
+            raise UsageError(code="task-settings", name=name, options=known, reason=str(error)) from None
     task = target(**options) if callable(target) else target
     if not isinstance(task, Task):
         raise UsageError(code="not-a-task", name=name, kind=type(task).__name__)

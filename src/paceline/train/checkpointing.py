@@ -177,9 +177,8 @@ class CheckpointWriter:
         now = time.perf_counter()
         writing = self._writing = _Writing(step, content, Path(folder), now - began, now)
         # Not a daemon thread: the interpreter must wait until the file is complete.
-        writing.thread = threading.Thread(
-            target=self._write, args=(writing, self._buffer, shard), name="paceline-checkpoint"
-        )
+        args = writing, self._buffer, shard
+        writing.thread = threading.Thread(target=self._write, args=args, name="paceline-checkpoint")
         writing.thread.start()
 
     def publish_if_written(self, votes: ControlFlags) -> None:
@@ -348,9 +347,8 @@ class CheckpointManager:
         self._snapshot_writer: SnapshotWriter | None = None
         files, local_rank = inherited_memory_files(), self._world.local_rank
         if local_rank < len(files):  # never overwrite the snapshot from which this start has resumed
-            spared = next(
-                (file for file in files[local_rank] if origin and file in origin.memory_file_descriptors), None
-            )
+            resumed = origin.memory_file_descriptors if origin else ()
+            spared = next((file for file in files[local_rank] if file in resumed), None)
             size = self._world.local_size
             self._snapshot_writer = SnapshotWriter(files[local_rank], local_rank, size, place.generation, spared=spared)
         self._takes_snapshots = all(all_gather_object(self._snapshot_writer is not None, self._world))

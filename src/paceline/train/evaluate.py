@@ -83,9 +83,8 @@ def try_evaluation(
     indices = torch.tensor(probe_indices(len(dataset)))  # pyright: ignore[reportArgumentType]
     halves = [indices[v::2] for v in range(min(2, len(indices)))]
     with eval_mode(model):
-        for v, (inputs, targets) in enumerate(
-            fetch_inputs_and_targets(dataset, ((0, half) for half in halves), 0, loading)
-        ):
+        requests = ((0, half) for half in halves)
+        for v, (inputs, targets) in enumerate(fetch_inputs_and_targets(dataset, requests, 0, loading)):
             outputs = call_model(model, inputs)
             for accumulator in accumulators.values():
                 accumulator.add(v, outputs, targets)

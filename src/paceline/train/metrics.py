@@ -200,9 +200,8 @@ def compute_over_ranks(metric: Any, world: World, where: tuple[int, ...] = ()) -
     states = {name: torchmetrics_state(member) for name, member in members.items()}
     states_by_rank = all_gather_tensors(states, world, "states of metrics", where=where)
     with raise_on_all_ranks(world, prepares=False):
-        results = {
-            name: torchmetrics_result(m, [state[name] for state in states_by_rank]) for name, m in members.items()
-        }
+        by_name = {name: [state[name] for state in states_by_rank] for name in members}
+        results = {name: torchmetrics_result(m, by_name[name]) for name, m in members.items()}
     return results.get("", results)
 
 

@@ -129,9 +129,8 @@ def _shard_layers(
     if config.strategy == "fsdp" and sharding.used_elsewhere:  # fsdp replaces these parameters by other tensors
         reason = f"{sharding.used_elsewhere[0]} is sharded, and the model uses it outside its layer"
         advice = "Set it to 'whole' in Task(parallelize=...), or use a different strategy"
-        raise error_for_this_rank(
-            UsageError(code="fsdp-of-used-elsewhere", mesh=world.mesh, reason=reason, advice=advice), world
-        )
+        error = UsageError(code="fsdp-of-used-elsewhere", mesh=world.mesh, reason=reason, advice=advice)
+        raise error_for_this_rank(error, world)
     lines = sharding.format_table(model, samples, plan.global_batch // world.data.size)
     tensor_group = world.along("tensor")
     if tensor_group.local_size < tensor_group.size:

@@ -122,9 +122,8 @@ def prepare(config: TrainConfig, world: World) -> TrainingComponents:
         task = load_task(str(config.task), task_options(config))
         sets: dict[Split, Dataset[Any]] = {split: task.make_dataset(split) for split in SPLITS if split in task.splits}
         loading = LoadingOptions(world.device, config.data.num_workers, task.collate)
-        stream = (
-            make_data_stream(config, task, sets["train"], shape, loading, world) if is_stream(sets["train"]) else None
-        )
+        make = partial(make_data_stream, config, task, sets["train"], shape, loading, world)
+        stream = make() if is_stream(sets["train"]) else None
         if stream is not None:
             if world.data is not world:
                 raise UsageError(code="stream-on-mesh")
@@ -237,9 +236,8 @@ def plan_largest_micro_batches(
     while size := search.next_size():
         agreed = raise_on_all_ranks(world) if is_alone else nullcontext()
         with agreed, search.trial(may_fail=is_alone), preserve_generator_states():
-            steps.try_batch(
-                split_inputs_and_targets(load_dummy_batch(dataset, index, size * merged, plan, share, loading))
-            )
+            batch = load_dummy_batch(dataset, index, size * merged, plan, share, loading)
+            steps.try_batch(split_inputs_and_targets(batch))
     return replace(plan, accumulation=search.accumulation), search.describe("--micro-batch auto", "--accumulation ")
 
 
@@ -280,9 +278,8 @@ def make_configured_strategy(
         for setting, owner in unsupported_settings(name).items():
             if setting in options:
                 flag = setting.replace("_", "-")
-                raise error_for_this_rank(
-                    UsageError(code="option-of-another-strategy", flag=flag, owner=owner, name=name), world
-                )
+                error = UsageError(code="option-of-another-strategy", flag=flag, owner=owner, name=name)
+                raise error_for_this_rank(error, world)
         keywords = {keyword: options.get(setting) for setting, keyword in STRATEGY_INFO[name].factory_kwargs.items()}
         return parallelism.make_strategy(partial(STRATEGIES[name], **keywords), model, maker, world, virtual_ranks)
     except (TypeError, ValueError) as error:  # raised on all ranks: an unsupported layer, or models that differ

@@ -57,9 +57,8 @@ def train(config: TrainConfig) -> tuple[Path, ExitCode]:
                 f"--batch-size {unresolved.batch_size} is per rank: the global batch changes with the number of ranks. "
                 f"To keep it: --global-batch {config.data.global_batch}"
             )
-        world = create_mesh_groups(
-            world, resolve_mesh(config.launch.mesh, world.size), timeout_seconds=config.launch.timeout
-        )
+        mesh, seconds = resolve_mesh(config.launch.mesh, world.size), config.launch.timeout
+        world = create_mesh_groups(world, mesh, timeout_seconds=seconds)
         try:
             make_communicator(config.launch.collectives)
             check_equal("settings", definition.make_run_definition(config), world)

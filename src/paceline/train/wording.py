@@ -71,9 +71,8 @@ def closing_lines(summary: Summary, folder: Path) -> list[str]:
     rate = f", {summary.samples_per_second:,.0f} samples/s" if summary.samples_per_second else ""
     bits = f", the same for 1 to {summary.virtual_ranks} processes" if summary.bits_hold_for else ""
     scores = {"validation": summary.validation_metrics, "test": summary.test_metrics}
-    results = "; ".join(
-        f"{split} {format_metrics(metrics)}" for split, metrics in scores.items() if metrics is not None
-    )
+    known = {split: metrics for split, metrics in scores.items() if metrics is not None}
+    results = "; ".join(f"{split} {format_metrics(metrics)}" for split, metrics in known.items())
     return [
         f"done: {results}{rate}",
         f"weights {str(summary.weights_sha256)[:16]}...{bits}",

@@ -167,9 +167,8 @@ class _Recorder(Observer):
 
     def on_batch_end(self) -> None:
         self._work = None
-        self.run.draws_random_numbers |= not torch.equal(
-            self._streams, generator_states(self.models[0].replica.world.device)
-        )
+        streams = generator_states(self.models[0].replica.world.device)
+        self.run.draws_random_numbers |= not torch.equal(self._streams, streams)
 
     def _on_forward(self, *values: Any) -> None:
         """Add up the inputs and the outputs. Zero padding adds nothing."""

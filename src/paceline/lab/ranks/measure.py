@@ -73,9 +73,8 @@ class Workload:
     dataset: Dataset[Any]
     world: World
     notes: tuple[str, ...] = ()  # the aspects that are not measured
-    count: FlopCounter = field(
-        default_factory=FlopCounter
-    )  # the FLOPs of one sample; empty if they could not be counted
+    count: FlopCounter = field(default_factory=FlopCounter)
+    """the FLOPs of one sample; empty if they could not be counted"""
 
 
 def load_workload(config: TrainConfig, candidates: Iterable[Candidate], world: World) -> Workload:

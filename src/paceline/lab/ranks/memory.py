@@ -57,9 +57,8 @@ class MemoryInspection:
 
         def after(*_: object) -> None:
             if self._open:
-                self._optimizer = storage_bytes(
-                    v for one in replica.optimizers for s in one.state.values() for v in s.values()
-                )
+                states = [s for one in replica.optimizers for s in one.state.values()]
+                self._optimizer = storage_bytes(v for state in states for v in state.values())
 
         self._in_stages = replica.pipeline is not None
         replica.optimizer.register_step_pre_hook(before)

@@ -162,9 +162,8 @@ class Reference:
             for _, _, losses, _ in self._losses(start):
                 loss = losses * (factor / sum(self.weights.values()))
                 gradients = torch.autograd.grad(loss, [*self._names.values()], allow_unused=True)
-                columns.append(
-                    pick_gradient_elements(dict(zip(self._names, gradients, strict=True)), self._names) / factor
-                )
+                by_name = dict(zip(self._names, gradients, strict=True))
+                columns.append(pick_gradient_elements(by_name, self._names) / factor)
         self._set(parameters, buffers)
         return torch.stack(columns, 1)
 

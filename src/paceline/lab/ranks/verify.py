@@ -163,9 +163,8 @@ def _bits_of(setting: VerificationSetup, strategy: str, optimizer: str) -> Strat
         steps.append(StepDigests(result.loss.hex(), norm, gradients, parameters))
     weights, state = trials.digest_weights_and_state(replica)
     by_rank = all_gather_object([weights, [msgspec.to_builtins(step) for step in steps]], world)
-    return StrategyDigests(
-        strategy, optimizer, weights, state, steps, all(digests == by_rank[0] for digests in by_rank)
-    )
+    is_equal = all(digests == by_rank[0] for digests in by_rank)
+    return StrategyDigests(strategy, optimizer, weights, state, steps, is_equal)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -164,9 +164,8 @@ class AttachedWorkers(Workers, control.StopSignals):
         if pids := [process.pid for process in self.running_processes if process.is_orphan]:
             self._reported, self.launcher_gone = True, self.plan.may_end
             remedy = "stopping them" if self.launcher_gone else f"to end them: kill {' '.join(map(str, pids))}"
-            print_to_stderr(
-                f"the launcher of the ranks on {os.uname().nodename} has ended, but the ranks still run; {remedy}"
-            )
+            text = f"the launcher of the ranks on {os.uname().nodename} has ended"
+            print_to_stderr(f"{text}, but the ranks still run; {remedy}")
         return self._reported
 
     def _process(self, connection: socket.socket, message: control.Message | None, descriptors: Sequence[int]) -> None:
@@ -326,9 +325,8 @@ class AttachedCoordinator:
             self.workers.wait_for_events(0.25)
         if not self.workers.all_here and self.workers.running_processes:
             attached = format_ranks(self.workers.ranks)
-            print_to_stderr(
-                f"watchover watches only {attached} of the {self.plan.nproc} on this node: the others did not attach"
-            )
+            part = f"{attached} of the {self.plan.nproc} on this node"
+            print_to_stderr(f"watchover watches only {part}: the others did not attach")
 
     def _watch(self) -> None:
         if self.is_head:
@@ -401,9 +399,8 @@ class AttachedCoordinator:
             if not moving_ranks:
                 return
             self._stall_seconds = None
-            print_to_stderr(
-                f"{format_subject_verb(moving_ranks, 'is', 'are')} making progress again; the stall is over"
-            )
+            verb = format_subject_verb(moving_ranks, "is", "are")
+            print_to_stderr(f"{verb} making progress again; the stall is over")
         if (stop := monitor.check()) is not None:
             self._stall_seconds = time.monotonic()
             self._report_stall(stop, len(samples))
@@ -411,9 +408,8 @@ class AttachedCoordinator:
     def _report_stall(self, stop: StopReport, count: int) -> None:
         if not self._has_all_ranks and not 0 < len(stop.diagnosis.causes) < count:  # the cause is on another node
             details = "".join(f"\n  {sentence}" for sentence in stop.diagnosis.sentences)
-            return print_to_stderr(
-                f"no progress on {os.uname().nodename}, which is not connected to the other nodes:{details}"
-            )
+            node = f"{os.uname().nodename}, which is not connected to the other nodes"
+            return print_to_stderr(f"no progress on {node}:{details}")
         print_to_stderr(stop.screen_text())
         if not self.plan.may_end:
             return print_to_stderr("watchover does not stop jobs. Stop it yourself, or rerun with --end")
@@ -447,9 +443,8 @@ def watch_attached_ranks(plan: NodePlan) -> int:
     try:
         AttachedCoordinator(workers).run()
     except Exception as error:  # the ranks continue
-        print_to_stderr(
-            f"warning: watchover has crashed; the ranks continue unwatched: {type(error).__name__}: {error}"
-        )
+        reason = f"{type(error).__name__}: {error}"
+        print_to_stderr(f"warning: watchover has crashed; the ranks continue unwatched: {reason}")
     finally:
         workers.close()
     return ExitCode.DONE

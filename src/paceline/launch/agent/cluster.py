@@ -219,9 +219,8 @@ class RemoteNodes:
                 return link.end("there is no store")
             link.send(channel.CoordinatorHeartbeat())
             return self.gate.relay_connection(link.detach())
-        if self.files is not None and isinstance(
-            hello, channel.FilePart | channel.FileRequest | channel.CheckpointListRequest
-        ):
+        file_messages = channel.FilePart | channel.FileRequest | channel.CheckpointListRequest
+        if self.files is not None and isinstance(hello, file_messages):
             return self.files.serve(link, messages)
         if not isinstance(hello, channel.Hello):
             return link.end("its first message was not Hello")

@@ -164,9 +164,8 @@ class FileServer:
 
     def serve(self, link: channel.Link, messages: Sequence[channel.Message]) -> None:
         """Serve a link in a thread, until it ends."""
-        threading.Thread(
-            target=self._serve, args=(BlockingLink(link, messages),), daemon=True, name="paceline-files"
-        ).start()
+        served = BlockingLink(link, messages)
+        threading.Thread(target=self._serve, args=(served,), daemon=True, name="paceline-files").start()
 
     def _serve(self, link: BlockingLink) -> None:
         with suppress(ConnectionError):

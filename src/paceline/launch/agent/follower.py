@@ -176,9 +176,8 @@ class Follower:
                     link.send(channel.EvidenceReply(collection.question, evidence.swap_times_and_ages(now)))
         except Exception as error:  # an error of the guard must not end the run
             self._collection = None
-            print_to_stderr(
-                f"warning: the hang guard of this node crashed and is disabled: {type(error).__name__}: {error}"
-            )
+            reason = f"{type(error).__name__}: {error}"
+            print_to_stderr(f"warning: the hang guard of this node crashed and is disabled: {reason}")
 
     def _forward_orders(self, link: channel.Link) -> None:
         """Forward stop orders of this agent to the coordinator. If the run does not end in time, this node ends."""

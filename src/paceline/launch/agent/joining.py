@@ -57,9 +57,8 @@ def gather_nodes(plan: NodePlan, cluster: RemoteNodes) -> NodePlan:
     count = len(plan.hosts) or plan.nodes  # the run starts with the listed hosts; up to `nodes` may join later
     if count == 1:
         return plan
-    print_to_stderr(
-        f"node 0 ({os.uname().nodename}) waits for {plural(count - 1, 'other node')} at port {cluster.port}"
-    )
+    others = plural(count - 1, "other node")
+    print_to_stderr(f"node 0 ({os.uname().nodename}) waits for {others} at port {cluster.port}")
     _wait_for_all(plan, cluster, count)
     if cluster.is_stop_ordered:
         return plan
@@ -68,9 +67,8 @@ def gather_nodes(plan: NodePlan, cluster: RemoteNodes) -> NodePlan:
     failures = find_unreachable_nodes(cluster, REACH_SECONDS, lambda: cluster.is_stop_ordered)
     if failures:
         raise UsageError(code="nodes-not-connected", reasons=first_few(failures, MAX_NAMES, "\n  "))
-    print_to_stderr(
-        f"all {count} nodes are here: {first_few([facts.host, *(m.hello.facts.host for m in members)], MAX_NAMES)}"
-    )
+    hosts = [facts.host, *(m.hello.facts.host for m in members)]
+    print_to_stderr(f"all {count} nodes are here: {first_few(hosts, MAX_NAMES)}")
     return plan
 
 

@@ -148,9 +148,8 @@ class Monitor:
     def _look(self) -> StopReport | None:
         running = self._generation.running_workers()
         self.look_seconds = detectors.heartbeat_interval_seconds(self._windows, self._plan.nodes, running)
-        alarm = self._stalls.update(
-            time.monotonic(), detectors.mark_unknown_as_waiting(running, self._plan.ranks.world_size)
-        )
+        states = detectors.mark_unknown_as_waiting(running, self._plan.ranks.world_size)
+        alarm = self._stalls.update(time.monotonic(), states)
         for kind, notice in (("", self._stalls.notice), ("slow", self._straggler_warning(running))):
             if notice:
                 self._notify(notice, kind=kind)
@@ -220,9 +219,8 @@ class Monitor:
         diagnosis = diagnose(evidence)
         if diagnosis.kind not in (DiagnosisKind.MISMATCH, DiagnosisKind.DEADLOCK):
             return None
-        return self._make_stop_report(
-            diagnosis, evidence, max(rank.still_seconds for rank in evidence if rank.is_running)
-        )
+        seconds = max(rank.still_seconds for rank in evidence if rank.is_running)
+        return self._make_stop_report(diagnosis, evidence, seconds)
 
     def _early_alarm(self, running: Sequence[WorkerSample]) -> detectors.Alarm | None:
         """An alarm before the timeout, if waiting longer would give no further information.
@@ -331,9 +329,8 @@ class LiveStatusWriter:
                 self._generation.own.ask_to_save()  # rank 0 runs on this node, and its vote counts for all ranks
         except Exception as error:
             self._off = True
-            print_to_stderr(
-                f"warning: `paceline watch` gets no further updates of this run: {type(error).__name__}: {error}"
-            )
+            reason = f"{type(error).__name__}: {error}"
+            print_to_stderr(f"warning: `paceline watch` gets no further updates of this run: {reason}")
 
     def _is_watched(self, now_seconds: float) -> bool:
         """Whether the time of the file has changed recently. This does not compare the clocks of two machines."""

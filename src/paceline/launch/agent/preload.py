@@ -99,9 +99,8 @@ class Preloader:
         try:
             libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # only now: the agent must not inherit orphans of workers
             blocked = tuple(int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, []))
-            order = msgspec.msgpack.encode(
-                control.ForkRequest(control.encode_environment(env), tuple(descriptors), blocked)
-            )
+            request = control.ForkRequest(control.encode_environment(env), tuple(descriptors), blocked)
+            order = msgspec.msgpack.encode(request)
             socket.send_fds(self._channel, [order], [start_reader, *descriptors.values()])
             answer = self._channel.recv(control.MAX_FORK_REQUEST_BYTES).decode(errors="replace")
             if not answer.isdecimal():

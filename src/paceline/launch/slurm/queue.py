@@ -230,9 +230,8 @@ def check_job_fits_partitions(job: JobSpec, env: Mapping[str, str]) -> None:
     for name in names.split(","):
         if name not in {n.partition for n in all_nodes}:
             raise unknown_name_error("partition", name, sorted({n.partition for n in all_nodes}))
-    reasons = [
-        allocation_problem(name, [n for n in all_nodes if n.partition == name], job) for name in names.split(",")
-    ]
+    nodes_of = {name: [node for node in all_nodes if node.partition == name] for name in names.split(",")}
+    reasons = [allocation_problem(name, nodes, job) for name, nodes in nodes_of.items()]
     if all(reasons):
         raise UsageError(code="slurm-does-not-fit", found="; ".join(reasons), partitions=_choices(all_nodes))
 

@@ -324,9 +324,8 @@ def await_agents(sessions: Sessions, *, seconds: float) -> list[Facts] | signal.
         if time.monotonic() >= next_message:
             next_message += NEXT_MESSAGE_SECONDS
             silent = first_few([session.name for session in sessions.all if session.node not in answers], MAX_NAMES)
-            print_to_stderr(
-                f"no answer from the agent on {silent} after {time.monotonic() - start:.0f} s: a slow disk?"
-            )
+            waited = f"{time.monotonic() - start:.0f} s"
+            print_to_stderr(f"no answer from the agent on {silent} after {waited}: a slow disk?")
         ended, last_pieces = sessions.reap()
         for piece in (*pieces, *last_pieces):
             node = piece.session.node

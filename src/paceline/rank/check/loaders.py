@@ -446,9 +446,8 @@ def find_division_by_world_size(frame: FrameType | None, argument: str, place: i
     call = next((n for n in calls if position == (n.lineno, n.end_lineno, n.col_offset, n.end_col_offset)), None)
     if call is None:
         return ""
-    assignments = sorted(
-        (n for n in nodes if isinstance(n, ast.Assign) and n.lineno < call.lineno), key=lambda n: n.lineno
-    )
+    before = (n for n in nodes if isinstance(n, ast.Assign) and n.lineno < call.lineno)
+    assignments = sorted(before, key=lambda n: n.lineno)
     assigned = {ast.unparse(target): n.value for n in assignments for target in n.targets}  # the last value counts
     values = [*[kw.value for kw in call.keywords if kw.arg == argument], *call.args[place : place + 1]][:1]
     for _ in range(MAX_ASSIGNMENTS_FOLLOWED):

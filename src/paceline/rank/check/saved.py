@@ -94,9 +94,8 @@ def _shards(name: object) -> bool:
 def _parts(models: list[Any], optimizers: list[Any], schedules: list[Any]) -> Parts:
     """What a checkpoint must have: all that training changes, which excludes the base of adapters."""
     for model in models:
-        yield from (
-            (f"{name} of the model", tensor) for name, tensor in model.named_parameters() if tensor.requires_grad
-        )
+        parameters = model.named_parameters()
+        yield from ((f"{name} of the model", tensor) for name, tensor in parameters if tensor.requires_grad)
         if not hasattr(getattr(model, "module", model), "peft_config"):
             kept = model.state_dict()
             yield from ((f"{name} of the model", tensor) for name, tensor in model.named_buffers() if name in kept)

@@ -132,9 +132,8 @@ class JointOptimizerDetector(ScriptListener):
         replica = history.replica and history.replica()
         is_deleted = history.replica is not None and replica is None
         bypasses_ddp = new.backwards > 0 and not new.forwards
-        history.bypasses_ddp = bypasses_ddp and (
-            is_deleted or (replica is not None and replica.module in self._trained)
-        )
+        is_trained = replica is not None and replica.module in self._trained
+        history.bypasses_ddp = bypasses_ddp and (is_deleted or is_trained)
         if replica is not None and new.forwards:
             self._trained.add(replica.module)
 
