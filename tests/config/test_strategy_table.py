@@ -17,7 +17,7 @@ from paceline.config.strategies import DEFAULT_STRATEGY, SINGLE_PROCESS_STRATEGY
 ROOT = Path(__file__).parents[2]
 STRATEGIES = ROOT / "src" / "paceline" / "strategies"
 SHARED = {  # modules that are not strategies
-    "__init__", "average", "base", "buffers", "inter_node", "model_parallel", "optimizer_scope", "optimizer_state",
+    "__init__", "average", "base", "buffers", "inter_node", "model_parallel", "optimizer_scope",
     "optimizers", "pipelined", "validation",
 }  # fmt: skip
 TASK = f"{ROOT / 'tests' / 'lab' / 'ranks' / 'tasks_under_test.py'}:dropout"
