@@ -1,10 +1,9 @@
-"""The location of a run, and the state that it resumes from: a snapshot in memory, or the newest intact checkpoint."""
+"""Locks the folder of a run, and finds the state to resume from: a snapshot in memory, or the newest checkpoint."""
 
 import math
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import msgspec
 from paceline.checkpoint.manager import Checkpoints, MessageCallback
 from paceline.checkpoint.memory_snapshots import broadcast_snapshot, inherited_memory_files, newest_snapshot
 from paceline.checkpoint.shards import ShardFileSource
+from paceline.checkpoint.state import ResumePoint, RunLocation, TrainerState
 from paceline.collectives.control import all_gather_object, error_for_this_rank, raise_on_all_ranks
 from paceline.errors import UsageError
 from paceline.protocol.control import WorkerSpec, has_separate_folder, restart_count, transfer
@@ -20,36 +20,6 @@ from paceline.rank.guard import HangGuard
 from paceline.rank.world import World
 from paceline.runs import folder as run_folder
 from paceline.runs.checkpoint_format import DamagedCheckpoint, Manifest
-
-
-@dataclass(frozen=True)
-class RunLocation:
-    folder: Path
-    attempt: int
-    generation: int
-    attempt_dir: Path | None  # None except on rank 0
-    definition: dict[str, Any] = field(default_factory=dict[str, Any])
-    notices: list[str] = field(default_factory=list[str])  # messages to print before the first step
-
-
-class TrainerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A state without its tensors."""
-
-    samples_seen: int
-    metrics: dict[str, float]
-    definition: dict[str, Any]
-    evaluated: int = 0  # the step of the metrics
-    loop: dict[str, Any] = {}  # the position of a custom loop, and the numbers of its optimizers and schedulers
-    names: list[dict[str, list[str]]] = []  # see `state_dict_names_by_saved_name`; one for each model
-
-
-@dataclass(frozen=True)
-class ResumePoint:
-    step: int
-    trainer_state: TrainerState
-    source: ShardFileSource
-    location_text: str  # the location, for messages
-    memory_file_descriptors: frozenset[int] = frozenset()  # the memory files of a snapshot
 
 
 def find_newest_state(

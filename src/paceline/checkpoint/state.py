@@ -12,9 +12,11 @@ Random streams and the order of samples need no tensors: both are computed from 
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -112,3 +114,36 @@ def load_shard(source: Source, shard: TensorShard) -> None:
         read_matching_tensor(source, shard.name, like)  # raises the error
     else:
         shard.tensor.copy_(values.view(shard.tensor.shape))
+
+
+# ---- a state in the checkpoint of a run
+
+
+@dataclass(frozen=True)
+class RunLocation:
+    folder: Path
+    attempt: int
+    generation: int
+    attempt_dir: Path | None  # None except on rank 0
+    definition: dict[str, Any] = field(default_factory=dict[str, Any])
+    notices: list[str] = field(default_factory=list[str])  # messages to print before the first step
+
+
+class TrainerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A state without its tensors."""
+
+    samples_seen: int
+    metrics: dict[str, float]
+    definition: dict[str, Any]
+    evaluated: int = 0  # the step of the metrics
+    loop: dict[str, Any] = {}  # the position of a custom loop, and the numbers of its optimizers and schedulers
+    names: list[dict[str, list[str]]] = []  # see `state_dict_names_by_saved_name`; one for each model
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    step: int
+    trainer_state: TrainerState
+    source: Source
+    location_text: str  # the location, for messages
+    memory_file_descriptors: frozenset[int] = frozenset()  # the memory files of a snapshot

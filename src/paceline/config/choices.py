@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from paceline.config.strategies import STRATEGY_INFO
@@ -45,6 +46,18 @@ def check_not_renamed(where: str, given: str, allowed: Collection[str]) -> None:
 
 def launchers_supporting_setting(setting: str) -> list[LauncherName]:
     return [name for name, names in LAUNCHER_SETTINGS.items() if setting in names.split()] or [*LAUNCHER_SETTINGS]
+
+
+@dataclass(frozen=True)
+class CheckpointIntervals:
+    """Steps between comparisons of replicas, between snapshots and between checkpoints (None: only on request)."""
+
+    compare_every: int
+    snapshot_every: int
+    checkpoint_every: int | None
+    checkpoint_seconds: float | None = None
+    keep: int = 2
+    """The number of checkpoints to keep."""
 
 
 def parse_checkpoint_interval(checkpoint_every: int | str | None) -> tuple[int | None, float | None]:

@@ -9,11 +9,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from paceline.checkpoint.resume import find_resume_point, lock_run_folder
 from paceline.collectives.communicator import make_communicator
 from paceline.collectives.control import check_equal, error_for_this_rank, raise_on_all_ranks
 from paceline.compute.flops import Utilization
-from paceline.config.choices import parse_checkpoint_interval, untested_torch_notice
+from paceline.config.choices import CheckpointIntervals, parse_checkpoint_interval, untested_torch_notice
 from paceline.config.definition import check_same_definition
 from paceline.config.strategies import check_can_audit, check_can_balance
 from paceline.data.workers import explain_lost_workers
@@ -26,7 +25,6 @@ from paceline.rank.guard import HangGuard
 from paceline.rank.world import World, process_group
 from paceline.sessions.arguments import SessionConfig, format_argument, name_arguments_in_error
 from paceline.sessions.observer import current_observer
-from paceline.train.checkpointing import CheckpointIntervals
 from paceline.train.compute_settings import resolve_session_precision, set_threads
 from paceline.train.determinism import DEFAULT_THREADS, use_deterministic_kernels
 from paceline.train.preemption import record_stop_signals
@@ -60,6 +58,8 @@ class SessionRun:
         enter(explain_lost_workers(self.guard.page, world.rank))
         place = None
         if config.run_dir is not None:
+            from paceline.checkpoint.resume import lock_run_folder  # many sessions have no run folder
+
             folder = Path(config.run_dir)
             place = enter(lock_run_folder(world, folder, config.program_name, resume=config.resume, trust=config.trust))
         make_communicator()
@@ -72,6 +72,8 @@ class SessionRun:
         notices += precision_notices
         origin = self.observer.resume_point(world) if self.observer is not None else None
         if place is not None:
+            from paceline.checkpoint.resume import find_resume_point
+
             origin = find_resume_point(place, world, resume=config.resume, trust=config.trust)
         self.loop_state: dict[str, Any] = origin.trainer_state.loop if origin else {}
         """The values that `TrainingLoop` has saved in the checkpoint of a resume."""

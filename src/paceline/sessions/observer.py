@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.checkpoint.resume import ResumePoint
+from paceline.checkpoint.state import ResumePoint
 from paceline.data.plan import MicroBatchPlan
 from paceline.rank.world import World
 from paceline.sessions.loader import Loader

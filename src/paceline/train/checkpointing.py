@@ -25,10 +25,11 @@ from torch.optim import Optimizer
 
 from paceline.checkpoint.manager import Checkpoints, MessageCallback, PublishClaim
 from paceline.checkpoint.memory_snapshots import InterNodeExchange, SnapshotWriter, inherited_memory_files
-from paceline.checkpoint.resume import ResumePoint, RunLocation, TrainerState, find_newest_state
+from paceline.checkpoint.resume import find_newest_state
 from paceline.checkpoint.shards import ShardFileLayout, make_shard_layout, select_shards_to_save, serialize_shard_file
-from paceline.checkpoint.state import TensorShard
+from paceline.checkpoint.state import ResumePoint, RunLocation, TensorShard, TrainerState
 from paceline.collectives.control import all_gather_object, error_for_this_rank, raise_on_all_ranks
+from paceline.config.choices import CheckpointIntervals
 from paceline.errors import ExitCode, PacelineError, TrainingError, UsageError
 from paceline.protocol.control import WorkerSpec, has_separate_folder, transfer
 from paceline.protocol.evidence import Phase
@@ -302,18 +303,6 @@ def _num_states(optimizer: Optimizer) -> int:
 
 
 # ---- work between steps
-
-
-@dataclass(frozen=True)
-class CheckpointIntervals:
-    """Steps between comparisons of replicas, between snapshots and between checkpoints (None: only on request)."""
-
-    compare_every: int
-    snapshot_every: int
-    checkpoint_every: int | None
-    checkpoint_seconds: float | None = None
-    keep: int = 2
-    """The number of checkpoints to keep."""
 
 
 class CheckpointManager:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from paceline.checkpoint.resume import ResumePoint
+from paceline.checkpoint.state import ResumePoint
 from paceline.collectives.batchnorm import convert_sync_batchnorm
 from paceline.collectives.control import (
     all_gather_object,

@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.checkpoint.export import state_dict_names_by_saved_name
-from paceline.checkpoint.resume import ResumePoint, RunLocation, TrainerState
 from paceline.checkpoint.shards import hash_tensors
-from paceline.checkpoint.state import TensorShard
+from paceline.checkpoint.state import ResumePoint, RunLocation, TensorShard, TrainerState
 from paceline.collectives.control import all_gather_object, check_equal, error_for_this_rank
 from paceline.compute.flops import Utilization
 from paceline.compute.resources import peak_resident_memory
@@ -36,13 +34,13 @@ from paceline.stepping.nonfinite import NonFinitePolicy, SkippedSteps
 from paceline.stepping.order import CollectiveOrderCheck
 from paceline.stepping.totals import ControlFlags
 from paceline.stepping.trained_model import ModelInTraining
-from paceline.train.checkpointing import CheckpointedModels, CheckpointIntervals, CheckpointManager
 from paceline.train.preemption import StopRequest
 from paceline.train.records import RunRecorder, StepTraces
 from paceline.train.step_record import StepRecord
-from paceline.train.weights import save, save_weights_on_one_rank, save_with_fallback_folders
 
 if TYPE_CHECKING:
+    from paceline.config.choices import CheckpointIntervals
+    from paceline.train.checkpointing import CheckpointManager
     from paceline.train.streaming import GlobalBatchStream
 
 CheckpointValues = Callable[[], dict[str, Any]]
@@ -100,13 +98,18 @@ class TrainingProgress(RunRecorder):
         self._replicas, self._adapters = [part.replica for part in parts], [part.adapters for part in parts]
         if (location := self.place) is None:
             return
+        # Many sessions have no run folder. `weights` is needed at the end, when an error may prevent an import.
+        from paceline.checkpoint.export import state_dict_names_by_saved_name
+        from paceline.train import checkpointing, weights
+
+        self._weight_files = weights
         self._names = [
             r.pipeline.names if r.pipeline else state_dict_names_by_saved_name(r.model) for r in self._replicas
         ]
         self._guard.page.put("virtual_ranks", plan.virtual_ranks)
         self._guard.page.put("own_virtual_ranks", len(share))
-        holder = CheckpointedModels(parts, self._world, plan.virtual_ranks, others)
-        self._checkpoints = CheckpointManager(
+        holder = checkpointing.CheckpointedModels(parts, self._world, plan.virtual_ranks, others)
+        self._checkpoints = checkpointing.CheckpointManager(
             holder, location, self.origin, self._checkpoint_intervals,
             writer=self.open_writers(location, report_to), say=self.say, enter=self._guard.page.enter,
         )  # fmt: skip
@@ -210,7 +213,8 @@ class TrainingProgress(RunRecorder):
             self._checkpoints.save_after_error(error, self.step, partial(self._content, numbers))
         if stall_error is not None or not isinstance(error, OSError) or phase in USER_PHASES:
             return stall_error
-        where = save_weights_on_one_rank(self._replicas[0], self.place.folder) if has_steps else "nothing was trained"
+        save_weights = self._weight_files.save_weights_on_one_rank
+        where = save_weights(self._replicas[0], self.place.folder) if has_steps else "nothing was trained"
         return TrainingError(code="rank-failed", rank=self._world.rank, step=self.step, reason=str(error), where=where)
 
     def finish(
@@ -228,8 +232,8 @@ class TrainingProgress(RunRecorder):
         self._guard.page.enter(Phase.CLOSE)
         failure, is_first_rank = self._checkpoints.failed, self._world.rank == 0
         if stopped and failure:
-            weights = self._replicas[0].weights()
-            failure += f"; {save_with_fallback_folders(weights, self.place.folder)}" if is_first_rank else ""
+            weights, save_weights = self._replicas[0].weights(), self._weight_files.save_with_fallback_folders
+            failure += f"; {save_weights(weights, self.place.folder)}" if is_first_rank else ""
             raise error_for_this_rank(
                 TrainingError(code="stopped-unsaved", step=self.step, reason=failure), self._world
             )
@@ -262,7 +266,7 @@ class TrainingProgress(RunRecorder):
                 file = location.folder / (f"model-{number}.safetensors" if number > 1 else WEIGHTS)
                 folder = location.folder / (f"{ADAPTER}-{number}" if number > 1 else ADAPTER)
                 if self._world.rank == 0:
-                    save(weights, file) if adapters is None else adapters.write(folder, weights)
+                    self._weight_files.save(weights, file) if adapters is None else adapters.write(folder, weights)
                     if os.path.lexists(old := folder if adapters is None else file):
                         remove(old)  # of an earlier end of this run
         return digests[0]

@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.checkpoint.resume import RunLocation
+from paceline.checkpoint.state import RunLocation
 from paceline.collectives.control import all_gather_object
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan

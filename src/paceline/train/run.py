@@ -13,7 +13,8 @@ import msgspec
 import torch
 
 from paceline import __version__
-from paceline.checkpoint.resume import ResumePoint, RunLocation, find_resume_point, lock_run_folder
+from paceline.checkpoint.resume import find_resume_point, lock_run_folder
+from paceline.checkpoint.state import ResumePoint, RunLocation
 from paceline.collectives.communicator import get_communicator, make_communicator
 from paceline.collectives.control import check_equal, error_for_this_rank, raise_on_all_ranks
 from paceline.config import definition

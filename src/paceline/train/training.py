@@ -6,10 +6,10 @@ from contextlib import closing
 from functools import partial
 from typing import Any
 
-from paceline.checkpoint.resume import ResumePoint, RunLocation
+from paceline.checkpoint.state import ResumePoint, RunLocation
 from paceline.collectives.control import is_async_device
 from paceline.compute.flops import Utilization
-from paceline.config.choices import parse_checkpoint_interval
+from paceline.config.choices import CheckpointIntervals, parse_checkpoint_interval
 from paceline.config.strategies import EXACT_STRATEGIES
 from paceline.data.workers import explain_lost_workers
 from paceline.errors import ExitCode, plural
@@ -20,7 +20,6 @@ from paceline.runs.progress import ProgressDisplay
 from paceline.runs.summary import Summary
 from paceline.stepping.audit import StepAuditor
 from paceline.stepping.trained_model import ModelInTraining, make_loss_scale
-from paceline.train.checkpointing import CheckpointIntervals
 from paceline.train.data_progress import DataProgress, StreamProgress
 from paceline.train.evaluations import Evaluator
 from paceline.train.optimizer import Schedule

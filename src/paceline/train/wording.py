@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.checkpoint.resume import RunLocation
+from paceline.checkpoint.state import RunLocation
 from paceline.data.arrays import batch_gatherer
 from paceline.data.plan import BatchPlan
 from paceline.data.workers import has_batched_getitems

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.checkpoint.resume import ResumePoint
 from paceline.checkpoint.shards import hash_tensors
+from paceline.checkpoint.state import ResumePoint
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import MicroBatchPlan
 from paceline.lab.ranks.replay import ReplayObserver, replay_script, replay_task

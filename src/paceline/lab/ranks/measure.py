@@ -17,8 +17,8 @@ import msgspec
 import torch
 from torch.utils.data import Dataset
 
-from paceline.checkpoint.resume import RunLocation
 from paceline.checkpoint.shards import gather_full_state, hash_tensors
+from paceline.checkpoint.state import RunLocation
 from paceline.collectives.communicator import make_communicator
 from paceline.collectives.control import all_gather_object, raise_on_all_ranks
 from paceline.collectives.inter_node import DEFAULT_RANK, PowerSgdCodec

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from paceline.checkpoint.manager import Checkpoints
-from paceline.checkpoint.resume import ResumePoint, RunLocation, find_newest_checkpoint
+from paceline.checkpoint.resume import find_newest_checkpoint
 from paceline.checkpoint.shards import ShardFileSource, gather_full_state, hash_tensors
-from paceline.checkpoint.state import TensorShard
+from paceline.checkpoint.state import ResumePoint, RunLocation, TensorShard
 from paceline.collectives.communicator import make_communicator
 from paceline.config.definition import CHANGEABLE_SETTINGS, TASK_SETTING_PREFIX, check_same_definition
 from paceline.config.strategies import EXACT_STRATEGIES
