@@ -15,14 +15,14 @@ from paceline.protocol.balance import (
     SKIPPED_STEPS,
     STEADY_SECONDS,
     WINDOW_STEPS,
-    SpeedMeter,
+    AutoBalancer,
     assign_virtual_ranks,
     expand_to_rank_speeds,
     parse_balance,
 )
-from paceline.protocol.evidence import Phase, WorkerSample
+from paceline.protocol.evidence import Phase, RankSample
 from paceline.protocol.status_page import StatusPage, make_status_page, read_counters
-from paceline.runs.progress import Throughput
+from paceline.runs.progress import ThroughputMeter
 from paceline.train.progress import TrainingProgress
 from paceline.train.step_record import StepRecord
 
@@ -65,7 +65,7 @@ class Run:
     """Ranks that need `seconds[rank]` for a virtual rank. Their agent takes a sample in each quarter of a second."""
 
     def __init__(self, *seconds: float, virtual_ranks: int = 12, resumes_at: int = 0) -> None:
-        self.seconds, self.virtual_ranks, self.meter, self.step = [*seconds], virtual_ranks, SpeedMeter(), resumes_at
+        self.seconds, self.virtual_ranks, self.meter, self.step = [*seconds], virtual_ranks, AutoBalancer(), resumes_at
         self.update_seconds = 0.0
         self.noise: Callable[[int], float] = lambda rank: 1.0
         self.clock_seconds, self.next_sample_seconds = 0.0, SAMPLE_SECONDS / 2
@@ -78,9 +78,9 @@ class Run:
         self.speeds, self.left_steps = self.meter.speeds, 0
         self.shown_step = 0  # also after a resume, until its first step is done
 
-    def samples(self) -> list[WorkerSample]:
+    def samples(self) -> list[RankSample]:
         return [
-            WorkerSample(rank, "n", 1, step=self.shown_step, phase_seconds=(*spent,), virtual_ranks=self.virtual_ranks)
+            RankSample(rank, "n", 1, step=self.shown_step, phase_seconds=(*spent,), virtual_ranks=self.virtual_ranks)
             for rank, spent in enumerate(self.spent)
         ]
 
@@ -204,7 +204,7 @@ def test_samples_have_the_times_of_whole_steps() -> None:
     descriptor = make_status_page(0)
     guard = SimpleNamespace(page=StatusPage(descriptor))
     progress: Any = SimpleNamespace(
-        _guard=guard, samples=0, throughput=Throughput(), use=SimpleNamespace(tokens=0, samples=0)
+        _guard=guard, samples=0, throughput=ThroughputMeter(), use=SimpleNamespace(tokens=0, samples=0)
     )
     progress.is_open = False
     for phase in (Phase.DATA, Phase.FORWARD, Phase.BACKWARD):

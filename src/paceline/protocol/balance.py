@@ -9,7 +9,7 @@ from itertools import pairwise
 from statistics import median
 
 from paceline.errors import UsageError
-from paceline.protocol.evidence import Phase, WorkerSample
+from paceline.protocol.evidence import Phase, RankSample
 
 AUTO = "auto"
 MEASURED_PHASES = (Phase.DATA, Phase.FORWARD)  # a rank may wait for others in its backward, but not in these
@@ -63,7 +63,7 @@ def assign_virtual_ranks(virtual_ranks: int, size: int, speeds: Sequence[float] 
     return [range(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
 
 
-class SpeedMeter:
+class AutoBalancer:
     """Measures the speed of each rank in a run with `--balance auto`, and finds a better assignment.
 
     A rank that computes n virtual ranks in t seconds has the speed n / t. A window of steps consists of intervals of a
@@ -85,9 +85,9 @@ class SpeedMeter:
 
     def _begin(self) -> None:
         self._first: dict[int, int] = {}  # rank -> its first step that was seen
-        self._bounds: list[Sequence[WorkerSample]] = []  # of the intervals in the window: samples of all ranks
+        self._bounds: list[Sequence[RankSample]] = []  # of the intervals in the window: samples of all ranks
 
-    def update(self, samples: Sequence[WorkerSample]) -> bool:
+    def update(self, samples: Sequence[RankSample]) -> bool:
         """Whether another assignment is faster; then `speeds` has changed. Call it with samples of all ranks."""
         ranks = sorted(samples, key=lambda sample: sample.rank)
         if len(ranks) >= ranks[0].virtual_ranks or not self._is_interval_over(ranks):
@@ -101,7 +101,7 @@ class SpeedMeter:
         self.speeds, self._window_steps = speeds, 2 * steps
         return True
 
-    def _is_interval_over(self, ranks: Sequence[WorkerSample]) -> bool:
+    def _is_interval_over(self, ranks: Sequence[RankSample]) -> bool:
         if self._bounds and any(now.step < before.step for before, now in zip(self._bounds[-1], ranks, strict=True)):
             self._begin()  # the run was rolled back, or the script has begun another session
         for sample in ranks:
@@ -133,14 +133,14 @@ class SpeedMeter:
         return speeds if gain * compute_seconds / step_seconds >= MIN_GAIN else ()
 
 
-def _are_apart(start: Sequence[WorkerSample], ranks: Sequence[WorkerSample], steps: int, seconds: float = 0.0) -> bool:
+def _are_apart(start: Sequence[RankSample], ranks: Sequence[RankSample], steps: int, seconds: float = 0.0) -> bool:
     return all(
         now.step >= before.step + steps and _spent(before, now, STEP_PHASES) >= seconds
         for before, now in zip(start, ranks, strict=True)
     )
 
 
-def _work_seconds(start: Sequence[WorkerSample], ranks: Sequence[WorkerSample]) -> list[float]:
+def _work_seconds(start: Sequence[RankSample], ranks: Sequence[RankSample]) -> list[float]:
     """The measured seconds per step of each rank."""
     return [
         _spent(before, now, MEASURED_PHASES) / (now.step - before.step)
@@ -148,7 +148,7 @@ def _work_seconds(start: Sequence[WorkerSample], ranks: Sequence[WorkerSample]) 
     ]
 
 
-def _spent(start: WorkerSample, now: WorkerSample, phases: Sequence[Phase]) -> float:
+def _spent(start: RankSample, now: RankSample, phases: Sequence[Phase]) -> float:
     return sum(now.phase_seconds[phase] - start.phase_seconds[phase] for phase in phases)
 
 

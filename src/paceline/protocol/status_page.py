@@ -327,13 +327,13 @@ def release_from_collective(descriptor: int, why: bytes) -> None:
     set_counter(descriptor, "released", 1)
 
 
-def read_text(descriptor: int, at: int, most: int) -> bytes:
+def read_c_string(descriptor: int, at: int, most: int) -> bytes:
     """A text that ends with a zero byte, unchecked."""
     return os.pread(descriptor, most, at).partition(b"\0")[0]
 
 
 def read_answer(descriptor: int) -> bytes:
-    return read_text(descriptor, ANSWER_AT, ANSWER_MAX)
+    return read_c_string(descriptor, ANSWER_AT, ANSWER_MAX)
 
 
 def maps_status_page(pid: int) -> bool:

@@ -62,14 +62,14 @@ def invalidate_replaced_parameters(before: Iterable[nn.Parameter], model: nn.Mod
         if id(parameter) not in current:
             torch.utils.swap_tensors(parameter, InvalidatedParameter.of(parameter))
             model.__dict__["__deepcopy__"] = raise_on_copy
-            patch_dtensor_conversions()
+            forbid_shard_conversions()
 
 
 def raise_on_copy(_: object) -> NoReturn:
     raise UsageError(code="sharded-model-copied")
 
 
-def patch_dtensor_conversions() -> None:
+def forbid_shard_conversions() -> None:
     """Let DTensor raise UsageError if a shard would be used as the whole: as a number, an array, or in a file."""
     from torch.distributed.tensor import DTensor
 

@@ -14,20 +14,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.checkpoint.state import Source, TensorShard, load_shard, unsharded_parameter_shards
+from paceline.checkpoint.state import StateSource, TensorShard, load_shard, unsharded_parameter_shards
 from paceline.collectives.buckets import trainable_parameters
 from paceline.collectives.communicator import print_on_rank_0
 from paceline.collectives.control import Deferred, scale_and_check_gradients
-from paceline.collectives.norm import scale_to_norm, scale_to_norm_on_device, unsharded_grad_norm
+from paceline.collectives.norm import clip_to_norm, clip_to_norm_on_device, unsharded_grad_norm
 from paceline.errors import UsageError
 from paceline.rank.world import World
 from paceline.seeding import fork_rng_with_seed
 from paceline.strategies.buffers import VirtualRankBuffers, ignore_dummy_batch
 from paceline.strategies.optimizer_state import (
     describe_resume_from_mean,
-    load_node_average,
+    full_optimizer_state,
+    load_mean_parameters,
     load_optimizer,
-    optimizer_shards,
 )
 from paceline.strategies.optimizers import can_skip_step_on_device, each_optimizer, parameters_by_optimizer
 from paceline.strategies.validation import check_embedding_max_norm, check_optimizer_parameters
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from paceline.data.loader import MicroBatch
     from paceline.data.plan import MicroBatchPlan
     from paceline.parallel.pipeline import Pipeline
-    from paceline.strategies.average import WeightAverage
+    from paceline.strategies.average import EmaWeights
     from paceline.strategies.model_parallel import WholeModelView
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -98,7 +98,7 @@ class Strategy:
         self.parameters = trainable_parameters(model)
         self.parts: WholeModelView | None = None
         """set by `join`"""
-        self.average: WeightAverage | None = None
+        self.average: EmaWeights | None = None
         self._named = [*model.named_parameters()]
         self._frozen = {name: p for name, p in self._named if not p.requires_grad}
         self._inside: ExitStack | None = None
@@ -278,7 +278,7 @@ class Strategy:
         """
         tensors = [shard.tensor for shard in self._gradients()]
         norm = self._gradient_norm(tensors) if self.parts is None else self.parts.gradient_norm(self.gradients())
-        return norm.map(lambda total_norm: scale_to_norm(tensors, total_norm, max_norm))
+        return norm.map(lambda total_norm: clip_to_norm(tensors, total_norm, max_norm))
 
     def _gradient_norm(self, tensors: list[Tensor]) -> Deferred[float]:
         return unsharded_grad_norm(tensors)
@@ -293,7 +293,7 @@ class Strategy:
         """
         tensors = [shard.tensor for shard in self._gradients()]
         norm = self._norm_on_device(tensors)
-        scale_to_norm_on_device(tensors, norm, max_norm)
+        clip_to_norm_on_device(tensors, norm, max_norm)
         return norm
 
     def _norm_on_device(self, tensors: list[Tensor]) -> Tensor:
@@ -385,9 +385,9 @@ class Strategy:
         return unsharded_parameter_shards(self.model.named_parameters())
 
     def _optimizer_shards(self) -> list[TensorShard]:
-        return optimizer_shards(self.model, self.optimizer)
+        return full_optimizer_state(self.model, self.optimizer)
 
-    def load(self, source: Source) -> None:
+    def load(self, source: StateSource) -> None:
         """Restore a state, which may come from any strategy and any number of ranks.
 
         Args:
@@ -398,15 +398,15 @@ class Strategy:
             self.average.load(source)
 
     @torch.no_grad()
-    def _load(self, source: Source) -> None:
+    def _load(self, source: StateSource) -> None:
         for shard in self._parameter_shards():
             load_shard(source, shard)
-        if self.local_step_node is None and (nodes := load_node_average(source, self._parameter_shards())):
+        if self.local_step_node is None and (nodes := load_mean_parameters(source, self._parameter_shards())):
             print_on_rank_0(describe_resume_from_mean(nodes, "and this run synchronises all nodes in each step"))
         self.buffers.load(source)
         self._load_optimizer(source)
 
-    def _load_optimizer(self, source: Source) -> None:
+    def _load_optimizer(self, source: StateSource) -> None:
         load_optimizer(self.model, self.optimizer, source)
 
 

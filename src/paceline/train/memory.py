@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from paceline.collectives.batchnorm import SyncBatchNorm
-from paceline.collectives.control import error_for_this_rank
+from paceline.collectives.control import error_on_one_rank
 from paceline.compute.memory import MemoryMeter, SavedForBackward, is_out_of_memory, storage_bytes
 from paceline.errors import PacelineError, TrainingError, UsageError, plural
 from paceline.rank.world import World
@@ -80,7 +80,7 @@ class MicroBatchSearch:
         size = min(sizes)
         if size < self.smallest:
             error = self.error_of_smallest()
-            raise error_for_this_rank(error, self._world, by=sizes.index(size)) if len(sizes) > 1 else error
+            raise error_on_one_rank(error, self._world, by=sizes.index(size)) if len(sizes) > 1 else error
         self.is_found, self.size = size == self.size, size
         return 0 if self.is_found else size
 
@@ -168,7 +168,7 @@ def extra_virtual_rank_bytes(replica: Strategy) -> int:
     return sums * storage_bytes(replica.parameters) + 2 * (count - 1) * storage_bytes(replica.model.buffers())
 
 
-def compute_smallest_batch(compute: Callable[[int], Result], model: nn.Module, world: World) -> Result:
+def try_smallest_batch(compute: Callable[[int], Result], model: nn.Module, world: World) -> Result:
     """`compute` forward and backward of two samples, or of one if two do not fit into the free memory."""
     meter, saved = MemoryMeter(world.device, world.local_size), SavedForBackward([model])
     for samples in (2, 1):
@@ -187,13 +187,13 @@ def compute_smallest_batch(compute: Callable[[int], Result], model: nn.Module, w
     raise UsageError(code="micro-batch-of-one", samples=1, **fields)
 
 
-def can_compute_alone(replica: Strategy) -> bool:
+def has_no_collectives(replica: Strategy) -> bool:
     """Whether forward and backward have no collective, so that a rank can repeat them."""
     has_sync = any(isinstance(module, SyncBatchNorm) for module in replica.model.modules())
     return not (has_sync or replica.in_lockstep or replica.parts is not None or replica.pipeline is not None)
 
 
-def explain_out_of_memory(
+def out_of_memory_error(
     replicas: Sequence[Strategy], world: World, where: str, samples: int,
     compute: Callable[[int], None] | None = None, search: MicroBatchSearch | None = None,
 ) -> PacelineError:  # fmt: skip

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.checkpoint.export import state_dict_names_by_saved_name
-from paceline.checkpoint.resume import ResumePoint, RunLocation, TrainerState
+from paceline.checkpoint.resume import LockedRun, ResumePoint, TrainerState
 from paceline.checkpoint.shards import hash_tensors
 from paceline.checkpoint.state import TensorShard
-from paceline.collectives.control import all_gather_object, check_equal, error_for_this_rank
+from paceline.collectives.control import all_gather_object, check_equal, error_on_one_rank
 from paceline.compute.flops import Utilization
 from paceline.compute.resources import peak_resident_memory
 from paceline.data.loader import MicroBatch
@@ -28,7 +28,7 @@ from paceline.rank.guard import HangGuard
 from paceline.rank.world import World
 from paceline.runs import events
 from paceline.runs.folder import ADAPTER, WEIGHTS
-from paceline.runs.progress import Throughput
+from paceline.runs.progress import ThroughputMeter
 from paceline.runs.summary import Summary, finite_metrics, write_summary
 from paceline.runs.utilization import goodput
 from paceline.runs.writing import remove
@@ -37,7 +37,7 @@ from paceline.stepping.order import CollectiveOrderCheck
 from paceline.stepping.totals import ControlFlags
 from paceline.stepping.trained_model import ModelInTraining
 from paceline.train.checkpointing import CheckpointedModels, CheckpointIntervals, CheckpointManager
-from paceline.train.preemption import StopRequest
+from paceline.train.preemption import StopSignalHandler
 from paceline.train.records import RunRecorder, StepTraces
 from paceline.train.step_record import StepRecord
 from paceline.train.weights import save, save_weights_on_one_rank, save_with_fallback_folders
@@ -54,7 +54,7 @@ class TrainingProgress(RunRecorder):
     """The state that the loop over steps shares with the work between steps."""
 
     def __init__(
-        self, place: RunLocation | None, origin: ResumePoint | None, world: World, intervals: CheckpointIntervals,
+        self, place: LockedRun | None, origin: ResumePoint | None, world: World, intervals: CheckpointIntervals,
         not_finite: NonFinitePolicy, show: Callable[[str], None],
     ) -> None:  # fmt: skip
         super().__init__(place, world, show)
@@ -63,9 +63,9 @@ class TrainingProgress(RunRecorder):
         self.order = CollectiveOrderCheck(
             world, self._guard.ledger.take_order_hash, self._guard.ledger.last_ordered_calls, self.say
         )
-        self.request: StopRequest | None = None
+        self.request: StopSignalHandler | None = None
         self._skipped, self._not_finite = SkippedSteps(not_finite, world, self.say), not_finite
-        self.throughput, self._traces = Throughput(), StepTraces(self._guard.page)
+        self.throughput, self._traces = ThroughputMeter(), StepTraces(self._guard.page)
         self.use = Utilization(world)
         self._began, self._costs = time.perf_counter(), dict[str, Any]()
         self._checkpoints: CheckpointManager | None = None
@@ -230,9 +230,7 @@ class TrainingProgress(RunRecorder):
         if stopped and failure:
             weights = self._replicas[0].weights()
             failure += f"; {save_with_fallback_folders(weights, self.place.folder)}" if is_first_rank else ""
-            raise error_for_this_rank(
-                TrainingError(code="stopped-unsaved", step=self.step, reason=failure), self._world
-            )
+            raise error_on_one_rank(TrainingError(code="stopped-unsaved", step=self.step, reason=failure), self._world)
         fields: dict[str, Any] = {}
         if not stopped:
             fields = {"weights_sha256": self._save_weights(self.place), "seconds": time.perf_counter() - self._began}
@@ -245,10 +243,10 @@ class TrainingProgress(RunRecorder):
             for line in lines(self.summarise(code, **fields)):
                 self.show(line)
         if failure:
-            raise error_for_this_rank(TrainingError(code="last-checkpoint-unsaved", reason=failure), self._world)
+            raise error_on_one_rank(TrainingError(code="last-checkpoint-unsaved", reason=failure), self._world)
         return code
 
-    def _save_weights(self, location: RunLocation) -> str:
+    def _save_weights(self, location: LockedRun) -> str:
         digests: list[str] = []
         for number, (replica, adapters) in enumerate(zip(self._replicas, self._adapters, strict=True), 1):
             with replica.use_merged_buffers():

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.checkpoint.resume import RunLocation
+from paceline.checkpoint.resume import LockedRun
 from paceline.data.arrays import batch_gatherer
 from paceline.data.plan import BatchPlan
 from paceline.data.workers import has_batched_getitems
@@ -86,7 +86,7 @@ def report_hint(folder: Path) -> str:
     return f"see it: paceline report {shlex.quote(str(folder))}"
 
 
-def summary_facts(parts: "TrainingComponents", place: RunLocation) -> dict[str, Any]:
+def summary_values(parts: "TrainingComponents", place: LockedRun) -> dict[str, Any]:
     compute, facts = parts.config.compute, place.definition
     names = ("virtual_ranks", "global_batch", "accumulation", "threads_per_rank", "precision")
     bits = {name: facts[name] for name in names} | facts["hardware"]  # the same for 1 to virtual_ranks processes
