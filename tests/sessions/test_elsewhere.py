@@ -55,7 +55,7 @@ def of_two(rank: int, size: int) -> tuple[list[str], float, list[float]]:
 def test_what_stands_for_a_gradient_refuses_all_but_its_shape() -> None:
     standing = ShardedGradientPlaceholder.of(torch.ones(2, 3))
     assert standing.shape == (2, 3)
-    with raises("sharded-parameter-used"):
+    with raises("sharded-gradient-used"):
         standing.sum()
 
 
