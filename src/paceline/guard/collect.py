@@ -231,6 +231,7 @@ class IdleTimer:
             alone=counters.alone,
             virtual_ranks=counters.virtual_ranks,
             own_virtual_ranks=counters.own_virtual_ranks,
+            max_virtual_ranks=counters.max_virtual_ranks,
             stop_signal=counters.stop_signal,
             stop_asked=bool(counters.stop_asked),
             steps_ended=counters.steps_ended,

@@ -188,6 +188,7 @@ class RankSample(msgspec.Struct, frozen=True, omit_defaults=True):
     uneven: bool = False  # whether ranks may take different numbers of steps
     virtual_ranks: int = 0  # of the run, if it has a folder for checkpoints; 0: not known
     own_virtual_ranks: int = 0  # of them, the number that this rank computes
+    max_virtual_ranks: int = 0  # that the memory of this rank allows, with `--balance auto`; 0: not known
     alone: int = 0  # steps that it took alone before it trained with others
     fingerprints: bytes = b""  # fingerprints of values that must be equal on ranks: see marks.py
     orders: bytes = b""  # the order of its collectives

@@ -75,6 +75,7 @@ class Counters(NamedTuple):
     stop_step: int  # by the agent: stop after this number of steps; 0: not chosen yet
     virtual_ranks: int  # of the run, if it has a folder for checkpoints; 0: not known
     own_virtual_ranks: int  # of them, the number that this rank computes
+    max_virtual_ranks: int  # that the memory of this rank allows, with `--balance auto`; 0: not known
     phase_seconds: tuple[float, ...] = ()
     """In each phase, up to the end of the last step, or the last change of phase. In another place of the page."""
 

@@ -53,11 +53,9 @@ class MicroBatchSearch:
         states = 0 if memory.optimizer_bytes else OPTIMIZER_STATES
         later_bytes = states * storage_bytes(p for group in groups for p in group["params"])
         self.state_bytes = held_bytes + later_bytes + memory.gradient_bytes
-        on_cpu = world.device.type == "cpu"
-        copy_bytes = CPU_OTHER_BYTES + held_bytes + later_bytes if on_cpu else 0  # the copy that a checkpoint writes
         self.meter = MemoryMeter(world.device, world.local_size)
-        self._free_bytes = self.meter.free_bytes - later_bytes - copy_bytes
-        self._usable_bytes = (CPU_HEADROOM if on_cpu else GPU_HEADROOM) * self._free_bytes
+        self._free_bytes = _free_bytes(self.meter, world, held_bytes + later_bytes) - later_bytes
+        self._usable_bytes = _headroom(world) * self._free_bytes
         self._trials = [(0, memory.gradient_bytes)]  # (samples, peak bytes)
         self._most, self._has_failed = portion, False
         self.is_found, self.size = False, 0
@@ -154,6 +152,36 @@ def _sizes(
     }  # fmt: skip
     one = f", one virtual rank on this rank (--balance) {by_balance:,.1f} MiB of sums and buffers" if by_balance else ""
     return {"ranks": ranks, "by_balance": one, **{name: size / 2**20 for name, size in by_bytes.items()}}
+
+
+def _free_bytes(meter: MemoryMeter, world: World, state_bytes: int) -> int:
+    """The free memory, on the CPU without the copy of the state that a checkpoint writes."""
+    return meter.free_bytes - (CPU_OTHER_BYTES + state_bytes if world.device.type == "cpu" else 0)
+
+
+def _headroom(world: World) -> float:
+    return CPU_HEADROOM if world.device.type == "cpu" else GPU_HEADROOM
+
+
+def max_virtual_ranks(replicas: Sequence[Strategy], world: World, virtual_ranks: int) -> int:
+    """The largest number of virtual ranks that the memory of this rank allows, for `--balance auto`.
+
+    Call it after the first step: then only the sums and copies of `extra_virtual_rank_bytes` grow with the number, and
+    on the CPU the copy that a checkpoint writes. A rank has between log2(n) and 2 log2(n) sums, which depends on the
+    position of its virtual ranks in the tree.
+    """
+    memory, own = memory_breakdown(replicas), len(world.share(virtual_ranks))
+    sum_bytes = sum(storage_bytes(replica.parameters) for replica in replicas if replica.keeps_partial_sums)
+    meter = MemoryMeter(world.device, world.local_size)
+    free_bytes = _free_bytes(meter, world, memory.weight_bytes + memory.optimizer_bytes)
+    usable_bytes = _headroom(world) * free_bytes - meter.peak()
+
+    def fits(count: int) -> bool:
+        sums = 2 * (count.bit_length() - 1) - (own.bit_length() - 1)
+        copies = 2 * (count - own) + (count if world.device.type == "cpu" else 0)
+        return sums * sum_bytes + copies * memory.buffer_bytes <= usable_bytes
+
+    return max(filter(fits, range(own + 1, virtual_ranks + 1)), default=own)
 
 
 def extra_virtual_rank_bytes(replica: Strategy) -> int:

@@ -22,6 +22,8 @@ from paceline.compute.resources import peak_resident_memory
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan
 from paceline.errors import ExitCode, PacelineError, TrainingError
+from paceline.protocol.balance import AUTO
+from paceline.protocol.control import WorkerSpec
 from paceline.protocol.evidence import Phase
 from paceline.protocol.status_page import PHASE_TIMES, PHASE_TIMES_OF_STEPS, REGROUPS, SAVES_ASKED, STEP
 from paceline.rank.guard import HangGuard
@@ -145,9 +147,14 @@ class TrainingProgress(RunRecorder):
         if tracked or self.is_open:
             self.log_step(record, samples, self._share, listed=self._listed, tracked=tracked)
         if self.is_open:
-            self.write_optional(self._traces.take_due(record, self._replicas if self.step == self.start + 1 else ()))
-            if self._world.rank == 0 and self.step == self.start + 1 and (flops := self.use.count.per_sample):
+            is_first = self.step == self.start + 1
+            self.write_optional(self._traces.take_due(record, self._replicas if is_first else ()))
+            if self._world.rank == 0 and is_first and (flops := self.use.count.per_sample):
                 self.write_optional([events.FlopsCounted(flops, self.use.devices, self.use.peak_tflops())])
+            if is_first and (spec := WorkerSpec.from_environment()) is not None and spec.balance == AUTO:
+                from paceline.train.memory import max_virtual_ranks  # most runs do not need it
+
+                page.put("max_virtual_ranks", max_virtual_ranks(self._replicas, self._world, self._plan.virtual_ranks))
 
     def rollback_point(self, record: StepRecord) -> ResumePoint | None:
         """The older state to restore if the step was skipped and the policy is `rollback` (then collective)."""

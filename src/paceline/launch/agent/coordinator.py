@@ -28,7 +28,7 @@ from paceline.launch.agent.cluster import Generation, RemoteNode, RemoteNodes
 from paceline.launch.agent.joining import JoinQueue, wait_for_nodes, with_reachable_master_addr
 from paceline.launch.agent.monitor import LiveStatusWriter, Monitor, StopReport
 from paceline.launch.agent.workers import InheritedResources
-from paceline.protocol.balance import AUTO, SAMPLE_SECONDS, AutoBalancer, assign_virtual_ranks, parse_balance
+from paceline.protocol.balance import AUTO, SAMPLE_SECONDS, AutoBalancer, parse_balance
 from paceline.protocol.control import AGENT_MARK, LIFELINE_GRACE_SECONDS, REMOTE_GRACE_SECONDS, StopSignals
 from paceline.protocol.evidence import (
     LOADER_KILLED,
@@ -248,7 +248,7 @@ class Coordinator:
         self._queue, self._began_seconds = JoinQueue(plan, self.cluster), 0.0
         self._meter = AutoBalancer()  # for --balance auto
         self._max_look_seconds = SAMPLE_SECONDS if plan.balance == AUTO else math.inf
-        self._is_balance_checked = not plan.balance
+        self._is_balance_checked, self._is_limit_printed = not plan.balance, False
         self._regrouped = False  # whether the last generation saved its state and ended for the present one
         self._entered: Sequence[RemoteNode] = ()  # nodes that joined with the present generation
         self._separate: Sequence[RemoteNode] = ()  # nodes that do not see the run folder of node 0
@@ -312,10 +312,14 @@ class Coordinator:
             print_to_stderr(f"warning: --balance {self.plan.balance} has no effect: the script has no paceline session")
         running = all(sample.is_running for sample in ranks)
         if self.plan.balance == AUTO and running and not generation.regroups and self._meter.update(ranks):
-            shares = assign_virtual_ranks(ranks[0].virtual_ranks, len(ranks), self._meter.speeds)
-            counts = ", ".join(str(len(share)) for share in shares)
+            counts = ", ".join(f"{count:g}" for count in self._meter.speeds)
             print_to_stderr(f"--balance auto: the ranks save and restart. They then compute {counts} virtual ranks")
             generation.regroup()
+        if (limited := self._meter.limited) and not self._is_limit_printed:
+            self._is_limit_printed = True
+            numbers = [f"rank {rank}: {fast} by speed, {most} by memory" for rank, (fast, most) in limited.items()]
+            names = first_few(numbers, MAX_NAMES, "; ")
+            print_to_stderr(f"--balance auto: memory prevents a faster assignment of virtual ranks: {names}")
 
     def _run_generation(self, generation: Generation) -> int | None:
         """The exit code of the run; None if another generation follows, with `self._nproc` ranks on node 0."""
