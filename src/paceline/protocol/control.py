@@ -95,6 +95,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     shares_gradients: bool = False  # DDP reduces gradients through shared memory: --collectives shared
     devices: tuple[int, ...] = ()  # index of the device of each local rank; empty: the local rank
     fixed_nodes: int = 0  # JobSpec.fixed_nodes, for errors
+    min_nodes: int = 1  # JobSpec.min_nodes, for a warning
     preload: int = -1  # only for the preloader: the socket on which the agent requests workers
     transfers: str = ""  # name of the agent's socket for a `TransferRequest`; empty: the node sees node 0's run folder
     keeps_copy: bool = False  # this node keeps a copy of each checkpoint, because node 0 does not see its run folder

@@ -34,7 +34,7 @@ from paceline.stepping.totals import ControlFlags
 from paceline.stepping.trained_model import make_loss_scale
 from paceline.train.determinism import hardware_facts
 from paceline.train.step_record import PhaseClock, StepRecord, make_phase_events
-from paceline.train.wording import batch_line, describe_audit_interval, report_hint
+from paceline.train.wording import batch_line, describe_audits, report_hint
 
 if TYPE_CHECKING:
     from paceline.runs.summary import Summary
@@ -365,7 +365,8 @@ class TrainingLoop:
         words = f"strategy {config.strategy}; {plan.epoch_size_text}; {batch_line(plan, run.world.size)}"
         run.print(f"{config.program_name}: {processes}, {words}")
         if config.audit_every is not None and run.observer is None:
-            run.print(describe_audit_interval(config.audit_every, run.world))
+            for line in describe_audits(config.audit_every, config.on_audit, run.world):
+                run.print(line)
         models = [model for part in state.models for model in (part.replica.model, part.replica.module)]
         if run.observer is None and progress.use.given and not config.is_exact:
             from paceline.compute.flops import can_count_flops

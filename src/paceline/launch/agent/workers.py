@@ -252,6 +252,7 @@ def start_workers(
             balance=plan.balance,
             devices=plan.devices,
             fixed_nodes=plan.fixed_nodes,
+            min_nodes=plan.min_nodes,
             transfers=inherited.transfers,
             keeps_copy=inherited.keeps_copy,
         )
