@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from paceline.collectives import shm_communicator
 from paceline.collectives.communicator import get_communicator, make_communicator
-from paceline.collectives.shared_memory import BULK_BYTES, SharedMemory
+from paceline.collectives.shared_memory import BULK_BYTES, SharedMemoryGroup
 from paceline.collectives.shm_collectives import TreeSum, barrier
 from paceline.collectives.sum_tree import LeafPartition
 from race.quiet import FOREIGN_SHARE, foreign_share, look, wait_until_idle
@@ -36,7 +36,7 @@ WAYS = ("shared", "gloo", "memcpy")
 PATIENCE_SECONDS = 5.0  # for the machine to become idle, before each of these
 
 
-def ways(memory: SharedMemory, size_bytes: int) -> dict[str, Callable[[], object]]:
+def ways(memory: SharedMemoryGroup, size_bytes: int) -> dict[str, Callable[[], object]]:
     """What is compared, ready to be called; the sums are not divided, gloo does not either."""
     mine, copy = torch.zeros(size_bytes // 4), torch.empty(size_bytes // 4)
     partition = LeafPartition.one_leaf_per_rank(memory.size, memory.rank)
@@ -48,7 +48,9 @@ def ways(memory: SharedMemory, size_bytes: int) -> dict[str, Callable[[], object
     }
 
 
-def measure(memory: SharedMemory, rounds: int, sizes: Sequence[int], patience_seconds: float) -> list[dict[str, Any]]:
+def measure(
+    memory: SharedMemoryGroup, rounds: int, sizes: Sequence[int], patience_seconds: float
+) -> list[dict[str, Any]]:
     """A row for each size and round, the same on all ranks: microseconds for each way, and whether all was quiet."""
     rows: list[dict[str, Any]] = []
     for size_bytes in sizes:
@@ -65,7 +67,7 @@ def measure(memory: SharedMemory, rounds: int, sizes: Sequence[int], patience_se
     return rows
 
 
-def _count(memory: SharedMemory, call: Callable[[], object]) -> int:
+def _count(memory: SharedMemoryGroup, call: Callable[[], object]) -> int:
     call()
     began = time.perf_counter()
     for _ in range(3):
@@ -74,7 +76,7 @@ def _count(memory: SharedMemory, call: Callable[[], object]) -> int:
     return max(2, int(CHUNK_SECONDS / seconds))
 
 
-def _chunk(memory: SharedMemory, call: Callable[[], object], count: int) -> tuple[float, bool]:
+def _chunk(memory: SharedMemoryGroup, call: Callable[[], object], count: int) -> tuple[float, bool]:
     """Microseconds of a call, and whether the machine was ours."""
     barrier(memory)
     before, cpu_before = look(), time.process_time()

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
-from paceline.lab.scale import estimate_exchanged_bytes, parse_network, read_run
+from paceline.lab.scale import estimate_exchanged_bytes, parse_network, read_run_steps
 from race.figures import machine
 from scale_here import TASKS
 from scale_hosts import WARM_UP, Lab, hindrance, hosts
@@ -57,7 +57,9 @@ def measure(arguments: argparse.Namespace) -> tuple[float, dict[str, list[float]
                 for strategy in arguments.strategies:
                     name = f"{strategy}-{control}-{number}"
                     run = there.train(f"{TASKS}:large", arguments.hosts, 64, arguments.steps, name, strategy=strategy)
-                    steps = [max(one.seconds for one in step.values()) for step in read_run(run, skip=WARM_UP).steps]
+                    steps = [
+                        max(one.seconds for one in step.values()) for step in read_run_steps(run, skip=WARM_UP).steps
+                    ]
                     found.setdefault(f"{strategy}, {control}", []).append(median(steps))
                     size = estimate_exchanged_bytes([run])
                     print(f"{name}: {median(steps):.3f} s", flush=True)

@@ -21,9 +21,9 @@ from typing import Any
 
 from paceline.host.cgroup import usable_cores
 from paceline.lab.scale import (
-    MeasuredSetup,
     NetworkSpeed,
     ScalePoint,
+    ScalingInputs,
     estimate_exchanged_bytes,
     estimate_step_seconds,
     parse_network,
@@ -118,7 +118,7 @@ def estimated_over_hosts(tasks: Path, ranks: Sequence[int], times: int, steps: i
             for batch in ({each, whole // n} if n > 1 else {each, *(whole // m for m in ranks)})
         ]
         size, parts = estimate_exchanged_bytes(runs), step_parts_by_point(read_runs(runs, skip=WARM_UP), {})
-    machine = MeasuredSetup(usable_cores(), 1, size, exchanges_over_network=True)
+    machine = ScalingInputs(usable_cores(), 1, size, exchanges_over_network=True)
     rows: list[dict[str, Any]] = []
     for at, one in parts.items():
         if at.ranks > 1:

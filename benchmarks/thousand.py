@@ -34,14 +34,14 @@ from msgspec.structs import replace
 import paceline.launch.agent.cluster as cluster_module
 import paceline.launch.agent.follower as follower_module
 import paceline.launch.agent.joining as joining_module
-from paceline.host.facts import Facts, gather_facts
+from paceline.host.facts import NodeFacts, gather_facts
 from paceline.launch.agent.coordinator import Coordinator
 from paceline.launch.agent.follower import Follower
 from paceline.launch.agent.workers import InheritedResources
 from paceline.launch.plan import Command
 from paceline.launch.ssh.sessions import await_agents, open_sessions
 from paceline.protocol.control import STOP_SIGNALS, StopSignals, signal_wakeup
-from paceline.protocol.evidence import Evidence, Frame, Op, Phase, Stack, WorkerSample
+from paceline.protocol.evidence import Evidence, Frame, Op, Phase, RankSample, Stack
 from paceline.protocol.job import NodePlan
 
 NODES = (2, 10, 30, 100, 300, 1000)
@@ -71,7 +71,7 @@ class StandIns:
     def start(cls, plan: NodePlan, number: int, inherited: InheritedResources) -> Self:
         return cls(plan, number)
 
-    def worker_samples(self) -> list[WorkerSample]:
+    def worker_samples(self) -> list[RankSample]:
         now = time.monotonic()
         hangs = BOARD[HANGS] or float("inf")
         step = int((min(now, hangs) - BOARD[BEGAN]) / STEP_SECONDS)
@@ -79,9 +79,9 @@ class StandIns:
         first = self.plan.ranks.first
         return [self._sample(first + n, step, now - since, now >= hangs) for n in range(self.plan.nproc)]
 
-    def _sample(self, rank: int, step: int, still_seconds: float, hanging: bool) -> WorkerSample:
+    def _sample(self, rank: int, step: int, still_seconds: float, hanging: bool) -> RankSample:
         is_cause = hanging and rank == self.plan.ranks.world_size - 1
-        return WorkerSample(
+        return RankSample(
             rank, f"n{self.plan.node}", 1000 + rank, self.plan.node, self._code, step=step, still_seconds=still_seconds,
             phase=Phase.FORWARD if is_cause else Phase.SYNC, phase_seconds=tuple(step * 0.01 for _ in Phase),
             waiting=hanging and not is_cause, met=True, fingerprints=b"",
@@ -119,10 +119,10 @@ class Answers:
     def advance(self) -> bool:
         return True
 
-    def evidence(self, workers: Sequence[WorkerSample]) -> list[Evidence]:
+    def evidence(self, workers: Sequence[RankSample]) -> list[Evidence]:
         return [self._of(one) for one in workers]
 
-    def _of(self, one: WorkerSample) -> Evidence:
+    def _of(self, one: RankSample) -> Evidence:
         waits = one.rank != self._world_size - 1
         what = "[25000000]", "float32", "train.py:97 in step"
         ops = [
@@ -132,12 +132,12 @@ class Answers:
         return replace(Evidence.from_sample(one), state="S", answered=True, ops=tuple(ops), stacks=STACKS)
 
 
-def stand_in(facts: Facts, node: int) -> Callable[[], Facts]:
+def stand_in(facts: NodeFacts, node: int) -> Callable[[], NodeFacts]:
     """The facts of a machine of its own."""
     return lambda: replace(facts, host=f"n{node}", pid=os.getpid(), wall_seconds=time.time())
 
 
-def be_agent(plan: NodePlan, facts: Facts, output: Path) -> int:
+def be_agent(plan: NodePlan, facts: NodeFacts, output: Path) -> int:
     """One agent, in a process of its own; its exit code."""
     words = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(words, 1)
@@ -159,7 +159,7 @@ def be_agent(plan: NodePlan, facts: Facts, output: Path) -> int:
 class Run:
     """All agents of one run. Use it in a `with`: none is left after it."""
 
-    def __init__(self, nodes: int, facts: Facts, folder: Path) -> None:
+    def __init__(self, nodes: int, facts: NodeFacts, folder: Path) -> None:
         self._nodes, self._facts, self._folder = nodes, facts, folder
         self._children: list[int] = []
         self.head: psutil.Process
@@ -238,7 +238,7 @@ class Run:
         return max(heard)
 
 
-def stopped_run(nodes: int, facts: Facts, quiet_seconds: float) -> dict[str, float]:
+def stopped_run(nodes: int, facts: NodeFacts, quiet_seconds: float) -> dict[str, float]:
     """All come, all train, and a signal ends it."""
     with tempfile.TemporaryDirectory() as folder, Run(nodes, facts, Path(folder)) as run:
         joined, started = run.started()
@@ -262,7 +262,7 @@ def stopped_run(nodes: int, facts: Facts, quiet_seconds: float) -> dict[str, flo
         }
 
 
-def hanging_run(nodes: int, facts: Facts) -> dict[str, float]:
+def hanging_run(nodes: int, facts: NodeFacts) -> dict[str, float]:
     """All train, the last rank hangs, and is named."""
     with tempfile.TemporaryDirectory() as folder, Run(nodes, facts, Path(folder)) as run:
         run.started()
@@ -273,7 +273,7 @@ def hanging_run(nodes: int, facts: Facts) -> dict[str, float]:
         return {"named_seconds": named, "hang_ended_seconds": time.monotonic() - hangs, "hang_head_mib": run.peak_mib}
 
 
-def ssh_start(nodes: int, facts: Facts) -> dict[str, float]:
+def ssh_start(nodes: int, facts: NodeFacts) -> dict[str, float]:
     """How long the launcher takes until all agents have announced themselves, through clients that log in for 0.3 s."""
     with tempfile.TemporaryDirectory() as folder, signal_wakeup((signal.SIGCHLD,)) as wakeup:
         words = Path(folder) / "facts"

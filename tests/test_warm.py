@@ -75,11 +75,11 @@ def test_a_session_searches_what_was_frozen_before_a_fork_too() -> None:
     """Which it does not in a fork: there are the imports' objects alone."""
     import torch
 
-    from paceline.sessions.containers import find_all_instances
+    from paceline.sessions.containers import find_live_instances
 
     module = torch.nn.Linear(1, 1)
     gc.freeze()
-    assert any(found is module for found in find_all_instances(torch.nn.Linear))
+    assert any(found is module for found in find_live_instances(torch.nn.Linear))
     assert gc.get_freeze_count() > 0
     done = warm.run(["-c", "import gc; print(gc.get_freeze_count())"])
     assert done.stdout == "0\n"

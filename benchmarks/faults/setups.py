@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from paceline.host.cleanup import has_environment_mark, kill_sessions
 from paceline.host.procfs import PROC, processes
-from paceline.host.sweep import has_environment_mark, sweep
 
 FAULTS_MARK = "PACELINE_FAULTS_MARK"  # processes that a planted fault starts inherit it, so they can be found and ended
 CGROUPS = Path("/sys/fs/cgroup")
@@ -158,7 +158,7 @@ def run_command(
         code, ended = process.poll(), time.monotonic()
         left = _left(mark) if code is not None else ()
     finally:
-        sweep((), mark, variable=FAULTS_MARK)
+        kill_sessions((), mark, variable=FAULTS_MARK)
         with suppress(ProcessLookupError):
             process.kill()
         process.wait()

@@ -12,13 +12,13 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 from paceline.lab.check.findings import Finding, are_samples_mostly_equal, do_all_tensors_differ
 from paceline.lab.check.report import collect_findings, count_mistakes, render_report
 from paceline.protocol.facts import (
+    CheckpointDiff,
     DroppedGradients,
     FileAccess,
     LoaderPass,
     MaskedMeanLoss,
     OptimizerStep,
-    PaddedMetric,
-    SavedState,
+    PaddingEffect,
     ScriptFacts,
     SeenLoader,
     SeenReplica,
@@ -162,7 +162,7 @@ def scheduled(length: int, steps: int = 20, **more: Any) -> Callable[[int], Scri
 
 
 def saving(**more: Any) -> Callable[[int], ScriptFacts]:
-    return by_rank(saved_states=([SavedState("t.py:31 in main", "state", parts=4, **more)], []))
+    return by_rank(saved_states=([CheckpointDiff("t.py:31 in main", "state", parts=4, **more)], []))
 
 
 PLATEAU = "ReduceLROnPlateau"
@@ -302,7 +302,7 @@ PITFALLS: dict[str, tuple[Callable[[int], ScriptFacts], str, int]] = {  # what i
     "a last window divided wrongly": (windows(*BACKWARDS, epochs=EPOCHS, batches=10), "last window", 11),
     "a last window scaled wrongly": (windows(*BACKWARDS, epochs=EPOCHS, batches=10, scaled=0.25), "last window", 12),
     "a score that counts padding": (
-        by_rank(metrics=([PaddedMetric("t.py:40 in scores", "accuracy", 0.5, 0.4)],) * 2), "padding in a score", 40
+        by_rank(metrics=([PaddingEffect("t.py:40 in scores", "accuracy", 0.5, 0.4)],) * 2), "padding in a score", 40
     ),
     "generators of its own, alike": (
         training(lambda rank: trained(rank, random={"generators of its own, in the loop": "s"})), "same augmentation", 9
@@ -409,7 +409,7 @@ CLEAN: dict[str, Callable[[int], ScriptFacts]] = {
     "a short window divided by its length, and a constant that is as large as a window": short_window(
         lambda n: {"factors": [1 / n, 0.25]}
     ),
-    "scores without padding": by_rank(metrics=([PaddedMetric("t.py:40 in scores")],) * 2),
+    "scores without padding": by_rank(metrics=([PaddingEffect("t.py:40 in scores")],) * 2),
     "a short window that only the cut made": windows(*BACKWARDS, epochs=EPOCHS, batches=8),
     "files of its own": lambda rank: right(rank, saved_files=[FileAccess(f"/log-{rank}", "t.py:30 in main")]),
     "each its own GPU": lambda rank: right(rank, loaded_files=[FileAccess("/m.pt", "t.py:3 in main", [rank], rank)]),

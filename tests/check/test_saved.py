@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from paceline.protocol.facts import ORDER, SavedState, ScriptFacts
+from paceline.protocol.facts import ORDER, CheckpointDiff, ScriptFacts
 from paceline.rank.check.saved import SavedStateRecorder, hash_nested
 
 
@@ -58,7 +58,7 @@ class Planted:  # creates a file when it is unpickled
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> Callable[[Training, Path], SavedState]:
+def seen(monkeypatch: pytest.MonkeyPatch) -> Callable[[Training, Path], CheckpointDiff]:
     """What the watch records when `save_state` of Accelerate has written this folder."""
     accelerator = type("Accelerator", (), {"save_state": lambda _, folder: folder})
     monkeypatch.setitem(sys.modules, "accelerate.accelerator", SimpleNamespace(Accelerator=accelerator))
@@ -66,7 +66,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Callable[[Training, Path], SavedSta
     schedules: dict[int, tuple[Any, str, str]] = {}
     watch = SavedStateRecorder(facts, schedules)
 
-    def save(training: Training, folder: Path) -> SavedState:
+    def save(training: Training, folder: Path) -> CheckpointDiff:
         watch.on_step_end(training.optimizer)
         schedules[0] = training.schedule, "", ""
         instance: Any = accelerator()

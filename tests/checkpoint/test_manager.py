@@ -20,7 +20,7 @@ from tests.checkpoint.checkpoint_harness import (
     write_shards,
 )
 
-from paceline.checkpoint.manager import Checkpoints, UnverifiedCheckpoint
+from paceline.checkpoint.manager import CheckpointEntry, Checkpoints
 from paceline.runs.checkpoint_format import DamagedCheckpoint
 
 
@@ -49,7 +49,7 @@ def test_entries_are_the_newest_first_and_other_names_are_ignored(tmp_path):
     for name in ("step-1", "step-000000009", "step-0000000x", "xstep-00000001", ".tmp-1-1-0", "step-00000011~"):
         (tmp_path / name).mkdir()
     (tmp_path / "step-100000000").mkdir()
-    found = [UnverifiedCheckpoint(step, tmp_path / f"step-{step:08d}") for step in (100000000, 10, 9)]
+    found = [CheckpointEntry(step, tmp_path / f"step-{step:08d}") for step in (100000000, 10, 9)]
     assert checkpoints.entries() == found
     assert Checkpoints(tmp_path / "nowhere").entries() == []
     assert Checkpoints(tmp_path / "nowhere").newest_valid(print) is None

@@ -12,7 +12,7 @@ from tests.worlds import world_of
 
 from paceline.checkpoint.manager import Checkpoints
 from paceline.checkpoint.memory_snapshots import SnapshotWriter, inherited_memory_files
-from paceline.checkpoint.resume import ResumePoint, RunLocation, find_newest_checkpoint, find_newest_state
+from paceline.checkpoint.resume import LockedRun, ResumePoint, find_newest_checkpoint, find_newest_state
 from paceline.checkpoint.shards import make_shard_layout, select_shards_to_save, serialize_shard_file
 from paceline.checkpoint.state import TensorShard
 from paceline.config.settings import CheckpointConfig, TrainConfig
@@ -124,9 +124,9 @@ def remembered(rank: int, size: int, root: Path) -> dict[str, Any]:
     found["memory"] = told_by(snapshot_only(world))
     config = TrainConfig(checkpoint=CheckpointConfig(resume="no"))
     for name in ("older", "newer", "newer but damaged", "none"):
-        place = RunLocation(root / name, attempt=1, generation=1, attempt_dir=None, definition={"seed": 0})
+        place = LockedRun(root / name, attempt=1, generation=1, attempt_dir=None, definition={"seed": 0})
         found[name] = told_by(_find_resume_point(config, place, world)), place.notices
-    first_start = RunLocation(root / "older", attempt=1, generation=0, attempt_dir=None, definition={"seed": 0})
+    first_start = LockedRun(root / "older", attempt=1, generation=0, attempt_dir=None, definition={"seed": 0})
     found["no restart"] = told_by(_find_resume_point(config, first_start, world))
     if rank == size - 1:  # is another process's file after all
         WorkerSpec._here = None

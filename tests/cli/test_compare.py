@@ -7,7 +7,7 @@ import pytest
 from tests.errors import raises
 from tests.lab.typed import measured
 
-from paceline.cli.measure import compare as main
+from paceline.cli.measure import compare_strategies as main
 
 TASKS = Path(__file__).parents[1] / "lab" / "tasks_to_measure.py"
 QUICK = ("--steps", 4, "--warmup", 3, "--nproc", 2, "--rounds", 1, "--batch-sizes", 16)

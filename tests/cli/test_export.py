@@ -18,7 +18,7 @@ from paceline.cli.checkpoint import export
 from paceline.errors import UsageError
 from paceline.runs.reading import list_names
 from paceline.runs.summary import Summary, read_summary, write_summary
-from paceline.train.weights import load, save
+from paceline.train.weights import read_weight_file, save
 
 TASK = Path(__file__).with_name("tasks_to_export.py")
 
@@ -175,7 +175,7 @@ def test_the_last_checkpoint_gives_the_bits_that_the_run_has_written(
     assert export([str(run), "--step", "4", "-o", str(out)]) == 0
     summary, final, found = (
         read_summary(run),
-        load(run / "model.safetensors", require_trusted_owner=True),
+        read_weight_file(run / "model.safetensors", require_trusted_owner=True),
         load_file(out),
     )
     assert summary is not None and digest(capsys.readouterr().out) == summary.weights_sha256
@@ -194,7 +194,7 @@ def test_each_model_of_a_session_is_exported(tmp_path: Path, capsys: pytest.Capt
     assert "step 13 of run: 2 " in capsys.readouterr().out
     assert start(2, run).returncode == 0
     for number, name in ((1, "model.safetensors"), (2, "model-2.safetensors")):
-        final = load(run / name, require_trusted_owner=True)
+        final = read_weight_file(run / name, require_trusted_owner=True)
         for words in ([], ["--step", "24"]):
             out = tmp_path / f"{number}-{len(words)}.safetensors"
             assert export([str(run), "--model", str(number), "-o", str(out), *words]) == 0
@@ -222,7 +222,7 @@ def test_hugging_face_reads_what_was_exported_for_it(
 
     model, found = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not any(found.values())
-    final = load(run / "model.safetensors", require_trusted_owner=True)
+    final = read_weight_file(run / "model.safetensors", require_trusted_owner=True)
     state = model.state_dict()
     assert {f"lm.{name}" for name in state} == final.keys() - {"scale"}
     assert all(torch.equal(tensor, final[f"lm.{name}"]) for name, tensor in state.items())

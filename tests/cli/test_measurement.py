@@ -12,7 +12,7 @@ from tests.lab.typed import typed
 
 from paceline.cli import main, measure
 from paceline.cli.measure import MeasurementConfig, check_measurement_options, output_results, train_config
-from paceline.config.settings import TrainConfig, dump
+from paceline.config.settings import TrainConfig, config_to_toml
 from paceline.lab.compare import make_strategy_rows
 from paceline.lab.measurement import Candidate, Measurement
 from paceline.lab.rounds import MeasuredRounds
@@ -31,7 +31,7 @@ def test_flags_win_over_the_file_and_a_task_is_found_from_any_folder(
     assert (found.task, found.strategy) == (f"{TASKS}:tied", None)
     assert (found.optimizer.optimizer, found.optimizer.lr, found.data.num_workers) == ("adamw", 0.5, 2)
     plain = train_config(f"{TASKS.name}:tied", MeasurementConfig())
-    assert dump(plain) == dump(TrainConfig(task=f"{TASKS}:tied"))
+    assert config_to_toml(plain) == config_to_toml(TrainConfig(task=f"{TASKS}:tied"))
 
 
 @pytest.mark.parametrize("command", ["compare", "scale"])
@@ -92,7 +92,9 @@ def test_what_was_not_measured_is_a_note_of_either_command_once() -> None:
     assert compared.notes[-1] == "a stream"
 
 
-@pytest.mark.parametrize(("command", "ranks"), [(measure.scale, "--ranks=1,2"), (measure.compare, "--nproc=2")])
+@pytest.mark.parametrize(
+    ("command", "ranks"), [(measure.scale, "--ranks=1,2"), (measure.compare_strategies, "--nproc=2")]
+)
 def test_several_processes_share_a_gpu_over_gloo_only(
     command: Callable[[list[str]], int], ranks: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

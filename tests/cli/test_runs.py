@@ -18,7 +18,7 @@ from paceline.cli.status import list_runs
 from paceline.runs.attempt import AttemptEnd, write_attempt_end
 from paceline.runs.events import Evaluated, Started, Step
 from paceline.runs.folder import create_attempt_dir
-from paceline.runs.summary import RunState, Summary, write_summary
+from paceline.runs.summary import StatusReport, Summary, write_summary
 from paceline.runs.writers import EventWriter
 
 
@@ -68,7 +68,7 @@ def test_a_person_sees_each_run_in_a_line_the_newest_first_and_why_it_has_failed
 
 def test_a_program_gets_what_status_says_of_each(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert list_runs([str(folder), "--json"]) == 0
-    found = msgspec.json.decode(capsys.readouterr().out, type=list[RunState])
+    found = msgspec.json.decode(capsys.readouterr().out, type=list[StatusReport])
     assert found == [run_state(folder / name) for name in ("failed", "broken-off", "whole", "stopped")]
     assert (found[2].metrics, found[2].epochs, found[2].world_size) == (DONE.test_metrics, 2.0, 3)
 

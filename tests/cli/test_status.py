@@ -19,15 +19,15 @@ from paceline.cli import live, logs, status
 from paceline.cli import run_state as run_state_module
 from paceline.cli.run_state import find_run, run_state
 from paceline.errors import TrainingError
+from paceline.host.cleanup import Roster
 from paceline.host.procfs import read_process
-from paceline.host.sweep import Roster
 from paceline.launch.plan import SubmitRecord, make_submit_dir, write_submit_record
 from paceline.protocol.evidence import Failure
 from paceline.runs import events
 from paceline.runs.attempt import AttemptEnd, write_attempt_end
 from paceline.runs.events import Evaluated, FlopsCounted, Started, Step
 from paceline.runs.folder import create_attempt_dir
-from paceline.runs.summary import RunState, Summary, write_summary
+from paceline.runs.summary import StatusReport, Summary, write_summary
 from paceline.runs.writers import EventWriter
 
 
@@ -286,7 +286,7 @@ def test_status_is_one_screen_and_the_same_for_programs(
     assert "state     running\n" in shown and "step      3 of 20, 64 samples/s\n" in shown
     assert "saved     nothing yet\n" in shown and f"paceline cancel {run}\n" in shown
     assert status.main([str(run), "--json"]) == 0
-    assert msgspec.json.decode(capsys.readouterr().out, type=RunState) == run_state(run)
+    assert msgspec.json.decode(capsys.readouterr().out, type=StatusReport) == run_state(run)
 
 
 def test_nothing_that_a_run_wrote_steers_the_terminal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from tests.errors import codes
 
 from paceline.config.settings import load
-from paceline.runs.events import Samples, Step, read_events
+from paceline.runs.events import SampleIndices, Step, read_events
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(270), pytest.mark.sample(2)]
 TORCHRUN = ("-m", "torch.distributed.run")
@@ -93,7 +93,7 @@ def test_two_processes_leave_a_whole_run_folder(paceline, small_mnist, tmp_path)
     with safe_open(run_dir / "model.safetensors", "pt") as weights:
         assert "module" not in str(weights.keys())  # the model's own names
     events = [list(read_events(run_dir / f"events-{rank}.jsonl")) for rank in range(2)]
-    seen = Counter(i for rank in events for e in rank if isinstance(e, Samples) for i in e.indices)
+    seen = Counter(i for rank in events for e in rank if isinstance(e, SampleIndices) for i in e.indices)
     assert seen == Counter(range(600))  # each sample once, no more
     losses = [[e.loss for e in rank if isinstance(e, Step)] for rank in events]
     assert losses[0] == losses[1]  # the loss is global
@@ -136,7 +136,7 @@ def test_60001_samples_on_3_ranks_are_seen_once_an_epoch(paceline, tmp_path):
     assert run.returncode == 0, run.stderr
     assert summary_of(tmp_path / "run")["global_batch"] == 384
     events = [e for rank in range(3) for e in read_events(tmp_path / "run" / f"events-{rank}.jsonl")]
-    samples = [e for e in events if isinstance(e, Samples)]
+    samples = [e for e in events if isinstance(e, SampleIndices)]
     orders = []
     for epoch in range(2):
         seen = Counter(i for e in samples if e.epoch == epoch for i in e.indices)

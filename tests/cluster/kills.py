@@ -121,7 +121,7 @@ def targets(cluster: Cluster, kill: Kill, launcher: int) -> list[int]:
         found = cluster.lab.processes(kill.host)
         return [pid for pid, said in found.items() if " train --config" in said and _rank(pid) == kill.rank]
     found = cluster.lab.processes(kill.host).items()
-    # the agent is older than its janitor, which has the same words; srun's begin with srun
+    # the agent is older than its cleanup process, which has the same words; srun's begin with srun
     agent = sorted(pid for pid, said in found if "paceline.launch.agent" in said and not said.startswith("srun"))[:1]
     return [_parent(pid) for pid in agent] if kill.what.startswith("sshd") else agent
 

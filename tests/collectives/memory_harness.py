@@ -6,11 +6,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from paceline.collectives.shared_memory import MemoryLayout, MemoryPeer, SharedMemory
+from paceline.collectives.shared_memory import MemoryLayout, MemoryPeer, SharedMemoryGroup
 from paceline.host.procfs import read_process
 
 
-def in_threads(size: int, act: Callable[[SharedMemory], Any], *, bulk_bytes: int = 16 << 10) -> list[Any]:
+def in_threads(size: int, act: Callable[[SharedMemoryGroup], Any], *, bulk_bytes: int = 16 << 10) -> list[Any]:
     """Call `act` for each of `size` ranks in threads. Returns the results by rank, or raises the first error."""
     layout = MemoryLayout(size, bulk_bytes)
     mine = read_process(os.getpid())
@@ -23,7 +23,7 @@ def in_threads(size: int, act: Callable[[SharedMemory], Any], *, bulk_bytes: int
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
-        memory = SharedMemory(peers, rank, layout, 20.0)
+        memory = SharedMemoryGroup(peers, rank, layout, 20.0)
         try:
             results[rank] = act(memory)
         except BaseException as error:

@@ -11,7 +11,7 @@ from paceline.config.definition import (
     CHANGEABLE_SETTINGS,
     EXACT_ONLY_SETTINGS,
     FIXED_SETTINGS,
-    check_same_definition,
+    check_definition_changes,
     make_run_definition,
     parse_allowed_changes,
 )
@@ -28,7 +28,7 @@ def changed(*names: str, **more: object) -> dict[str, object]:
 
 def refusal(*names: str, allowed: tuple[str, ...] = (), **more: object) -> PacelineError:
     with pytest.raises(UsageError) as caught:
-        check_same_definition(SAVED, changed(*names, **more), allowed, WHERE)
+        check_definition_changes(SAVED, changed(*names, **more), allowed, WHERE)
     return caught.value
 
 
@@ -51,7 +51,7 @@ def test_what_may_change_is_refused_with_the_flag_that_allows_it(name):
 @pytest.mark.parametrize("name", CHANGEABLE_SETTINGS)
 def test_an_allowed_change_is_told_in_words(name):
     assert parse_allowed_changes(name) == [name]
-    [told] = check_same_definition(SAVED, changed(name), [name], WHERE)
+    [told] = check_definition_changes(SAVED, changed(name), [name], WHERE)
     assert told.startswith(f"{name}: old-{name} ") and f" new-{name} " in told
 
 
@@ -80,17 +80,17 @@ def test_hardware_and_threads_count_only_where_bits_were_promised(name, before, 
     other = changed(name, strategy=now)
     if compared:
         with raises("another-run", allow=name):
-            check_same_definition(saved, other, [], WHERE)
+            check_definition_changes(saved, other, [], WHERE)
     else:
-        assert check_same_definition(saved, other, [], WHERE) == []
+        assert check_definition_changes(saved, other, [], WHERE) == []
 
 
 def test_what_is_not_known_yet_is_not_compared():
     """The launcher knows the settings, not the data; the workers compare the rest."""
     known = {name: SAVED[name] for name in ("seed", "lr", "strategy")}
-    assert check_same_definition(SAVED, known, [], WHERE) == []
+    assert check_definition_changes(SAVED, known, [], WHERE) == []
     older = {**changed("data"), **ADDED_SETTING_DEFAULTS}
-    assert check_same_definition(known, older, [], WHERE) == []  # saved by an older paceline
+    assert check_definition_changes(known, older, [], WHERE) == []  # saved by an older paceline
 
 
 def test_a_value_that_was_not_set_is_said_and_a_long_one_cut():
@@ -104,7 +104,7 @@ def test_of_two_tables_only_what_differs_is_told():
     saved = {**SAVED, "hardware": {"long": "x" * 300, "torch": "2.12", "mkl": "3"}}
     now = {**SAVED, "hardware": {"torch": "2.13", "mkl": "3", "long": "x" * 300, "new": 1}}
     with pytest.raises(UsageError) as caught:
-        check_same_definition(saved, now, [], WHERE)
+        check_definition_changes(saved, now, [], WHERE)
     assert re.search("{'torch': '2.12'} .*{'new': 1, 'torch': '2.13'}", str(caught.value))
 
 
@@ -158,7 +158,7 @@ def defined(**changes: object) -> dict[str, object]:
     ],
 )
 def test_what_changes_nothing_of_the_run_may_change_freely(free):
-    assert check_same_definition(defined(), defined(**free), [], WHERE) == []
+    assert check_definition_changes(defined(), defined(**free), [], WHERE) == []
 
 
 @pytest.mark.parametrize(
@@ -181,16 +181,18 @@ def test_what_changes_nothing_of_the_run_may_change_freely(free):
 )
 def test_each_setting_that_matters_is_compared(change, names):
     with pytest.raises(UsageError) as caught:
-        check_same_definition(defined(), defined(**change), [], WHERE)
+        check_definition_changes(defined(), defined(**change), [], WHERE)
     assert [*caught.value.fields["saved"]] == names
 
 
 def test_a_checkpoint_of_before_there_was_a_choice_of_precision_is_one_in_fp32():
     old = {name: value for name, value in defined().items() if name != "precision"}
-    assert check_same_definition(old, defined(), [], WHERE) == []
+    assert check_definition_changes(old, defined(), [], WHERE) == []
     with raises("another-run", saved={"precision": "fp32"}, now={"precision": "bf16"}):
-        check_same_definition(old, defined(compute__precision="bf16"), [], WHERE)
-    assert check_same_definition(old, defined(compute__precision="auto"), [], WHERE) == []  # compared when it is known
+        check_definition_changes(old, defined(compute__precision="bf16"), [], WHERE)
+    assert (
+        check_definition_changes(old, defined(compute__precision="auto"), [], WHERE) == []
+    )  # compared when it is known
 
 
 def test_what_a_table_of_a_file_leaves_out_is_compared_too(tmp_path):
@@ -198,7 +200,7 @@ def test_what_a_table_of_a_file_leaves_out_is_compared_too(tmp_path):
     path.write_text('[network]\ncompress = "bf16"\n')
     now = make_run_definition(load(path, must_own=True))
     with raises("another-run", saved={"local_steps": 4}, now={"local_steps": None}):
-        check_same_definition({**now, "local_steps": 4}, now, [], WHERE)
+        check_definition_changes({**now, "local_steps": 4}, now, [], WHERE)
 
 
 def test_every_setting_of_the_definition_has_a_rule():
@@ -213,5 +215,5 @@ def test_every_setting_of_the_definition_has_a_rule():
 def test_a_setting_of_the_task_may_change_if_it_is_allowed_by_its_name():
     saved, now = {**SAVED, "task_arg.width": 2, "task_arg.old": 1}, {**SAVED, "task_arg.width": 3, "task_arg.new": 1}
     with raises("another-run", saved={"task_arg.width": 2}, now={"task_arg.width": 3}, allow="task_arg.width"):
-        check_same_definition(saved, now, [], WHERE)
-    assert len(check_same_definition(saved, now, parse_allowed_changes("task_arg.width"), WHERE)) == 1
+        check_definition_changes(saved, now, [], WHERE)
+    assert len(check_definition_changes(saved, now, parse_allowed_changes("task_arg.width"), WHERE)) == 1

@@ -9,7 +9,7 @@ from paceline.config.mesh import DIMENSIONS, Mesh, enumerate_meshes, resolve_mes
 from paceline.config.settings import (
     ComputeConfig,
     LaunchConfig,
-    NetworkConfig,
+    SlowNetworkConfig,
     TrainConfig,
     check_values,
     resolve_defaults,
@@ -78,7 +78,7 @@ TENSOR = LaunchConfig(mesh="tensor=2")
         ({"launch": LaunchConfig(mesh="data=2,shard=2")}, "shard-without-fsdp"),
         ({"launch": LaunchConfig(mesh="tensor=2", min_nproc=1)}, "mesh-with-min-nproc"),
         ({"launch": TENSOR, "compute": ComputeConfig(compile=True)}, "mesh-with-compile"),
-        ({"launch": TENSOR, "network": NetworkConfig(compress="int8")}, "mesh-with-slow-network"),
+        ({"launch": TENSOR, "network": SlowNetworkConfig(compress="int8")}, "mesh-with-slow-network"),
         ({"launch": TENSOR, "compute": ComputeConfig(checkpoint_activations="Block")}, "mesh-with-recomputation"),
     ],
 )

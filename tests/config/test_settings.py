@@ -15,13 +15,13 @@ from paceline.config.settings import (
     BatchSizes,
     DataConfig,
     LaunchConfig,
-    NetworkConfig,
     OptimizerConfig,
     RunConfig,
+    SlowNetworkConfig,
     StrategyName,
     TrainConfig,
     check_values,
-    dump,
+    config_to_toml,
     load,
     resolve_batch_sizes,
     strategy_options,
@@ -43,7 +43,7 @@ configs = st.builds(
 @given(configs)
 def test_what_is_written_is_read_back(tmp_path_factory, config):
     path = tmp_path_factory.mktemp("config") / "config.toml"
-    path.write_text(dump(config))
+    path.write_text(config_to_toml(config))
     assert load(path, must_own=True) == config
     check_values(config)
     assert strategy_options(load(path, must_own=True)) == strategy_options(config)  # where nothing was set, too
@@ -116,12 +116,12 @@ def test_values_without_meaning(section, setting, value, code):
 )
 def test_what_cannot_be_done_between_hosts_is_refused_before_anything_starts(strategy, given, code, setting):
     with raises(code, setting=setting):
-        check_values(TrainConfig(strategy=strategy, network=NetworkConfig(**given)))
+        check_values(TrainConfig(strategy=strategy, network=SlowNetworkConfig(**given)))
 
 
 def test_an_average_of_weights_needs_weights_of_all_hosts():
     for local_steps, refused in ((4, True), (None, False)):
-        config = TrainConfig(network=NetworkConfig(local_steps=local_steps), optimizer=OptimizerConfig(ema=0.9))
+        config = TrainConfig(network=SlowNetworkConfig(local_steps=local_steps), optimizer=OptimizerConfig(ema=0.9))
         with raises("ema-with-local-steps") if refused else nullcontext():
             check_values(config)
 

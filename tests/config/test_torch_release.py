@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli import launch, train
-from paceline.config.choices import NEWEST_TORCH, OLDEST_TORCH, torch_unsupported_reason, untested_torch_notice
+from paceline.config.choices import NEWEST_TORCH, OLDEST_TORCH, torch_unsupported_reason, untested_torch_notices
 from paceline.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -20,11 +20,11 @@ def newer(monkeypatch):
 @pytest.mark.parametrize("found", ["2.11.0", "2.13.0+cpu", f"{NEWEST_TORCH}.9", "0+unknown"])
 def test_a_tested_release_is_not_reported(monkeypatch, found):
     monkeypatch.setattr("importlib.metadata.version", lambda name: found)
-    assert untested_torch_notice() == []
+    assert untested_torch_notices() == []
 
 
 def test_a_newer_release_is_one_line(newer):
-    (line,) = untested_torch_notice()
+    (line,) = untested_torch_notices()
     assert "3.0.0a0+cu140" in line and OLDEST_TORCH in line and NEWEST_TORCH in line
 
 

@@ -22,7 +22,7 @@ from paceline.data.streams import (
     ENDLESS_NUM_SAMPLES,
     LocalBatch,
     LocalBatchReader,
-    StreamPlan,
+    StreamBatchPlan,
     StreamReader,
     read_local_batches,
     shard_stream,
@@ -57,11 +57,11 @@ class Numbers(IterableDataset[Any]):
         return Numbers(self.numbers[index::num_shards])
 
 
-def plan(virtual_ranks: int, *, parts: int = 1, accumulation: int = 1) -> StreamPlan:
-    return StreamPlan(ENDLESS_NUM_SAMPLES, 8, virtual_ranks, accumulation, 7, False, "keep", parts, parts > 1)
+def plan(virtual_ranks: int, *, parts: int = 1, accumulation: int = 1) -> StreamBatchPlan:
+    return StreamBatchPlan(ENDLESS_NUM_SAMPLES, 8, virtual_ranks, accumulation, 7, False, "keep", parts, parts > 1)
 
 
-def chunks(parts: list[StreamReader], of: StreamPlan, share: range, **how: Any) -> list[LocalBatch]:
+def chunks(parts: list[StreamReader], of: StreamBatchPlan, share: range, **how: Any) -> list[LocalBatch]:
     """All up to the end."""
     loading = how.pop("loading", CPU)
     found: list[LocalBatch] = []

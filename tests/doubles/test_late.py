@@ -29,9 +29,9 @@ from paceline.protocol.evidence import Phase
 from paceline.rank.guard import HangGuard
 from paceline.runs.events import Evaluated, Notice, RolledBack, Skipped, Step, read_events
 from paceline.stepping.step import Step as TrainingStep
-from paceline.stepping.totals import StepTotals, UnreadStep
+from paceline.stepping.totals import TotalsReducer, UnreadStep
 from paceline.stepping.trained_model import ModelInTraining
-from paceline.strategies.average import WeightAverage
+from paceline.strategies.average import EmaWeights
 from paceline.strategies.optimizers import can_skip_step_on_device
 from paceline.train.step import TaskSteps
 
@@ -125,7 +125,9 @@ def test_a_freed_rank_believes_nothing_that_it_has_read(world: World, monkeypatc
         raise StallError("freed")
 
     monkeypatch.setattr(HangGuard, "check_not_released", freed)
-    monkeypatch.setattr("paceline.stepping.totals.StepTotals.read_totals", lambda self, totals: heard.append("totals"))
+    monkeypatch.setattr(
+        "paceline.stepping.totals.TotalsReducer.read_totals", lambda self, totals: heard.append("totals")
+    )
     with on_the_cpu(), pytest.raises(StallError):
         TaskSteps(replica, good, max_norm=1.0).take_step(step)
     assert bits(replica) == before
@@ -149,9 +151,9 @@ def test_the_next_batches_are_begun_while_the_device_is_busy_with_the_step(
     (step,), said, ahead = batches(world, 2), list[str](), PrefetchTrigger()
     replica = made("exact", world, 2)
     ahead.start_batches = lambda: said.append("begin")
-    freed, start = HangGuard.check_not_released, StepTotals.start
+    freed, start = HangGuard.check_not_released, TotalsReducer.start
     monkeypatch.setattr(HangGuard, "check_not_released", lambda self: (said.append("read"), freed(self)))
-    monkeypatch.setattr(StepTotals, "start", lambda self: (said.append("last backward"), start(self))[1])
+    monkeypatch.setattr(TotalsReducer, "start", lambda self: (said.append("last backward"), start(self))[1])
     replica.optimizer.register_step_pre_hook(lambda *_: said.append("update"))
     for around, wanted in (
         (on_the_cpu, ["last backward", "begin", "read", "read", "update"]),  # the last read looks again
@@ -214,7 +216,7 @@ def recorded(
 ) -> tuple[list[str], int]:  # fmt: skip
     """What `fit` reports, digests of all state and of an average of the weights; and the number of late steps."""
     replica = normalized(world, strategy, optimizer, virtual_ranks)
-    average, found, lates = WeightAverage(replica.state(), 0.9), list[Any](), list[int]()
+    average, found, lates = EmaWeights(replica.state(), 0.9), list[Any](), list[int]()
     with on_the_cpu(), pytest.MonkeyPatch.context() as patch:
         step_unless = Strategy.step_unless
         patch.setattr(Strategy, "step_unless", lambda self, bad: (lates.append(1), step_unless(self, bad)))

@@ -19,7 +19,7 @@ from paceline.data.loader import LoadingOptions, MicroBatch
 from paceline.data.plan import MicroBatchPlan
 from paceline.rank.world import World
 from paceline.stepping.order import CollectiveOrderCheck
-from paceline.stepping.totals import AwaitTotals, ControlFlags, StepTotals
+from paceline.stepping.totals import AwaitTotals, ControlFlags, TotalsReducer
 from paceline.strategies import STRATEGIES
 from paceline.train import evaluate as evaluations
 from paceline.train.evaluate import evaluate
@@ -41,14 +41,14 @@ def begin() -> None:
     for module in [*sys.modules.values()]:
         if vars(module).get("all_gather_json") is all_gather_json:
             vars(module)["all_gather_json"] = alike
-    start = StepTotals.start
+    start = TotalsReducer.start
 
-    def said_alike(self: StepTotals) -> AwaitTotals:
+    def said_alike(self: TotalsReducer) -> AwaitTotals:
         finish = start(self)
         self._said_scale = 0.0  # what HostReads gives for the sum over ranks
         return finish
 
-    StepTotals.start = said_alike
+    TotalsReducer.start = said_alike
     vars(shards)["_check_no_views"] = lambda parameters: None  # all lie at address 0
 
 

@@ -16,7 +16,7 @@ from paceline.guard.deaths import (
     first_to_fail,
 )
 from paceline.guard.judge import diagnose, diagnose_first_failure
-from paceline.protocol.evidence import Evidence, Failure, WorkerSample
+from paceline.protocol.evidence import Evidence, Failure, RankSample
 
 GLOO = "[rank0]: RuntimeError: [../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5120\n"
 
@@ -27,11 +27,11 @@ def record(rank: int, at: float, *, victim: bool = False, code: int = 1) -> Fail
 
 def ended(
     rank: int, code: int | None, at: float = 10.0, *, failure: Failure | None = None, log: str = ""
-) -> WorkerSample:
-    return WorkerSample(rank, "host", 100 + rank, code=code, ended_seconds=at, failure=failure, error_text=log)
+) -> RankSample:
+    return RankSample(rank, "host", 100 + rank, code=code, ended_seconds=at, failure=failure, error_text=log)
 
 
-def victim(rank: int, at: float) -> WorkerSample:
+def victim(rank: int, at: float) -> RankSample:
     return ended(rank, 1, at, failure=record(rank, at, victim=True))
 
 
@@ -87,8 +87,8 @@ times = st.floats(0, 100)
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> list[WorkerSample]:
-    def one(rank: int) -> WorkerSample:
+def worlds(draw: st.DrawFn) -> list[RankSample]:
+    def one(rank: int) -> RankSample:
         code = draw(st.sampled_from([None, 0, 1, 3, -6, -9, -11]))
         failure = draw(st.none() | st.builds(record, st.just(rank), times, victim=st.booleans()))
         if code == 0:
@@ -99,7 +99,7 @@ def worlds(draw: st.DrawFn) -> list[WorkerSample]:
 
 
 @given(worlds(), st.randoms(use_true_random=False))
-def test_the_choice_is_the_best_kind_then_the_oldest_in_any_order(world: list[WorkerSample], random) -> None:
+def test_the_choice_is_the_best_kind_then_the_oldest_in_any_order(world: list[RankSample], random) -> None:
     primary = first_to_fail(world)
     failed = [one for one in world if one.ended_badly or (one.is_running and one.failure)]
     assert (primary is None) == (not failed)
@@ -116,7 +116,7 @@ def test_the_choice_is_the_best_kind_then_the_oldest_in_any_order(world: list[Wo
 
 
 @given(worlds())
-def test_more_victims_never_take_the_blame(world: list[WorkerSample]) -> None:
+def test_more_victims_never_take_the_blame(world: list[RankSample]) -> None:
     primary = first_to_fail(world)
     crowd = [*world, *(victim(rank, -1.0) for rank in (90, 91))]
     if primary is not None and classify_rank_end(primary) is not RankEndKind.VICTIM:
@@ -124,7 +124,7 @@ def test_more_victims_never_take_the_blame(world: list[WorkerSample]) -> None:
 
 
 @given(worlds())
-def test_a_failure_is_always_told_some_time(world: list[WorkerSample]) -> None:
+def test_a_failure_is_always_told_some_time(world: list[RankSample]) -> None:
     due = diagnosis_due_at_seconds(world)
     assert (due is None) == (first_to_fail(world) is None)
     if due is not None:
@@ -132,7 +132,7 @@ def test_a_failure_is_always_told_some_time(world: list[WorkerSample]) -> None:
 
 
 @given(worlds())
-def test_the_judge_of_hangs_names_the_same_rank_where_samples_are_all_it_has(world: list[WorkerSample]) -> None:
+def test_the_judge_of_hangs_names_the_same_rank_where_samples_are_all_it_has(world: list[RankSample]) -> None:
     diagnosis, first = diagnose([Evidence.from_sample(one) for one in world]), first_to_fail(world)
     assert diagnosis.failed == diagnose_first_failure(world).failed == (None if first is None else first.rank)
     if first is not None and classify_rank_end(first).is_primary:

@@ -11,7 +11,7 @@ import pytest
 from tests.rank.guard_ranks import Rank, ranks
 
 from paceline.guard.collect import MAX_EVIDENCE_BYTES, MAX_TEXT, EvidenceCollection, limit_evidence_size
-from paceline.protocol.evidence import Evidence, Frame, Op, Stack, WorkerSample
+from paceline.protocol.evidence import Evidence, Frame, Op, RankSample, Stack
 from paceline.protocol.status_page import PAGE_BYTES, SIGNAL_SAFE, StatusPage, make_status_page
 
 pytestmark = pytest.mark.sample(2)
@@ -24,7 +24,7 @@ def collected(
 ) -> tuple[Evidence, float]:
     """What is found, and in how many seconds; no single step may hold an agent up."""
     began = time.monotonic()
-    worker = WorkerSample(rank.number, "here", rank.process.pid, code=code)
+    worker = RankSample(rank.number, "here", rank.process.pid, code=code)
     collection = EvidenceCollection([worker], {rank.number: rank.page}, question, patience_seconds=patience_seconds)
     done = False
     while not done:
@@ -159,7 +159,7 @@ def test_processes_that_load_data_are_looked_at_and_strangers_with_their_number_
 def test_a_box_full_of_rubbish_gives_evidence_all_the_same(size_bytes: int) -> None:
     descriptor = make_status_page(0)
     try:
-        worker = WorkerSample(3, "here", os.getpid())
+        worker = RankSample(3, "here", os.getpid())
         for _ in range(20):
             collection = EvidenceCollection([worker], {3: descriptor}, 1, patience_seconds=0.0)
             os.ftruncate(descriptor, size_bytes)
@@ -176,7 +176,7 @@ def test_an_answer_that_is_none_still_says_that_the_interpreter_runs() -> None:
     descriptor = make_status_page(0)
     mine = StatusPage(descriptor)
     try:
-        worker = WorkerSample(3, "here", os.getpid())
+        worker = RankSample(3, "here", os.getpid())
         for text in (b"", b"[" * 100_000, b'{"ops": 7}', b'{"stacks": [{"thread": "\\ud800", "frames": []}]}'):
             collection = EvidenceCollection([worker], {3: descriptor}, 5)
             mine.answer(5, text)

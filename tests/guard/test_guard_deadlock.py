@@ -8,7 +8,7 @@ from tests.guard.judge_world import STRUCTURAL, make_case
 
 from paceline.guard.detectors import MAX_DEADLOCK_SECONDS, DeadlockCheckSchedule
 from paceline.guard.judge import DEADLOCK_SECONDS, is_deadlocked
-from paceline.protocol.evidence import Evidence, Frame, Op, Stack, WorkerSample
+from paceline.protocol.evidence import Evidence, Frame, Op, RankSample, Stack
 from paceline.protocol.job import HangTimeout
 
 WAITS = Frame("torch/distributed/distributed_c10d.py", 3000, "all_reduce")
@@ -89,9 +89,9 @@ def test_over_random_programs_no_rank_that_only_hangs_or_ends_is_taken_for_a_mis
     assert found["structural"] > 50
 
 
-def waiting(now_seconds: float, **since_seconds: float) -> list[WorkerSample]:
+def waiting(now_seconds: float, **since_seconds: float) -> list[RankSample]:
     ages = {int(name[1:]): now_seconds - since for name, since in since_seconds.items()}
-    return [WorkerSample(n, "n1", 100 + n, waiting=True, still_seconds=age) for n, age in ages.items()]
+    return [RankSample(n, "n1", 100 + n, waiting=True, still_seconds=age) for n, age in ages.items()]
 
 
 def test_ranks_are_asked_once_when_two_have_waited_and_again_when_another_has_come() -> None:

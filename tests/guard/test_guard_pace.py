@@ -7,21 +7,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.errors import raises
 
-from paceline.guard.detectors import Alarm, StallDetector
-from paceline.protocol.evidence import Phase, WorkerSample
+from paceline.guard.detectors import StallAlarm, StallDetector
+from paceline.protocol.evidence import Phase, RankSample
 from paceline.protocol.job import HangTimeout
 
 
-def rank(number: int, still_seconds: float, phase: Phase, step: int, *, waiting: bool, stepped: bool) -> WorkerSample:
+def rank(number: int, still_seconds: float, phase: Phase, step: int, *, waiting: bool, stepped: bool) -> RankSample:
     spent = tuple(float(stepped and one is Phase.OPTIMIZER) for one in Phase)
-    return WorkerSample(
+    return RankSample(
         number, "n1", 7, step=step, phase=phase, phase_seconds=spent, still_seconds=still_seconds, waiting=waiting
     )
 
 
 def ranks(
     still_seconds: float, *, step: int = 50, phases: Iterable[Phase] = (Phase.SYNC, Phase.FORWARD), waiting: bool = True
-) -> list[WorkerSample]:
+) -> list[RankSample]:
     """The last of `phases` is that of the rank for which the others wait."""
     phases = list(phases)
     return [
@@ -41,7 +41,7 @@ class Clock:
         for step in range(count):
             assert self.stand(gap_seconds, step=step, warned=True, **settings) is None
 
-    def stand(self, seconds: float, *, warned: bool = False, **settings: object) -> tuple[Alarm, float] | None:
+    def stand(self, seconds: float, *, warned: bool = False, **settings: object) -> tuple[StallAlarm, float] | None:
         """Stand still; the first alarm, and after how long. `warned`: warnings are no matter."""
         began = self.now
         while self.now < began + seconds:
@@ -150,7 +150,7 @@ def test_the_first_step_of_a_resumed_run_may_compile_too() -> None:
     for second in range(50):
         waits = rank(0, float(second), Phase.SYNC, 1000, waiting=True, stepped=False)
         compiles = rank(1, float(second), Phase.BACKWARD, 1000, waiting=False, stepped=False)
-        assert pace.update(float(second), [waits, compiles]) in (None, Alarm("warn", 30.0, 60.0))
+        assert pace.update(float(second), [waits, compiles]) in (None, StallAlarm("warn", 30.0, 60.0))
 
 
 def test_a_script_in_which_nobody_waits_is_left_alone() -> None:

@@ -9,7 +9,7 @@ from tests.rendered import rendered
 from paceline.guard.detectors import SleepingRankDetector
 from paceline.guard.judge import diagnose
 from paceline.guard.silent import SilentFaultDetector, SilentFaultNotice
-from paceline.protocol.evidence import Diagnosis, DiagnosisKind, Evidence, Op, Phase, ScriptFinding, WorkerSample
+from paceline.protocol.evidence import Diagnosis, DiagnosisKind, Evidence, Op, Phase, RankSample, ScriptFault
 from paceline.protocol.job import HangTimeout
 from paceline.protocol.marks import BY_DDP, LAST_CALLS, MARK, ORDER, SUMMED, ReplicaFingerprint
 
@@ -33,9 +33,9 @@ def calls(*hashes: int, before: int = 0) -> bytes:
     return ORDER.pack(before + len(hashes), 9, 3) + struct.pack(f"@{LAST_CALLS}I", *ring)
 
 
-def rank(number: int, *found: ReplicaFingerprint, **known: object) -> WorkerSample:
+def rank(number: int, *found: ReplicaFingerprint, **known: object) -> RankSample:
     known = {"step": 5, "script": True, **known}
-    return WorkerSample(number, "n1", 7, fingerprints=marks(*found), **known)  # type: ignore[arg-type]
+    return RankSample(number, "n1", 7, fingerprints=marks(*found), **known)  # type: ignore[arg-type]
 
 
 def silent(known: Mapping[int, Op] = CALLS) -> SilentFaultDetector:
@@ -47,7 +47,7 @@ def first(found: Sequence[Diagnosis]) -> Diagnosis | None:
     return found[0] if found else None
 
 
-def seen(*samples: WorkerSample, last: bool = False) -> Diagnosis | None:
+def seen(*samples: RankSample, last: bool = False) -> Diagnosis | None:
     return first(silent().update(samples, last=last))
 
 
@@ -129,8 +129,8 @@ def test_round_off_between_machines_is_a_notice() -> None:
 
 
 def test_the_rank_whose_own_loss_was_not_finite_is_named_once_all_have_told() -> None:
-    ours = ScriptFinding("not finite", 5, "its loss was nan at train.py:9, batch 5 of epoch 1")
-    theirs = ScriptFinding("not finite", 5, "", own=False)
+    ours = ScriptFault("not finite", 5, "its loss was nan at train.py:9, batch 5 of epoch 1")
+    theirs = ScriptFault("not finite", 5, "", own=False)
     one = silent()
     partly = [rank(0), rank(1, findings=(ours,)), rank(2)]
     assert first(one.update(partly)) is None
@@ -143,8 +143,8 @@ def test_the_rank_whose_own_loss_was_not_finite_is_named_once_all_have_told() ->
 
 
 def test_the_rank_that_made_the_sum_not_finite_is_named_by_its_step() -> None:
-    def told(number: int, step: int) -> WorkerSample:
-        return rank(number, findings=(ScriptFinding("not finite", step, "", own=False),))
+    def told(number: int, step: int) -> RankSample:
+        return rank(number, findings=(ScriptFault("not finite", step, "", own=False),))
 
     found = seen(told(0, 6), told(1, 5), told(2, 6))
     assert found is not None and (found.kind, found.causes, found.step) == (DiagnosisKind.NOT_FINITE, (1,), 5)
@@ -153,7 +153,7 @@ def test_the_rank_that_made_the_sum_not_finite_is_named_by_its_step() -> None:
 
 
 def test_what_only_some_ranks_tell_is_passed_on_once_the_others_had_the_time_to() -> None:
-    stale = ScriptFinding("stale", 30, "made a step without backward(), as none before: words")
+    stale = ScriptFault("stale", 30, "made a step without backward(), as none before: words")
     one = silent()
     for least in (31, 45):
         assert one.update([rank(0, step=least), rank(1, step=60, findings=(stale,)), rank(2, step=60)]) == []
@@ -168,9 +168,9 @@ def test_what_only_some_ranks_tell_is_passed_on_once_the_others_had_the_time_to(
 
 
 def test_where_no_majority_says_who_is_wrong_the_rank_that_left_out_a_step_is_guilty() -> None:
-    left_out = ScriptFinding("stale", 5, "left out a step after backward(), as never before: words")
+    left_out = ScriptFault("stale", 5, "left out a step after backward(), as never before: words")
 
-    def told(by: Sequence[int], finding: ScriptFinding = left_out) -> Diagnosis:
+    def told(by: Sequence[int], finding: ScriptFault = left_out) -> Diagnosis:
         found = seen(*(rank(n, step(5, n), findings=(finding,) if n in by else ()) for n in range(3)))
         assert found is not None and found.kind is DiagnosisKind.DIVERGED
         return found
@@ -182,7 +182,7 @@ def test_where_no_majority_says_who_is_wrong_the_rank_that_left_out_a_step_is_gu
 
 def test_a_swallowed_exception_is_told_once_and_again_with_the_drift_that_it_made() -> None:
     one = silent()
-    swallowed = ScriptFinding("swallowed", 5, "ValueError in its forward, at train.py:7 in forward: bad")
+    swallowed = ScriptFault("swallowed", 5, "ValueError in its forward, at train.py:7 in forward: bad")
     samples = [rank(n, findings=(swallowed,) if n == 1 else ()) for n in range(3)]
     assert first(one.update(samples)) is None and first(one.update(samples)) is None
     assert [told.kind for told in one.notices] == ["swallowed"]
@@ -192,9 +192,9 @@ def test_a_swallowed_exception_is_told_once_and_again_with_the_drift_that_it_mad
 
 
 def test_a_swallowed_error_of_a_collective_is_a_diagnosis_with_what_others_did() -> None:
-    failed = ScriptFinding("collective", 39, "RuntimeError in its backward, at train.py:7: closed", last=True)
-    skipped = ScriptFinding("stale", 25, "skipped a batch, as never before: words")
-    early = ScriptFinding("swallowed", 24, "ValueError in its forward, at train.py:6: bad")
+    failed = ScriptFault("collective", 39, "RuntimeError in its backward, at train.py:7: closed", last=True)
+    skipped = ScriptFault("stale", 25, "skipped a batch, as never before: words")
+    early = ScriptFault("swallowed", 24, "ValueError in its forward, at train.py:6: bad")
     for last in (False, True):
         samples = [rank(n, step(4, 1), findings=(skipped, early) if n == 1 else (failed,), step=39) for n in range(3)]
         one = silent()
@@ -218,7 +218,7 @@ def test_a_swallowed_error_of_a_collective_is_a_diagnosis_with_what_others_did()
 
 
 def test_a_thread_that_ended_is_told_and_again_when_its_rank_hangs() -> None:
-    one, ended = silent(), ScriptFinding("thread", 5, "its thread reader ended with OSError at train.py:7 in read: bad")
+    one, ended = silent(), ScriptFault("thread", 5, "its thread reader ended with OSError at train.py:7 in read: bad")
     samples = [rank(n, findings=(ended,) if n == 1 else ()) for n in range(2)]
     assert first(one.update(samples)) is None and first(one.update(samples)) is None
     assert [told.kind for told in one.notices] == ["thread"]
@@ -327,7 +327,7 @@ def test_steps_of_a_rank_for_itself_before_the_training_do_not_count() -> None:
 
 
 def test_that_all_ranks_leave_ddp_is_said_once_and_of_some_nothing() -> None:
-    left = (ScriptFinding("left", 60, "trains on past DDP"),)
+    left = (ScriptFault("left", 60, "trains on past DDP"),)
     looks = silent()
     assert looks.update([rank(0, findings=left), rank(1, findings=left), rank(2)], last=True) == []
     assert not looks.notices

@@ -16,7 +16,7 @@ from paceline.guard.detectors import (
     find_slow_script_rank,
     median_without,
 )
-from paceline.protocol.evidence import Phase, WorkerSample
+from paceline.protocol.evidence import Phase, RankSample
 
 HOSTS = {0: "n1", 1: "n2", 2: "n3", 3: "n4"}
 
@@ -45,9 +45,9 @@ class Ranks:
             words.append(slowness.update(self.samples()))
         return [sentence for sentence in words if sentence]
 
-    def samples(self, phase: Phase = Phase.SYNC) -> list[WorkerSample]:
+    def samples(self, phase: Phase = Phase.SYNC) -> list[RankSample]:
         return [
-            WorkerSample(rank, HOSTS[rank], 7, step=self.step, phase=phase, phase_seconds=spent, script=self.of_script,
+            RankSample(rank, HOSTS[rank], 7, step=self.step, phase=phase, phase_seconds=spent, script=self.of_script,
                    queued_seconds=self.step * self.queued.get(rank, 0.0))
             for rank, spent in self.spent.items()
         ]  # fmt: skip

@@ -4,11 +4,17 @@ from typing import Any
 
 import pytest
 
-from paceline.guard.detectors import Alarm, StallDetector, is_run_stalled, mark_unknown_as_waiting, ranks_to_interrupt
-from paceline.protocol.evidence import Diagnosis, DiagnosisKind, Evidence, Frame, Op, Phase, Stack, WorkerSample
+from paceline.guard.detectors import (
+    StallAlarm,
+    StallDetector,
+    is_run_stalled,
+    mark_unknown_as_waiting,
+    ranks_to_interrupt,
+)
+from paceline.protocol.evidence import Diagnosis, DiagnosisKind, Evidence, Frame, Op, Phase, RankSample, Stack
 from paceline.protocol.job import HangTimeout
 
-ALARM = Alarm("stall", 5.0, 5.0)
+ALARM = StallAlarm("stall", 5.0, 5.0)
 FIVE = HangTimeout.parse("5")
 WAITS = Op("0", 3, "all_reduce", shape="[8]")
 DONE = Op("0", 2, "all_reduce", shape="[8]", done=True)
@@ -34,23 +40,27 @@ def test_a_run_is_stalled_if_a_rank_waits_and_none_has_made_progress(ranks: list
 
 
 def test_a_script_may_compute_for_half_an_hour_while_others_wait_unless_the_user_has_said_how_long() -> None:
-    alarm, auto = Alarm("stall", 300.0, 300.0), HangTimeout.parse("auto")
+    alarm, auto = StallAlarm("stall", 300.0, 300.0), HangTimeout.parse("auto")
     waits = rank(0, DONE, WAITS, still_seconds=301.0)
     busy = rank(1, DONE, still_seconds=301.0, cpu_seconds=0.98)
     assert not is_run_stalled([waits, busy], alarm, auto)
-    assert is_run_stalled([waits, busy], Alarm("stall", 1800.0, 1800.0), auto) is False  # progress since the alarm
+    assert is_run_stalled([waits, busy], StallAlarm("stall", 1800.0, 1800.0), auto) is False  # progress since the alarm
     assert is_run_stalled([waits, rank(1, DONE, still_seconds=301.0)], alarm, auto), "it only sleeps"
     assert is_run_stalled([waits, busy], alarm, FIVE)
 
 
 def test_a_step_in_which_nobody_waits_stands_still_after_a_minute_or_where_it_computes_after_half_an_hour() -> None:
-    auto, long, longer = HangTimeout.parse("auto"), Alarm("stall", 300.0, 300.0), Alarm("stall", 1800.0, 300.0)
+    auto, long, longer = (
+        HangTimeout.parse("auto"),
+        StallAlarm("stall", 300.0, 300.0),
+        StallAlarm("stall", 1800.0, 300.0),
+    )
     sleeps = rank(0, DONE, phase=Phase.FORWARD, still_seconds=1801.0)
     computes = rank(0, DONE, phase=Phase.FORWARD, still_seconds=1801.0, cpu_seconds=0.98)
     script = rank(0, DONE, phase=Phase.FORWARD, still_seconds=1801.0, script=True)
     assert not is_run_stalled([sleeps], ALARM, FIVE)
-    assert is_run_stalled([sleeps], Alarm("stall", 60.0, 60.0), FIVE)
-    assert is_run_stalled([computes], Alarm("stall", 60.0, 60.0), FIVE)  # with an explicit limit
+    assert is_run_stalled([sleeps], StallAlarm("stall", 60.0, 60.0), FIVE)
+    assert is_run_stalled([computes], StallAlarm("stall", 60.0, 60.0), FIVE)  # with an explicit limit
     assert is_run_stalled([sleeps], long, auto) and not is_run_stalled([computes], long, auto)
     assert is_run_stalled([computes], longer, auto)
     assert not is_run_stalled([script], longer, auto) and not is_run_stalled([computes, script], longer, auto)
@@ -68,7 +78,7 @@ def test_before_the_first_collective_a_busy_rank_has_time_to_import() -> None:
     assert is_run_stalled(
         [verifies, rank(1, DONE, state="R", cpu_seconds=0.9)], ALARM, FIVE
     )  # it has called a collective
-    minute = Alarm("stall", 60.0, 60.0)
+    minute = StallAlarm("stall", 60.0, 60.0)
     late = [early, rank(1, state="R", cpu_seconds=0.9, still_seconds=61.0)]
     assert is_run_stalled([rank(0, stacks=(meeting,), still_seconds=61.0), late[1]], minute, FIVE)
 
@@ -82,8 +92,8 @@ def test_importing_a_part_of_torch_is_no_waiting_wherever_it_lies() -> None:
     assert is_run_stalled([rank(0, stacks=(waiting,)), rank(1, state="S")], ALARM, FIVE)
 
 
-def sample(phase: Phase, *, met: bool) -> WorkerSample:
-    return WorkerSample(0, "n1", 100, phase=phase, phase_seconds=(0.0,) * len(Phase), still_seconds=3.0, met=met)
+def sample(phase: Phase, *, met: bool) -> RankSample:
+    return RankSample(0, "n1", 100, phase=phase, phase_seconds=(0.0,) * len(Phase), still_seconds=3.0, met=met)
 
 
 def test_scripts_may_wait_where_nothing_shows_it_but_a_script_alone_for_whom() -> None:
@@ -108,14 +118,14 @@ def test_only_the_innocent_are_freed_unless_the_guilty_wait_too() -> None:
 
 def test_a_script_that_is_seen_from_outside_is_judged_as_one_that_says_nothing() -> None:
     """It may compute its batches for long while others wait, and its ranks may wait where no box shows it."""
-    alarm, auto = Alarm("stall", 300.0, 300.0), HangTimeout.parse("auto")
+    alarm, auto = StallAlarm("stall", 300.0, 300.0), HangTimeout.parse("auto")
     waits = rank(0, DONE, WAITS, still_seconds=301.0, script=True, phase=Phase.BACKWARD)
     loads = rank(1, DONE, still_seconds=301.0, script=True, phase=Phase.DATA, cpu_seconds=0.98)
     assert not is_run_stalled([waits, loads], alarm, auto)
     pace = StallDetector(auto)
     for now_seconds, step, still_seconds in ((996.0, 1, 0.0), (1000.0, 50, 200.0)):
         samples = [
-            WorkerSample(n, "n1", 7, step=step, met=True, script=True, phase=Phase.FORWARD, still_seconds=still_seconds)
+            RankSample(n, "n1", 7, step=step, met=True, script=True, phase=Phase.FORWARD, still_seconds=still_seconds)
             for n in (0, 1)
         ]
         found = pace.update(now_seconds, mark_unknown_as_waiting(samples, 2))

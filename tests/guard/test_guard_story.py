@@ -22,8 +22,8 @@ from paceline.protocol.evidence import (
     LoaderWorker,
     Op,
     Phase,
+    RankSample,
     Stack,
-    WorkerSample,
 )
 
 OP = Op("0", 9876, "all_reduce", "bucket 3", "[1732]", "float32", "train.py:97 in step")
@@ -92,8 +92,8 @@ def test_ranks_are_listed_in_runs() -> None:
 
 
 def test_a_warning_names_those_for_whom_the_others_wait_and_nobody_if_all_wait() -> None:
-    all_wait = [WorkerSample(n, "n1", 7, phase=Phase.SYNC, step=1234 * (n == 1), waiting=True) for n in range(4)]
-    loads = [*all_wait[:2], WorkerSample(2, "n1", 7, phase=Phase.DATA), all_wait[3]]
+    all_wait = [RankSample(n, "n1", 7, phase=Phase.SYNC, step=1234 * (n == 1), waiting=True) for n in range(4)]
+    loads = [*all_wait[:2], RankSample(2, "n1", 7, phase=Phase.DATA), all_wait[3]]
     rendered(format_warning(ranks, still_seconds=6.2, window_seconds=12.4) for ranks in (loads, all_wait, all_wait[2:]))
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.rendered import rendered
 
-from paceline.host.reach import is_loopback, resolve_addresses, why_unreachable
+from paceline.host.tcp import is_loopback, resolve_addresses, why_unreachable
 
 UNKNOWN = "no-such-host.invalid"
 
@@ -90,7 +90,7 @@ exec "$@"
 """
 ASKS = """
 import sys
-from paceline.host.reach import why_unreachable
+from paceline.host.tcp import why_unreachable
 for address in sys.argv[1:]:
     print(why_unreachable(address, 9, 0.5))
 """

@@ -30,7 +30,7 @@ from tests.hostile.users import ROOT, User, Users, two_users
 
 from paceline.guard.judge import diagnose
 from paceline.guard.report import write_diagnosis
-from paceline.protocol.evidence import Failure, LiveState, WorkerSample
+from paceline.protocol.evidence import Failure, LiveSamples, RankSample
 
 MAX_SECONDS, MAX_BYTES = 2.0, 200 << 20
 CASES_A_SAVE = 200
@@ -80,7 +80,7 @@ def real_run(victim: User) -> Path:
     failure = Failure(1, "n1", 9, 1, "ValueError", "no", "", False, 1.0)
     (run / "attempt-1" / "error-1.json").write_bytes(msgspec.json.encode(failure))
     (run / "attempt-1" / "watched").touch()
-    live = LiveState(1.0, 0, tuple(WorkerSample(rank, "n1", 9, phase_seconds=(1.0, 2.0)) for rank in range(2)))
+    live = LiveSamples(1.0, 0, tuple(RankSample(rank, "n1", 9, phase_seconds=(1.0, 2.0)) for rank in range(2)))
     (run / "attempt-1" / "live.json").write_bytes(msgspec.json.encode(live))
     write_diagnosis(run / "attempt-1" / "diagnosis-1", diagnose(STALLED), STALLED, waited_seconds=5.0)
     return run

@@ -14,7 +14,7 @@ from paceline.lab.compare import (
     describe_bit_equality,
     make_strategy_rows,
     quartiles,
-    recommend_strategy,
+    strategy_advice,
 )
 from paceline.lab.measurement import Candidate, Measurement, MemoryUse
 
@@ -111,7 +111,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_advised(case: str) -> None:
     found, alone, room, advised = CASES[case]
-    told = recommend_strategy(found, alone, room)
+    told = strategy_advice(found, alone, room)
     named = re.search("ddp|exact|zero|fsdp|one process|Nothing", told)
     assert named is not None and named[0] == advised
     rendered(told)
@@ -128,7 +128,7 @@ rows = st.builds(
     st.none() | st.integers(1, 10**10),
 )
 def test_it_is_always_one_sentence_that_names_something_measured(found, alone, room) -> None:
-    told = recommend_strategy(found, alone, room)
+    told = strategy_advice(found, alone, room)
     assert told.endswith(".")
     assert "\n" not in told
     assert any(one.strategy in told for one in found) or "one process" in told or "Nothing" in told

@@ -20,20 +20,20 @@ from paceline.lab.scale import (
     REST,
     SMALLER,
     WAITING,
-    EfficiencyLossCause,
-    MeasuredSetup,
+    ExchangeCost,
     NetworkSpeed,
-    RelativeTraffic,
     Runs,
     ScalePoint,
+    ScalingInputs,
     ScalingLoss,
-    compute_loss_causes,
+    ScalingLossShare,
     compute_scaling_losses,
     describe_scaling_loss,
     estimate_scaling,
     estimate_step_seconds,
     parse_network,
-    read_run,
+    read_run_steps,
+    slowdown_causes,
     step_parts_by_point,
     used_several_hosts,
     weak_and_strong_batches,
@@ -106,11 +106,11 @@ BASE = lockstep([Rank()])
 RATIO = backward_to_forward_ratio(BASE)
 
 
-def weak(run: RecordedSteps) -> list[EfficiencyLossCause]:
-    return compute_loss_causes(split_step_time(BASE), split_step_time(run, RATIO))
+def weak(run: RecordedSteps) -> list[ScalingLossShare]:
+    return slowdown_causes(split_step_time(BASE), split_step_time(run, RATIO))
 
 
-def explained(shares: list[EfficiencyLossCause]) -> float:
+def explained(shares: list[ScalingLossShare]) -> float:
     return sum(share.percent for share in shares if share.cause != REST)
 
 
@@ -169,11 +169,11 @@ def test_strong_scaling_tells_smaller_batches_from_slower_compute() -> None:
     run = split_step_time(
         lockstep([Rank(data=0.001, forward=0.02, backward=0.04, optimizer=0.002)] * 4, exchange=0.003)
     )
-    shares = {share.cause: share for share in compute_loss_causes(whole, run, 4, small)}
+    shares = {share.cause: share for share in slowdown_causes(whole, run, 4, small)}
     assert shares[SMALLER].seconds == pytest.approx(0.0621 - 0.1221 / 4)
     assert shares[COMPUTE].seconds == pytest.approx(0, abs=1e-9)
     assert shares[EXCHANGE].seconds == pytest.approx(0.003)
-    unknown = {share.cause: share for share in compute_loss_causes(whole, run, 4)}
+    unknown = {share.cause: share for share in slowdown_causes(whole, run, 4)}
     assert SMALLER not in unknown
     assert unknown[COMPUTE].seconds == pytest.approx(shares[SMALLER].seconds)
 
@@ -188,8 +188,8 @@ def test_all_shares_together_are_all_that_is_lost(everybody, exchange, in_backwa
     base = split_step_time(lockstep([Rank()], steps=8))
     for parts in (split_step_time(run), split_step_time(run, RATIO)):
         for shares, ideal in (
-            (compute_loss_causes(base, parts), base.step),
-            (compute_loss_causes(base, parts, 3), base.step / 3),
+            (slowdown_causes(base, parts), base.step),
+            (slowdown_causes(base, parts, 3), base.step / 3),
         ):
             lost = parts.step - ideal
             assert sum(share.seconds for share in shares) == pytest.approx(lost, abs=1e-9)
@@ -209,10 +209,10 @@ def test_what_is_waited_for_is_the_exchange_or_the_slowest_and_never_less_than_n
     assert parts.step >= parts.data + parts.compute - 1e-9
 
 
-ROOMY, NARROW = MeasuredSetup(64, 1, 1_000_000), MeasuredSetup(2, 2, 1_000_000)
+ROOMY, NARROW = ScalingInputs(64, 1, 1_000_000), ScalingInputs(2, 2, 1_000_000)
 
 
-def loss(run: RecordedSteps, machine: MeasuredSetup = ROOMY) -> ScalingLoss:
+def loss(run: RecordedSteps, machine: ScalingInputs = ROOMY) -> ScalingLoss:
     """What a run of made-up ranks loses against one of them alone."""
     at = ScalePoint(run.world_size, 64)
     runs: Runs = {ScalePoint(1, 64): [BASE] * 3, at: [run] * 3}
@@ -267,7 +267,7 @@ def test_steps_are_read_by_rank_without_the_warm_up_and_with_what_lies_between_t
     for rank in (0, 1):
         steps = [step(number, number * (0.2 + rank / 10)) for number in range(1, 7)]
         write(tmp_path, rank, started(rank), *steps[:4], Evaluated(4, {}, 9.0), *steps[4:])
-    run = read_run(tmp_path, skip=2)
+    run = read_run_steps(tmp_path, skip=2)
     assert (run.world_size, run.mean_global_batch, run.hosts) == (2, 64, {0: "n0", 1: "n1"})
     assert len(run.steps) == 4
     assert run.steps[0][0].between == pytest.approx(0.05)
@@ -282,7 +282,7 @@ def test_a_late_optimizer_counts_for_the_step_in_which_others_wait_for_it(tmp_pa
     for rank in (0, 1):
         at = (step(1, 1.0), step(2, 2.0, late), step(3, 3.0), step(4, 4.0))
         write(tmp_path, rank, started(rank), *at)
-    found = [each[0] for each in read_run(tmp_path, skip=1).steps]
+    found = [each[0] for each in read_run_steps(tmp_path, skip=1).steps]
     assert [spent.optimizer for spent in found] == [0.05, 0.25, 0.05]
     assert [spent.seconds for spent in found] == pytest.approx([0.8, 1.2, 1.0])
 
@@ -291,20 +291,20 @@ def test_only_the_last_start_and_the_steps_of_all_ranks_count(tmp_path: Path) ->
     for rank, last in ((0, 9), (1, 8)):
         before, after = (step(n, n) for n in range(1, 3)), (step(n, n) for n in range(3, last))
         write(tmp_path, rank, started(rank), *before, started(rank), *after)
-    assert len(read_run(tmp_path, skip=0).steps) == 5  # 3 to 7
+    assert len(read_run_steps(tmp_path, skip=0).steps) == 5  # 3 to 7
 
 
 def test_what_cannot_be_taken_apart_says_why(tmp_path: Path) -> None:
     with raises("no-run-to-compare", what="there are no events of a run"):
-        read_run(tmp_path, skip=0)
+        read_run_steps(tmp_path, skip=0)
     write(tmp_path, 0, started(0), *(step(n, n) for n in range(1, 5)))
     with raises("no-run-to-compare", what="the events of rank 1 of 2 are missing"):
-        read_run(tmp_path, skip=0)
+        read_run_steps(tmp_path, skip=0)
     write(tmp_path, 1, started(1), *(step(n, n, {}) for n in range(1, 5)))
     with raises("run-without-phases"):
-        read_run(tmp_path, skip=0)
+        read_run_steps(tmp_path, skip=0)
     with raises("run-too-short", least=6):
-        read_run(tmp_path, skip=4)
+        read_run_steps(tmp_path, skip=4)
 
 
 def test_runs_met_over_a_network_if_any_of_them_was_on_several_hosts() -> None:
@@ -339,7 +339,7 @@ def test_only_runs_on_as_many_samples_can_be_compared() -> None:
         weak_and_strong_batches({ScalePoint(1, 64): [ONE], ScalePoint(2, 48): [TWO]})
 
 
-MACHINE = MeasuredSetup(cores=2, threads=1, weight_bytes=40_000_000)
+MACHINE = ScalingInputs(cores=2, threads=1, weight_bytes=40_000_000)
 LINK = NetworkSpeed(12.5e6, 0.05)
 MESSAGE = 0.1  # with gloo a message takes the latency twice
 
@@ -402,9 +402,7 @@ def test_efficiency_is_against_one_rank_with_the_same_or_the_whole_batch() -> No
     assert {row.mode: row.efficiency for row in rows} == pytest.approx(
         {"weak": alone(64).step / (alone(64).step + ring), "strong": alone(256).step / 2 / (alone(128).step + ring)}
     )
-    assert estimate_step_seconds(POINTS, MACHINE, 2, 64, LINK, RelativeTraffic(0.0, 0.0)) == pytest.approx(
-        alone(64).step
-    )
+    assert estimate_step_seconds(POINTS, MACHINE, 2, 64, LINK, ExchangeCost(0.0, 0.0)) == pytest.approx(alone(64).step)
 
 
 @pytest.mark.parametrize(

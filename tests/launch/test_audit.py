@@ -16,6 +16,7 @@ from paceline.protocol.control import WorkerSpec
 from paceline.protocol.job import NodePlan
 from paceline.rank import world
 from paceline.rank.world import World
+from paceline.train.wording import describe_audits
 
 MODEL = """
 import os, torch
@@ -231,6 +232,19 @@ def test_exclusions_leave_out_devices_and_end_at_the_least_number_of_ranks() -> 
         decision = Coordinator._without_rank(agent, SimpleNamespace(plan=agent.plan), named)  # pyright: ignore
         assert decision == len(devices) and agent.plan.devices == devices
     assert isinstance(Coordinator._without_rank(agent, SimpleNamespace(plan=agent.plan), 0), str)  # pyright: ignore
+
+
+def test_a_run_with_the_least_number_of_nodes_warns_that_it_cannot_exclude_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WorkerSpec, "_here", WorkerSpec(agent_pid=1, min_nodes=2))
+    four = World(0, 4, 0, 1, world.torch.device("cpu"), "gloo")
+    for nodes, on_audit, is_warned in (("2", "exclude", True), ("3", "exclude", False), ("2", "stop", False)):
+        monkeypatch.setenv("GROUP_WORLD_SIZE", nodes)
+        lines = describe_audits(5, on_audit, four)
+        assert lines[0] == "audit every 5 steps"
+        assert [line.startswith("WARNING") and "--nodes 2:MAX" in line for line in lines[1:]] == [True] * is_warned
+    monkeypatch.setattr(WorkerSpec, "_here", WorkerSpec(agent_pid=1))
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")  # node 0 can lose ranks
+    assert len(describe_audits(5, "exclude", four)) == 1
 
 
 def test_the_device_of_an_excluded_rank_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,15 +58,17 @@ for epoch in s.epochs(2):
 """
 
 
-def train(folder: Path, *flags: str, seconds: float = 0.01) -> CompletedProcess[str]:
-    (folder / "mine.py").write_text(TASK.replace("SECONDS", str(seconds)))
+def train(
+    folder: Path, *flags: str, seconds: float = 0.01, nproc: int = 2, task: str = TASK
+) -> CompletedProcess[str]:  # fmt: skip
+    (folder / "mine.py").write_text(task.replace("SECONDS", str(seconds)))
     words = (
         "-m",
         "paceline",
         "train",
         "mine.py:task",
         "--nproc",
-        "2",
+        str(nproc),
         "--run-dir",
         "run",
         "--global-batch",
@@ -76,9 +78,9 @@ def train(folder: Path, *flags: str, seconds: float = 0.01) -> CompletedProcess[
     return warm.run(words, cwd=folder)
 
 
-def shares(run: Path) -> list[list[int]]:
-    """The numbers of virtual ranks of both ranks, each time that they change."""
-    steps = [[e for e in read_events(run / f"events-{rank}.jsonl") if isinstance(e, Step)] for rank in range(2)]
+def shares(run: Path, nproc: int = 2) -> list[list[int]]:
+    """The numbers of virtual ranks of all ranks, each time that they change."""
+    steps = [[e for e in read_events(run / f"events-{rank}.jsonl") if isinstance(e, Step)] for rank in range(nproc)]
     counts = [[e.share[1] - e.share[0] for e in pair if e.share] for pair in zip(*steps, strict=True)]
     return [numbers for numbers, before in zip(counts, [[], *counts], strict=False) if numbers != before]
 
@@ -109,6 +111,32 @@ def test_auto_restarts_a_task_with_better_shares(tmp_path: Path) -> None:
     assert_rank_1_gets_fewer(tmp_path / "run")
     (plain := tmp_path / "plain").mkdir()
     assert train(plain, *common).returncode == 0
+    assert read_summary(tmp_path / "run").weights_sha256 == read_summary(plain / "run").weights_sha256
+
+
+FAST_WITHOUT_MEMORY = (
+    TASK.replace('"1" else', '"2" else')
+    .replace(
+        "        if self.training:\n",
+        """        if self.training:
+            if os.environ["RANK"] == "0":
+                memory.free_memory = lambda: 0
+""",
+    )
+    .replace("from paceline import Task", "from paceline import Task\nfrom paceline.compute import memory")
+)
+
+
+@pytest.mark.slow
+def test_a_fast_rank_with_little_memory_gets_fewer_than_another_fast_one(tmp_path: Path) -> None:
+    common = ("--strategy", "exact", "--virtual-ranks", "12", "--epochs", "2")
+    options: dict[str, Any] = {"nproc": 3, "task": FAST_WITHOUT_MEMORY, "seconds": 0.06}
+    done = train(tmp_path, *common, "--balance", "auto", **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, *_, last = shares(tmp_path / "run", 3)
+    assert first == [4, 4, 4] and last[0] <= 4 < last[1] and last[2] < 4
+    (plain := tmp_path / "plain").mkdir()
+    assert train(plain, *common, **options).returncode == 0
     assert read_summary(tmp_path / "run").weights_sha256 == read_summary(plain / "run").weights_sha256
 
 

@@ -71,7 +71,7 @@ def test_of_several_nodes_each_is_a_group(tmp_path: Path) -> None:
 def test_a_lost_node_leaves_no_gap_between_groups(tmp_path: Path) -> None:
     """The first start ends with node 1; node 2 is group 1 of 2 then, and no restart is counted for it."""
     code = (
-        f"generation = spec.generation\n{WRITES}ready()\n"
+        f"generation = spec.generation\nassert spec.min_nodes == 2\n{WRITES}ready()\n"
         "if not generation:\n    while len(list(folder.glob('ready-*'))) < 3: time.sleep(0.02)\n"
         "    if rank == 1: os.kill(spec.agent_pid, 9)\n    time.sleep(600)"
     )

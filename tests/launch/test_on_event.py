@@ -12,7 +12,7 @@ from tests.launch.launch_harness import Launch
 from paceline.cli.jobs import make_job_spec
 from paceline.config.settings import ClusterConfig
 from paceline.guard.report import RunEvent
-from paceline.launch.agent.coordinator import EVENT_LOG, is_queued_again
+from paceline.launch.agent.coordinator import EVENT_LOG, will_requeue
 from paceline.launch.slurm.plan import plan_slurm
 from paceline.protocol.evidence import DiagnosisKind
 from paceline.protocol.job import JobSpec, NodePlan
@@ -78,8 +78,8 @@ def test_when_slurm_queues_the_run_again(
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     plan = plan_slurm(JobSpec(("true",), 1, submit_dir=str(tmp_path), run_dir=str(tmp_path))).files["plan.json"]
-    assert is_queued_again(msgspec.json.decode(plan, type=NodePlan), signals) is is_requeued
-    assert not is_queued_again(NodePlan(("true",), 1), signals)
+    assert will_requeue(msgspec.json.decode(plan, type=NodePlan), signals) is is_requeued
+    assert not will_requeue(NodePlan(("true",), 1), signals)
 
 
 @pytest.mark.parametrize("cluster", [ClusterConfig(on_event=" "), ClusterConfig(on="print", nodes="2", on_event="cat")])

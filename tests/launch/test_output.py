@@ -13,7 +13,14 @@ from pathlib import Path
 import pytest
 
 from paceline.launch import output
-from paceline.launch.output import HostRelay, LineOrBar, LineSplitter, TerminalWriter, sanitize_line, start_output_relay
+from paceline.launch.output import (
+    LineOrBar,
+    LineSplitter,
+    MultiNodeRelay,
+    TerminalWriter,
+    sanitize_line,
+    start_output_relay,
+)
 from paceline.runs.console import join_ranges
 
 SCRIPT = """
@@ -126,7 +133,7 @@ class Shown:
         self.screen = TerminalWriter()
         put = self.screen.put
         self.screen.put = lambda descriptor, data: put(self.writer, data)  # type: ignore[method-assign]
-        self.relay = HostRelay(NAMES, self.screen)
+        self.relay = MultiNodeRelay(NAMES, self.screen)
 
     def text(self) -> str:
         """All that was shown, once no more comes."""

@@ -17,7 +17,7 @@ from tests.small_mnist import small_mnist as small_mnist
 
 from paceline.cli.train import can_fork_workers_from_preloader
 from paceline.config.settings import LaunchConfig, TrainConfig
-from paceline.protocol.control import variables_read_at_import
+from paceline.protocol.control import select_import_env
 from paceline.protocol.job import JobSpec
 
 pytestmark = pytest.mark.sample(2)
@@ -317,11 +317,9 @@ def test_a_training_has_the_same_bits_whether_its_workers_are_forked_or_not_and_
 
 def test_what_imports_may_read_must_be_alike_and_nothing_else() -> None:
     env = {"OMP_NUM_THREADS": "1", "RANK": "0", "MASTER_PORT": "1", "PACELINE_WORKER": "5", "GLOO_SOCKET_IFNAME": "lo"}
-    assert variables_read_at_import(env) == variables_read_at_import(
-        {**env, "RANK": "1", "MASTER_PORT": "2", "PACELINE_WORKER": "6"}
-    )
+    assert select_import_env(env) == select_import_env({**env, "RANK": "1", "MASTER_PORT": "2", "PACELINE_WORKER": "6"})
     for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "PYTHONPATH", "TORCH_LOGS"):
-        assert variables_read_at_import(env) != variables_read_at_import({**env, name: "8"})
+        assert select_import_env(env) != select_import_env({**env, name: "8"})
 
 
 def test_no_worker_is_forked_beside_cuda_for_another_python_or_where_it_is_switched_off(

@@ -55,7 +55,7 @@ def test_the_debugger_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_who_writes_into_the_pipe_learns_that_nobody_reads_any_more(tmp_path: Path) -> None:
-    """The launcher, the agent and its janitor hold it no longer than the run."""
+    """The launcher, the agent and its cleanup process hold it no longer than the run."""
     (tmp_path / "script.py").write_text("")
     words = f"yes | {sys.executable} {' '.join(LAUNCH)} script.py; echo ${{PIPESTATUS[0]}}"
     run = subprocess.run(["bash", "-c", words], cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False)

@@ -22,7 +22,7 @@ from paceline.checkpoint.shards import (
 )
 from paceline.config.mesh import Mesh
 from paceline.errors import UsageError
-from paceline.parallel.tensor_plan import find_tensor_parallel_plan, parameter_shards
+from paceline.parallel.tensor_plan import find_tensor_parallel_plan, shards_by_name
 from paceline.rank.world import create_mesh_groups
 from paceline.strategies import STRATEGIES
 from paceline.strategies.model_parallel import WholeModelView
@@ -188,7 +188,7 @@ def test_what_cannot_be_cut_is_refused_in_words(model: nn.Module, ranks: int, as
 
 def test_parts_of_all_ranks_are_saved_as_whole_tensors(tmp_path: Path) -> None:
     """Rows, columns and three shares of one weight; each rank reads its part out of what all have saved."""
-    from paceline.checkpoint.shards import LocalShardSource
+    from paceline.checkpoint.shards import SlicedSource
     from paceline.checkpoint.state import TensorShard
 
     torch.manual_seed(0)
@@ -196,7 +196,7 @@ def test_parts_of_all_ranks_are_saved_as_whole_tensors(tmp_path: Path) -> None:
     wanted = {name: p.detach().clone() for name, p in model.named_parameters()}
     files: list[tuple[Path, Any]] = []
     cuts = [
-        parameter_shards(model, find_tensor_parallel_plan(model, 2), World(rank, 2, rank, 2, CPU, "gloo"))
+        shards_by_name(model, find_tensor_parallel_plan(model, 2), World(rank, 2, rank, 2, CPU, "gloo"))
         for rank in range(2)
     ]
     for rank, own in enumerate(cuts):
@@ -222,7 +222,7 @@ def test_parts_of_all_ranks_are_saved_as_whole_tensors(tmp_path: Path) -> None:
         middle = source.tensor(name, 3, 11)
         assert middle is not None
         assert torch.equal(middle, wanted[name].flatten()[3:11])
-        part = LocalShardSource(source, cuts[1]).tensor(name)
+        part = SlicedSource(source, cuts[1]).tensor(name)
         assert part is not None
         assert torch.equal(part, cut.extract_shard(wanted[name]))
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from paceline import World
 from paceline.lab.ranks.verify import verify
-from paceline.lab.verify import Result, VerifySpec
+from paceline.lab.verify import CaseResult, VerifySpec
 from paceline.parallel import context, dtensor, dtensor_mode, layers, tensor, tensor_plan
 from paceline.parallel.dtensor import LayerCommunication, full_tensor
 from paceline.strategies import model_parallel
@@ -34,9 +34,9 @@ def verified(
     bug: str = "",
     steps: int = 2,
     sequence: bool = False,
-) -> list[Result]:
+) -> list[CaseResult]:
     world = World(rank, size, rank, size, torch.device("cpu"), "gloo")
-    found: list[Result] = []
+    found: list[CaseResult] = []
     for task in tasks:
         spec = VerifySpec(task, {}, strategies, ["adamw"], 3, 2, steps, 0, 1.0, mesh=mesh, sequence_parallel=sequence)
         with patch.object(*BUGS[bug][:3]) if bug else patch("os.sep"):  # the latter changes nothing of ours
@@ -44,7 +44,7 @@ def verified(
     return found
 
 
-def check(results: Sequence[Result]) -> None:
+def check(results: Sequence[CaseResult]) -> None:
     assert results
     for result in results:
         assert result.passed, f"{result.case}: {result.finding or result.not_run}"
@@ -186,7 +186,7 @@ def test_planted_bugs_are_found_and_named(tmp_path: Path, mesh: str, bug: str) -
     try:
         (result,) = run_ranks(verified, 2, tmp_path, [task], mesh, ["single"], bug, 1)[0]
     except RankFailedError as refused:
-        assert bug in REFUSED and "in compare_losses" in str(refused)
+        assert bug in REFUSED and "in check_same_loss" in str(refused)
         return
     assert result.finding is not None, f"{bug}: not found"
     assert result.finding.cause in BUGS[bug][3], result.finding

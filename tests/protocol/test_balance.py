@@ -15,36 +15,35 @@ from paceline.protocol.balance import (
     SKIPPED_STEPS,
     STEADY_SECONDS,
     WINDOW_STEPS,
-    SpeedMeter,
+    AutoBalancer,
     assign_virtual_ranks,
     expand_to_rank_speeds,
     parse_balance,
 )
-from paceline.protocol.evidence import Phase, WorkerSample
+from paceline.protocol.evidence import Phase, RankSample
 from paceline.protocol.status_page import StatusPage, make_status_page, read_counters
-from paceline.runs.progress import Throughput
+from paceline.runs.progress import ThroughputMeter
 from paceline.train.progress import TrainingProgress
 from paceline.train.step_record import StepRecord
 
 
-def counts(virtual_ranks: int, speeds: Sequence[float]) -> list[int]:
-    return [len(share) for share in assign_virtual_ranks(virtual_ranks, len(speeds), speeds)]
-
-
 def test_no_other_assignment_makes_the_slowest_rank_faster() -> None:
     draw = random.Random(0)
-    for _ in range(200):
+    for attempt in range(400):
         speeds = [draw.uniform(0.2, 3) for _ in range(draw.randint(1, 4))]
         virtual_ranks = draw.randint(len(speeds), 9)
-        shares = assign_virtual_ranks(virtual_ranks, len(speeds), speeds)
+        limits = [draw.randint(1, virtual_ranks) for _ in speeds] if attempt % 2 else [virtual_ranks] * len(speeds)
+        limits[draw.randrange(len(speeds))] += max(0, virtual_ranks - sum(limits))  # they allow one assignment at least
+        shares = assign_virtual_ranks(virtual_ranks, len(speeds), speeds, limits if attempt % 2 else ())
         assert [v for share in shares for v in share] == [*range(virtual_ranks)] and all(shares)
 
         def seconds(numbers: Sequence[int], speeds: Sequence[float] = speeds) -> float:
             return max(number / speed for number, speed in zip(numbers, speeds, strict=True))
 
-        others = itertools.product(range(1, virtual_ranks + 1), repeat=len(speeds))
+        others = itertools.product(*(range(1, limit + 1) for limit in limits))
         best = min(seconds(numbers) for numbers in others if sum(numbers) == virtual_ranks)
         assert seconds([len(share) for share in shares]) == best
+        assert all(len(share) <= limit for share, limit in zip(shares, limits, strict=True))
 
 
 def test_speeds_are_of_ranks_or_of_nodes() -> None:
@@ -65,8 +64,9 @@ class Run:
     """Ranks that need `seconds[rank]` for a virtual rank. Their agent takes a sample in each quarter of a second."""
 
     def __init__(self, *seconds: float, virtual_ranks: int = 12, resumes_at: int = 0) -> None:
-        self.seconds, self.virtual_ranks, self.meter, self.step = [*seconds], virtual_ranks, SpeedMeter(), resumes_at
+        self.seconds, self.virtual_ranks, self.meter, self.step = [*seconds], virtual_ranks, AutoBalancer(), resumes_at
         self.update_seconds = 0.0
+        self.limits: Sequence[int] = [0] * len(seconds)
         self.noise: Callable[[int], float] = lambda rank: 1.0
         self.clock_seconds, self.next_sample_seconds = 0.0, SAMPLE_SECONDS / 2
         self.start()
@@ -78,11 +78,14 @@ class Run:
         self.speeds, self.left_steps = self.meter.speeds, 0
         self.shown_step = 0  # also after a resume, until its first step is done
 
-    def samples(self) -> list[WorkerSample]:
+    def samples(self) -> list[RankSample]:
         return [
-            WorkerSample(rank, "n", 1, step=self.shown_step, phase_seconds=(*spent,), virtual_ranks=self.virtual_ranks)
-            for rank, spent in enumerate(self.spent)
-        ]
+            RankSample(
+                rank, "n", 1, step=self.shown_step, phase_seconds=(*spent,), virtual_ranks=self.virtual_ranks,
+                max_virtual_ranks=limit,
+            )
+            for rank, (spent, limit) in enumerate(zip(self.spent, self.limits, strict=True))
+        ]  # fmt: skip
 
     def takes(self, steps: int) -> int:
         """Take these steps, or fewer until the ranks restart with another assignment. Returns how many; 0: no restart.
@@ -122,6 +125,26 @@ def test_a_slow_rank_gets_fewer_virtual_ranks_within_20_steps() -> None:
     assert not run.takes(int(STEADY_SECONDS))  # more seconds than that
     run.seconds = [0.4, 0.4]
     assert run.takes(20) and [len(share) for share in run.shares] == [6, 6]
+
+
+def test_a_fast_rank_with_little_memory_gets_no_more_than_fit() -> None:
+    run = Run(0.1, 0.1, 0.2)
+    run.limits = [4, 12, 12]
+    assert run.takes(20) and [len(share) for share in run.shares] == [4, 6, 2]
+    run.limits = [12, 12, 12]  # the next start has more memory
+    assert run.takes(60) and [len(share) for share in run.shares] == [5, 5, 2]
+    assert not run.meter.limited
+
+
+def test_an_assignment_that_is_faster_only_beyond_the_memory_restarts_nothing() -> None:
+    run = Run(0.1, 0.2)
+    run.limits = [6, 12]
+    assert not run.takes(200) and run.meter.limited == {0: (8, 6)}
+    run = Run(0.1, 0.11)
+    run.limits = [1, 1]  # of a faulty rank: it has six already
+    assert not run.takes(200) and not run.meter.limited
+    run.seconds[1] = 0.2
+    assert not run.takes(200) and run.meter.limited == {0: (8, 6)}
 
 
 @pytest.mark.parametrize("seconds", [0.021, 0.05, 0.2, 5.0])
@@ -204,7 +227,7 @@ def test_samples_have_the_times_of_whole_steps() -> None:
     descriptor = make_status_page(0)
     guard = SimpleNamespace(page=StatusPage(descriptor))
     progress: Any = SimpleNamespace(
-        _guard=guard, samples=0, throughput=Throughput(), use=SimpleNamespace(tokens=0, samples=0)
+        _guard=guard, samples=0, throughput=ThroughputMeter(), use=SimpleNamespace(tokens=0, samples=0)
     )
     progress.is_open = False
     for phase in (Phase.DATA, Phase.FORWARD, Phase.BACKWARD):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.protocol import marks
-from paceline.protocol.evidence import Op, ScriptFinding
+from paceline.protocol.evidence import Op, ScriptFault
 from paceline.protocol.marks import (
     FINDINGS,
     LAST_CALLS,
@@ -20,8 +20,8 @@ from paceline.protocol.marks import (
     parse_call_tables,
     parse_fingerprints,
     put_replica_fingerprint,
-    read_call_tables,
-    read_fingerprints,
+    read_call_table_bytes,
+    read_fingerprint_bytes,
     write_script_finding,
 )
 from paceline.protocol.status_page import MARKS_AT, PAGE_BYTES, StatusPage, make_status_page
@@ -53,7 +53,7 @@ def test_agents_that_look_at_different_moments_find_numbers_in_common(first: int
         with closing(StatusPage(make_status_page(0))) as page:
             for number in range(max(1, last - 5000), last + 1):
                 put_replica_fingerprint(page, mark(number))
-            found.append({one.optimizer_step for one in parse_fingerprints(read_fingerprints(page.descriptor))})
+            found.append({one.optimizer_step for one in parse_fingerprints(read_fingerprint_bytes(page.descriptor))})
         os.close(page.descriptor)
         assert all(one <= last for one in found[-1])
     assert found[0] & found[1] or ahead > first
@@ -62,13 +62,13 @@ def test_agents_that_look_at_different_moments_find_numbers_in_common(first: int
 def test_a_short_run_that_is_looked_at_once_leaves_numbers_from_before_its_middle(page: StatusPage) -> None:
     for number in range(1, 77):
         put_replica_fingerprint(page, mark(number))
-    found = {one.optimizer_step for one in parse_fingerprints(read_fingerprints(page.descriptor))}
+    found = {one.optimizer_step for one in parse_fingerprints(read_fingerprint_bytes(page.descriptor))}
     assert {8, 16, 20, 24, 28, 32, 36, 76} <= found  # sufficient to find the first difference
 
 
 def test_what_was_written_is_read_again_and_what_is_torn_is_left_out(page: StatusPage) -> None:
     put_replica_fingerprint(page, mark(12, table=3))
-    (one,) = parse_fingerprints(read_fingerprints(page.descriptor))
+    (one,) = parse_fingerprints(read_fingerprint_bytes(page.descriptor))
     assert one == mark(12, table=3) and (one.table_index, one.num_ranks) == (3, 3)
     torn = bytearray(MARK.pack(9, 7, 0, *[0] * 8, *[0.0] * 8, 9))
     torn[-8] = 8
@@ -79,7 +79,7 @@ def test_the_last_calls_of_each_group_are_read_again_in_their_order(page: Status
     for table, count in ((0, 5), (2, LAST_CALLS + 10)):
         for number in range(count):
             append_call(page, table, CallHistory(70 + table, 3, number, ()), number)
-    short, long = parse_call_tables(read_call_tables(page.descriptor))
+    short, long = parse_call_tables(read_call_table_bytes(page.descriptor))
     assert short == CallHistory(70, 3, 5, (0, 1, 2, 3, 4)) and short.first_call_number == 0
     assert (long.group, long.num_ranks, long.num_calls, long.calls[-1]) == (72, 3, LAST_CALLS + 10, LAST_CALLS + 9)
     assert long.calls == (*range(long.first_call_number, long.num_calls),) and long.first_call_number > 10
@@ -94,7 +94,7 @@ def test_names_calls_and_the_last_findings_are_read_again(page: StatusPage) -> N
     called = Op("0", 0, "all_reduce", shape="[8]", dtype="float32", site="train.py:3 in main")
     assert marks.read_calls(page.descriptor) == {"5": called}
     for step in range(FINDINGS + 2):
-        write_script_finding(page, ScriptFinding("swallowed", step, "words"))
+        write_script_finding(page, ScriptFault("swallowed", step, "words"))
     assert {one.step for one in marks.read_findings(page.descriptor)} == {*range(2, FINDINGS + 2)}
     page.store(marks.NAMES_AT, b"{broken\0")
     page.store(marks.FINDINGS_AT, b"\xff\xff\0")
@@ -120,8 +120,8 @@ def test_calls_that_were_written_over_while_they_were_read_are_left_out(
         return data
 
     monkeypatch.setattr(os, "pread", slow_pread)
-    assert [one.group for one in parse_call_tables(read_call_tables(page.descriptor))] == [71]
-    assert [one.num_calls for one in parse_call_tables(read_call_tables(page.descriptor))] == [
+    assert [one.group for one in parse_call_tables(read_call_table_bytes(page.descriptor))] == [71]
+    assert [one.num_calls for one in parse_call_tables(read_call_table_bytes(page.descriptor))] == [
         LAST_CALLS + marks.NUM_UNSTABLE_CALLS,
         LAST_CALLS + marks.NUM_UNSTABLE_CALLS - 1,
     ]

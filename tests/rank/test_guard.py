@@ -168,7 +168,7 @@ def test_a_door_is_shut_to_new_ones_and_who_is_in_stays(listening: socket.socket
 
 
 def test_what_cannot_be_shut_is_said(listening: socket.socket, monkeypatch) -> None:
-    monkeypatch.setattr(guard, "sign_tcp_packets", lambda *_: False)
+    monkeypatch.setattr(guard, "set_tcp_md5_key", lambda *_: False)
     assert not guard.block_new_connections([listening.fileno()])
     assert guard.block_new_connections([]) and connects(listening.getsockname()[1])
 
@@ -189,7 +189,7 @@ def test_ones_own_connections_are_no_strangers(listening: socket.socket) -> None
     with socket.create_connection(listening.getsockname()) as one:
         other, _ = listening.accept()
         with other:
-            assert guard.foreign_socket_users([listening.fileno(), one.fileno(), other.fileno()]) == []
+            assert guard.foreign_peer_users([listening.fileno(), one.fileno(), other.fileno()]) == []
 
 
 @pytest.mark.root
@@ -199,7 +199,7 @@ def test_a_neighbour_who_was_faster_than_a_rank_is_found(listening: socket.socke
         assert neighbour.stdout is not None and neighbour.stdout.readline() == "in\n"
         stranger, _ = listening.accept()
         with stranger:
-            assert guard.foreign_socket_users([listening.fileno(), stranger.fileno()]) == ["65432"]
+            assert guard.foreign_peer_users([listening.fileno(), stranger.fileno()]) == ["65432"]
         neighbour.communicate("")
 
 

@@ -19,7 +19,7 @@ from paceline.protocol.status_page import StatusPage, make_status_page
 from paceline.rank.check.loaders import LoaderRecorder
 from paceline.rank.check.steps import StepRecorder
 from paceline.rank.probes import ScriptHooks, ScriptListener
-from paceline.rank.probes.faults import BatchTracker, NonFiniteGradientDetector, StaleGradientDetector
+from paceline.rank.probes.faults import BatchTracker, NonFiniteGradientDetector, StepAnomalyDetector
 from paceline.rank.probes.steps import PhaseTracker
 
 pytestmark = pytest.mark.sample(3)
@@ -132,7 +132,7 @@ def looked_on() -> StatusPage:
     page = StatusPage(make_status_page(0))
     steps, batches = PhaseTracker(page), BatchTracker()
     ScriptHooks(print).add_listeners(
-        batches, NonFiniteGradientDetector(page, steps, batches), StaleGradientDetector(page, steps), steps
+        batches, NonFiniteGradientDetector(page, steps, batches), StepAnomalyDetector(page, steps), steps
     ).install()
     return page
 
@@ -260,7 +260,7 @@ def test_a_point_that_a_line_search_gives_up_is_nothing_to_tell(tmp_path: Path) 
 
 def test_a_closure_that_is_called_more_often_than_before_leaves_no_step_out() -> None:
     page = StatusPage(make_status_page(0))
-    optimizer, stale = type("Optimizer", (), {})(), StaleGradientDetector(page, PhaseTracker(page))
+    optimizer, stale = type("Optimizer", (), {})(), StepAnomalyDetector(page, PhaseTracker(page))
     for number in range(40):
         stale.on_backward_begin(None)
         stale.on_step_begin(optimizer)

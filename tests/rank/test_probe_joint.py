@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.protocol.marks import NamesWriter, parse_fingerprints, read_findings, read_fingerprints
+from paceline.protocol.marks import NamesWriter, parse_fingerprints, read_findings, read_fingerprint_bytes
 from paceline.protocol.status_page import StatusPage, make_status_page, read_counters
-from paceline.rank.probes.faults import StaleGradientDetector
+from paceline.rank.probes.faults import StepAnomalyDetector
 from paceline.rank.probes.replicas import FingerprintWriter
-from paceline.rank.probes.steps import JointOptimizerDetector, StepCounter
+from paceline.rank.probes.steps import StepCounter, SyncedOptimizerDetector
 
 pytestmark = pytest.mark.sample(3)
 
@@ -32,10 +32,10 @@ class Rank:
 
     def __init__(self, page: StatusPage) -> None:
         self.page, self.collectives = page, 0
-        self.joint = JointOptimizerDetector(lambda: self.collectives)
+        self.joint = SyncedOptimizerDetector(lambda: self.collectives)
         self.counted = StepCounter(page, self.joint)
         self.stale, self.prints = (
-            StaleGradientDetector(page, self.counted),
+            StepAnomalyDetector(page, self.counted),
             FingerprintWriter(page, NamesWriter(page), self.joint),
         )
 
@@ -66,7 +66,8 @@ class Rank:
     def marked(self) -> set[tuple[int, int]]:
         """Tables and numbers."""
         return {
-            (one.table_index, one.optimizer_step) for one in parse_fingerprints(read_fingerprints(self.page.descriptor))
+            (one.table_index, one.optimizer_step)
+            for one in parse_fingerprints(read_fingerprint_bytes(self.page.descriptor))
         }
 
 
@@ -174,7 +175,7 @@ def test_optimizers_of_replicas_have_the_same_tables_and_numbers_with_and_withou
                     one.step(probe)
         replicas = {
             (mark.table_index, mark.optimizer_step)
-            for mark in parse_fingerprints(read_fingerprints(page.descriptor))
+            for mark in parse_fingerprints(read_fingerprint_bytes(page.descriptor))
             if mark.flags & 1 << 8
         }
         page.close()

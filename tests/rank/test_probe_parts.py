@@ -19,7 +19,7 @@ from paceline.protocol.marks import (
     ReplicaFingerprint,
     parse_fingerprints,
     read_findings,
-    read_fingerprints,
+    read_fingerprint_bytes,
     read_tensor_and_call_names,
 )
 from paceline.protocol.status_page import StatusPage, make_status_page, read_counters
@@ -27,7 +27,7 @@ from paceline.rank.probes import ScriptHooks
 from paceline.rank.probes.faults import (
     BatchTracker,
     NonFiniteGradientDetector,
-    StaleGradientDetector,
+    StepAnomalyDetector,
     SwallowedExceptionDetector,
 )
 from paceline.rank.probes.replicas import FingerprintWriter
@@ -45,7 +45,7 @@ def page(monkeypatch: pytest.MonkeyPatch) -> Iterator[StatusPage]:
 
 
 def marked(page: StatusPage) -> list[ReplicaFingerprint]:
-    return parse_fingerprints(read_fingerprints(page.descriptor))
+    return parse_fingerprints(read_fingerprint_bytes(page.descriptor))
 
 
 def words(page: StatusPage, since: int = 0) -> list[str]:
@@ -246,7 +246,7 @@ def test_what_was_swallowed_last_is_told_at_the_end_and_no_error_of_a_collective
 
 def told_of_steps(page: StatusPage, windows: Sequence[int], *, of: str, evaluated: int = 0) -> list[str]:
     """What is told of steps with so many batches and one backward, or with one batch and so many backwards."""
-    optimizer, stale = Optimizer(), StaleGradientDetector(page, PhaseTracker(page))
+    optimizer, stale = Optimizer(), StepAnomalyDetector(page, PhaseTracker(page))
     before, training = len(words(page)), Loading()
     for number, count in enumerate(windows):
         for _ in range(evaluated * (number % 20 == 19)):
@@ -273,7 +273,7 @@ def test_a_reader_that_reads_ahead_has_more_before_the_first_step_of_each_pass(
     """As the process that deals out batches with Accelerate: the others have none that would do the same."""
 
     def told(first: Sequence[int], *, ahead: int = 2) -> list[str]:
-        optimizer, stale = Optimizer(), StaleGradientDetector(page, PhaseTracker(page))
+        optimizer, stale = Optimizer(), StepAnomalyDetector(page, PhaseTracker(page))
         before, batches = len(words(page)), Loading()
         for extra in first:
             batches = batches if persistent else Loading()
@@ -327,7 +327,7 @@ def test_what_a_script_does_now_and_then_is_none_of_a_steps_own_work(
 
 def test_a_step_without_backward_is_told_where_each_before_had_one(page: StatusPage) -> None:
     optimizer, other = Optimizer(), Optimizer()
-    stale = StaleGradientDetector(page, PhaseTracker(page))
+    stale = StepAnomalyDetector(page, PhaseTracker(page))
     for number in range(40):
         if number not in (3, 30, 35):
             stale.on_backward_begin(None)
@@ -347,7 +347,7 @@ def test_a_step_that_is_left_out_is_told_where_each_backward_before_had_one(page
 @pytest.mark.parametrize(("same_from", "zeros"), [(None, False), (20, False), (20, True)])
 def test_a_batch_that_comes_again_and_again_is_told(page: StatusPage, same_from: int | None, zeros: bool) -> None:
     ddp, phases = torch.nn.Linear(3, 3), PhaseTracker(page)
-    stale, mask = StaleGradientDetector(page, phases), torch.ones(4, 3)
+    stale, mask = StepAnomalyDetector(page, phases), torch.ones(4, 3)
     for number in range(80):
         x = torch.full((4, 3), float(number if same_from is None else min(number, same_from))) + torch.arange(3)
         if zeros and number >= 20:

@@ -13,7 +13,7 @@ from tests import warm
 from tests.errors import codes, ended_with
 from tests.rank.guard_ranks import rank_environment
 
-from paceline.host.reach import why_unreachable
+from paceline.host.tcp import why_unreachable
 
 pytestmark = [pytest.mark.ranks, pytest.mark.sample(2)]
 

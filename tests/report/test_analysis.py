@@ -14,7 +14,7 @@ from tests.errors import raises
 from tests.rendered import rendered
 
 from paceline.cli import logs
-from paceline.report.analysis import EXAMPLES, Analysis, ParsedLine, figures_from_logs, parse_log_line
+from paceline.report.log_analysis import EXAMPLES, LogAnalysis, ParsedLine, figures_from_logs, parse_log_line
 from paceline.report.run import read_run
 from paceline.runs.attempt import LogTimesWriter
 from paceline.runs.events import Ended, Evaluated, Skipped, Started, Step
@@ -28,7 +28,7 @@ def classic(epoch: int, number: int, loss: float) -> str:
     return f"Train Epoch: {epoch} [{number * 64}/6400 ({number}%)]\tLoss: {loss:.6f}"
 
 
-def analyzed(folder: Path, lines: Iterable[str]) -> Analysis:
+def analyzed(folder: Path, lines: Iterable[str]) -> LogAnalysis:
     (folder / "train.log").write_text("".join(f"{line}\n" for line in lines))
     return logs.analyze_log_or_run(str(folder / "train.log"))
 

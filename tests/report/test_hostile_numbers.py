@@ -17,8 +17,8 @@ from paceline.cli.report import main as report
 from paceline.cli.report import trace, trace_events
 from paceline.errors import UsageError
 from paceline.report import run as reading
-from paceline.report.analysis import LogAnalyzer
 from paceline.report.figures import make_diagrams
+from paceline.report.log_analysis import LogAnalyzer
 from paceline.report.page import render_html
 from paceline.report.run import read_run
 from paceline.runs.console import sparkline

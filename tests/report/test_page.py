@@ -16,7 +16,7 @@ from paceline.errors import UsageError
 from paceline.report.figures import make_diagrams
 from paceline.report.page import render_html, results_table
 from paceline.report.run import read_run
-from paceline.runs.events import Samples
+from paceline.runs.events import SampleIndices
 from paceline.runs.writers import EventWriter
 
 EVIL = (
@@ -209,7 +209,7 @@ def test_samples_of_virtual_ranks_are_listed(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", ranks=2)
     for rank in range(2):
         with EventWriter(folder / f"events-{rank}.jsonl") as writer:
-            writer.write(Samples(1, 0, rank, 0, [10 * rank + n for n in range(9)]))
+            writer.write(SampleIndices(1, 0, rank, 0, [10 * rank + n for n in range(9)]))
     svg = make_diagrams(read_run(folder))[2].svg
     assert "v1: rank 1; 10, 11, 12, 13, 14, 15</title>" in svg
 

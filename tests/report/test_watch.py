@@ -18,18 +18,18 @@ from textual.widgets import Static
 from paceline.cli import live as command
 from paceline.cli import main
 from paceline.cli.run_state import NO_ACCESS
-from paceline.protocol.evidence import LIVE, WATCHED_FILE, LiveState, Phase, WorkerSample
+from paceline.protocol.evidence import LIVE, WATCHED_FILE, LiveSamples, Phase, RankSample
 from paceline.report.live import FileTail, LiveReader, RankSnapshot, RunSnapshot
 from paceline.report.watch_app import KeyActions, RankScreen, RankTable, WatchApp
 from paceline.report.watch_lines import summary_line
 from paceline.runs.console import format_duration, format_size, shorten, sparkline
 from paceline.runs.events import Started, Step
 from paceline.runs.machine import GpuUtilization, NodeUtilization, RankUtilization, node_log_name
-from paceline.runs.summary import RunState
+from paceline.runs.summary import StatusReport
 from paceline.runs.writers import EventWriter
 
 HOSTILE = "[red]n1[/red]\x1b]0;owned\x07\x1b[2J\u202e[@click=app.quit]x[/]" + "A" * 5000
-RUNNING = RunState(
+RUNNING = StatusReport(
     run_dir="runs/demo", state="running", task="mnist-cnn", strategy="bucketed", world_size=2, total_steps=100
 )
 
@@ -46,15 +46,15 @@ def write_events(folder: Path, rank: int, steps: int, forward: float = 0.1) -> N
             writer.write(step(number, forward=forward, sync=0.5 - forward))
 
 
-def live_rank(rank: int, steps: int, forward: float) -> WorkerSample:
+def live_rank(rank: int, steps: int, forward: float) -> RankSample:
     spent = [0.0] * len(Phase)
     spent[Phase.FORWARD], spent[Phase.SYNC] = steps * forward, steps * (0.5 - forward)
-    return WorkerSample(rank, "n1", 1, step=steps, phase=Phase.SYNC, phase_seconds=tuple(spent), own_virtual_ranks=3)
+    return RankSample(rank, "n1", 1, step=steps, phase=Phase.SYNC, phase_seconds=tuple(spent), own_virtual_ranks=3)
 
 
 def say_live(attempt: Path, steps: int) -> None:
     ranks = tuple(live_rank(rank, steps, 0.4 if rank == 1 else 0.1) for rank in range(3))
-    (attempt / LIVE).write_bytes(msgspec.json.encode(LiveState(float(steps), 0, ranks)))
+    (attempt / LIVE).write_bytes(msgspec.json.encode(LiveSamples(float(steps), 0, ranks)))
 
 
 @pytest.fixture
@@ -175,7 +175,7 @@ def on_screen(actions: KeyActions, act: Callable[[WatchApp, Any], Awaitable[None
     return app
 
 
-def actions(look: Callable[[], tuple[RunSnapshot, RunState]], told: list[str] | None = None) -> KeyActions:
+def actions(look: Callable[[], tuple[RunSnapshot, StatusReport]], told: list[str] | None = None) -> KeyActions:
     told = [] if told is None else told
 
     def say(word: str) -> str:
@@ -190,7 +190,7 @@ def actions(look: Callable[[], tuple[RunSnapshot, RunState]], told: list[str] | 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("width", [80, 200])
 def test_200_ranks_with_hostile_names_stay_readable_and_inert(width: int) -> None:
-    standing = RunState(
+    standing = StatusReport(
         run_dir=HOSTILE, state="running", words=HOSTILE, task=HOSTILE, strategy=HOSTILE, metrics={HOSTILE: 1.0}
     )
     told: list[str] = []
@@ -236,11 +236,11 @@ def test_it_leaves_when_the_run_ends_and_says_why_it_cannot_look() -> None:
             await pilot.pause(0.01)
 
     states = itertools.chain(["running"], itertools.repeat("done"))
-    app = on_screen(actions(lambda: (many(2), RunState(run_dir="demo", state=next(states)))), wait)  # type: ignore[arg-type]
+    app = on_screen(actions(lambda: (many(2), StatusReport(run_dir="demo", state=next(states)))), wait)  # type: ignore[arg-type]
     assert app.seen is not None
     assert app.seen[1].state == "done"
 
-    def fail() -> tuple[RunSnapshot, RunState]:
+    def fail() -> tuple[RunSnapshot, StatusReport]:
         raise OSError("gone") if next(states) else AssertionError
 
     app = WatchApp(actions(fail))

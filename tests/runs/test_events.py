@@ -7,7 +7,7 @@ import pytest
 from tests.errors import raises
 
 from paceline.runs import writing
-from paceline.runs.events import Evaluated, Samples, Started, Step, read_events
+from paceline.runs.events import Evaluated, SampleIndices, Started, Step, read_events
 from paceline.runs.folder import create_attempt_dir, set_up_run_dir
 from paceline.runs.summary import Summary, read_summary, write_summary
 from paceline.runs.writers import EventWriter
@@ -15,7 +15,7 @@ from paceline.runs.writers import EventWriter
 EVENTS = [
     Step(1, 0, 2.5, 64, 1e-3, 0.1, 0.01, 1.5e9),
     Step(2, 0, 2.5, 64, 1e-3, 0.1, 0.01, 1.5e9, share=(1, 3), consumed=31, fingerprint="1f"),
-    Samples(1, 0, 2, 0, [5, 3]),
+    SampleIndices(1, 0, 2, 0, [5, 3]),
     Evaluated(1, {"loss": 2.0, "accuracy": 0.5}, 0.2),
 ]
 

@@ -9,7 +9,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "paceline"
 COMMANDS = ("run_state", "status", "logs", "hang", "cancel", "ledger", "checkpoint", "train", "launch", "jobs")
 OF_RUNS = (
     *(f"cli/{name}.py" for name in COMMANDS), "runs/*.py", "checkpoint/*.py", "train/*.py",
-    "config/settings.py", "launch/output.py", "launch/plan.py", "host/sweep.py",
+    "config/settings.py", "launch/output.py", "launch/plan.py", "host/cleanup.py",
     "host/node_utilization.py", "report/*.py",
     "guard/report.py", "rank/attach.py", "launch/agent/*.py", "lab/ranks/ledger.py", "lab/scale.py",
 )  # fmt: skip
@@ -22,9 +22,9 @@ ALLOWED = {
     ("cli/run_state.py", "iterdir"): "/proc",
     ("cli/live.py", "rmtree"): "the answer that was made for us, in a run that is ours",
     ("checkpoint/manager.py", "iterdir"): "what older generations of the same run have left",
-    ("host/sweep.py", "read_bytes"): "/proc",
-    ("host/sweep.py", "open"): "/dev/null",
-    ("host/sweep.py", "rmtree"): "the agent's temporary folder",
+    ("host/cleanup.py", "read_bytes"): "/proc",
+    ("host/cleanup.py", "open"): "/dev/null",
+    ("host/cleanup.py", "rmtree"): "the agent's temporary folder",
     ("launch/agent/__main__.py", "open"): "/dev/null",
     ("launch/agent/workers.py", "open"): "the log of a worker of ours",
     ("launch/agent/monitor.py", "rmtree"): "a diagnosis that could not be written whole",

@@ -10,7 +10,7 @@ import pytest
 from tests.errors import raises
 
 from paceline.errors import UsageError
-from paceline.runs.owners import UnreadableFileError, UntrustedFileError, check_owned_by_us, open_file, other_writers
+from paceline.runs.owners import UnreadableFileError, UntrustedFileError, check_owned_by_us, describe_writers, open_file
 
 OTHER = 65432  # a user without a name
 
@@ -45,7 +45,7 @@ def run_in(folder: Path, *modes: int) -> Path:
     ],
 )
 def test_who_can_change_a_run_follows_from_all_folders_up_to_the_first_that_is_ours(place, modes, who) -> None:
-    found = other_writers(run_in(place, *modes))
+    found = describe_writers(run_in(place, *modes))
     assert found == "" if not who else who in found
 
 
@@ -53,14 +53,14 @@ def test_who_can_change_a_run_follows_from_all_folders_up_to_the_first_that_is_o
 def test_what_belongs_to_others_is_theirs_and_roots_folders_count_for_nothing(place: Path) -> None:
     run = run_in(place, 0o755, 0o755)
     os.chown(run, OTHER, OTHER)
-    assert f"{run} belongs to user {OTHER}, " in other_writers(run)
+    assert f"{run} belongs to user {OTHER}, " in describe_writers(run)
     with raises("run-of-others"):
         check_owned_by_us(run)
     os.chown(run, 0, 0)
     os.chown(run.parent, OTHER, OTHER)
-    assert f"{run.parent} belongs to user {OTHER}" in other_writers(run)
+    assert f"{run.parent} belongs to user {OTHER}" in describe_writers(run)
     run.parent.chmod(0o1755)  # the owner of a sticky folder may exchange what is in it
-    assert f"{run.parent} belongs to user {OTHER}" in other_writers(run)
+    assert f"{run.parent} belongs to user {OTHER}" in describe_writers(run)
 
 
 def test_what_others_could_write_in_a_folder_of_ours_makes_it_theirs(place: Path) -> None:
@@ -76,9 +76,9 @@ def test_what_others_could_write_in_a_folder_of_ours_makes_it_theirs(place: Path
 def test_the_group_of_ones_own_name_is_no_other_and_an_access_list_says_more(place: Path) -> None:
     run = run_in(place, 0o770)
     os.chown(run, 0, 0)  # root's own group
-    assert other_writers(run) == ""
+    assert describe_writers(run) == ""
     os.chown(run, 0, OTHER)
-    assert f"group number {OTHER}" in other_writers(run)
+    assert f"group number {OTHER}" in describe_writers(run)
     os.chown(run, 0, 0)
     # version 2; user::rwx, user:OTHER:rwx, group::---, mask::rwx, other::---
     entries = [(1, 7, 2**32 - 1), (2, 7, OTHER), (4, 0, 2**32 - 1), (16, 7, 2**32 - 1), (32, 0, 2**32 - 1)]
@@ -90,7 +90,7 @@ def test_the_group_of_ones_own_name_is_no_other_and_an_access_list_says_more(pla
     except OSError:
         pytest.xfail("this file system has no access lists")
     assert stat.S_IMODE(run.stat().st_mode) == 0o770
-    assert "group root" in other_writers(run)
+    assert "group root" in describe_writers(run)
 
 
 def test_a_file_is_judged_as_it_is_opened(place: Path) -> None:
@@ -116,7 +116,7 @@ def test_nothing_is_reached_through_a_link(place: Path) -> None:
         with pytest.raises(UnreadableFileError, match=words), open_file(path):
             pass
     with pytest.raises(UnreadableFileError, match="is a symbolic link"):
-        other_writers(place / "link")
+        describe_writers(place / "link")
     with pytest.raises(FileNotFoundError), open_file(place / "real" / "none"):
         pass
 
@@ -135,12 +135,12 @@ def test_what_is_no_plain_file_is_not_waited_for(place: Path) -> None:
 def test_no_descriptor_is_left_open(place: Path) -> None:
     (place / "file").write_text("")
     program = (
-        "import os, sys; from pathlib import Path; from paceline.runs.owners import open_file, other_writers\n"
+        "import os, sys; from pathlib import Path; from paceline.runs.owners import open_file, describe_writers\n"
         "place = Path(sys.argv[1]); before = len(os.listdir('/proc/self/fd'))\n"
         "for name in ('file', 'none', 'file/x'):\n"
         "    try:\n"
         "        with open_file(place / name): pass\n"
         "    except OSError: pass\n"
-        "other_writers(place); assert len(os.listdir('/proc/self/fd')) == before\n"
+        "describe_writers(place); assert len(os.listdir('/proc/self/fd')) == before\n"
     )
     subprocess.run([sys.executable, "-c", program, str(place)], check=True, timeout=90)

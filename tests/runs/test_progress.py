@@ -8,7 +8,7 @@ from rich.console import Console
 from tests.rendered import rendered
 
 from paceline.runs import progress
-from paceline.runs.progress import ProgressDisplay, ProgressLine, ProgressRecord, ProgressWriter
+from paceline.runs.progress import ProgressDisplay, ProgressRecord, ProgressViewer, ProgressWriter
 
 SAID = "global batch 64 = 2 ranks x 1 micro-batch x 32 [not markup]"
 
@@ -69,7 +69,7 @@ def test_the_words_of_a_report() -> None:
 def test_what_ranks_print_stays_above_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     stream = Terminal()
-    reporter, shown = ProgressWriter(tmp_path / "progress"), ProgressLine(tmp_path / "progress", stream)
+    reporter, shown = ProgressWriter(tmp_path / "progress"), ProgressViewer(tmp_path / "progress", stream)
     shown.refresh()  # nothing is there yet
     reporter.write_step(40, 80, lambda: EARLY)
     shown.refresh()
@@ -92,7 +92,7 @@ def test_where_no_line_can_be_drawn_anew_there_are_few(tmp_path: Path, monkeypat
     clock = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
     stream = io.StringIO()
-    reporter, shown = ProgressWriter(tmp_path / "progress"), ProgressLine(tmp_path / "progress", stream)
+    reporter, shown = ProgressWriter(tmp_path / "progress"), ProgressViewer(tmp_path / "progress", stream)
     written = []
     for second in range(25):
         clock[0] = float(second)

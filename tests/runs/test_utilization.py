@@ -7,8 +7,8 @@ import pytest
 
 from paceline.runs import utilization
 from paceline.runs.events import Event, RolledBack, Started, Step
-from paceline.runs.summary import RunState, Summary
-from paceline.runs.utilization import format_flops, format_speed, goodput, throughput_and_mfu
+from paceline.runs.summary import StatusReport, Summary
+from paceline.runs.utilization import format_flops, goodput, speed_texts, throughput_and_mfu
 from paceline.runs.writers import EventWriter
 
 
@@ -38,9 +38,9 @@ def test_mfu_is_flops_per_second_by_the_peak_of_all_devices() -> None:
 
 
 def test_only_what_is_known_is_shown() -> None:
-    assert format_speed(Summary("t", 0, tokens_per_second=12345.0, mfu=0.382)) == ["12,345 tokens/s", "MFU 38.2%"]
-    assert format_speed(RunState(run_dir="run", state="running", goodput=0.5)) == ["goodput 50.0%"]
-    assert format_speed(SimpleNamespace(mfu=0.5)) == ["MFU 50.0%"]
+    assert speed_texts(Summary("t", 0, tokens_per_second=12345.0, mfu=0.382)) == ["12,345 tokens/s", "MFU 38.2%"]
+    assert speed_texts(StatusReport(run_dir="run", state="running", goodput=0.5)) == ["goodput 50.0%"]
+    assert speed_texts(SimpleNamespace(mfu=0.5)) == ["MFU 50.0%"]
 
 
 @pytest.mark.parametrize(

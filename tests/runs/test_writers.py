@@ -13,7 +13,7 @@ from paceline.runs import writing
 from paceline.runs.events import Checkpointed, Notice, RolledBack, Started, Step, read_events
 from paceline.runs.machine import ClockOffset, NodeUtilization, decode_record, node_log_files, node_log_name
 from paceline.runs.reading import read_lines
-from paceline.runs.writers import BoundedWriter, EventWriter, merge_consecutive_steps
+from paceline.runs.writers import EventWriter, SizeLimitedWriter, merge_consecutive_steps
 
 
 def use(at: int) -> NodeUtilization:
@@ -26,7 +26,7 @@ def times(path: Path) -> list[float]:
 
 def test_a_long_run_stays_small_the_newest_whole_and_the_oldest_still_there(tmp_path: Path) -> None:
     path = tmp_path / node_log_name(0)
-    writer = BoundedWriter(path, limit_bytes=20_000)
+    writer = SizeLimitedWriter(path, limit_bytes=20_000)
     for second in range(5000):
         writer.write(use(second))
     writer.close()
@@ -41,7 +41,7 @@ def test_a_long_run_stays_small_the_newest_whole_and_the_oldest_still_there(tmp_
 def test_a_torn_line_costs_itself_alone(tmp_path: Path) -> None:
     path = tmp_path / node_log_name(3)
     path.write_bytes(msgspec.json.encode(use(1)) + b'\n{"kind":"mach')
-    writer = BoundedWriter(path)
+    writer = SizeLimitedWriter(path)
     writer.write(use(2))
     writer.write(ClockOffset(3.0, 1, 0.5, 0.001))
     writer.close()
@@ -52,7 +52,7 @@ def test_a_torn_line_costs_itself_alone(tmp_path: Path) -> None:
 def test_a_write_that_fails_is_said_once_and_raises_nothing(tmp_path: Path) -> None:
     said: list[str] = []
     (tmp_path / node_log_name(0)).mkdir()
-    writer = BoundedWriter(tmp_path / node_log_name(0), warn=said.append)
+    writer = SizeLimitedWriter(tmp_path / node_log_name(0), warn=said.append)
     for second in range(3):
         writer.write(use(second))
     assert len(said) == 1
@@ -63,7 +63,7 @@ def test_a_link_is_not_written_through(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").write_text("")
     (tmp_path / node_log_name(0)).symlink_to(tmp_path / "elsewhere")
     said: list[str] = []
-    BoundedWriter(tmp_path / node_log_name(0), warn=said.append).write(use(1))
+    SizeLimitedWriter(tmp_path / node_log_name(0), warn=said.append).write(use(1))
     assert said
     assert [*read_lines(tmp_path / "elsewhere")] == []
 

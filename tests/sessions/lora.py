@@ -22,7 +22,7 @@ import paceline
 from paceline.checkpoint.export import state_dict_from_checkpoint
 from paceline.checkpoint.manager import Checkpoints
 from paceline.rank.guard import HangGuard
-from paceline.train.records import parse_tensor_bytes
+from paceline.train.records import count_tensor_bytes
 
 warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
 torch.set_default_dtype(torch.float64)
@@ -84,7 +84,7 @@ def sent(since: int) -> dict[str, int]:
     by_kind: dict[str, int] = {}
     for _, _, op in HangGuard.of_process().page.calls_since(since):
         if not op.name.startswith("messages"):
-            by_kind[op.kind] = by_kind.get(op.kind, 0) + parse_tensor_bytes(op.shape, op.dtype)
+            by_kind[op.kind] = by_kind.get(op.kind, 0) + count_tensor_bytes(op.shape, op.dtype)
     return by_kind
 
 

@@ -10,7 +10,7 @@ from tests.run_script import run_script
 
 from paceline.cli.checkpoint import export
 from paceline.runs.folder import WEIGHTS
-from paceline.train.weights import load
+from paceline.train.weights import read_weight_file
 
 pytestmark = pytest.mark.sample(3)
 
@@ -31,7 +31,7 @@ def test_they_are_those_of_the_plain_loop_after_a_resume_on_other_ranks(tmp_path
         right = {line.split()[0] for line in done.stdout.splitlines() if line.endswith(" right")}
         assert right == BUFFERS | {"w"} if complex_too else BUFFERS, done.stdout
         digests.append(digest(run))
-        weights = load(run / WEIGHTS, require_trusted_owner=True)
+        weights = read_weight_file(run / WEIGHTS, require_trusted_owner=True)
         assert weights.keys() == right and int(weights["seen"]) == 96 and int(weights["steps"]) == 12
         assert weights["mean"].dtype == torch.complex128
         # what is exported from the last checkpoint is the same

@@ -11,7 +11,7 @@ from tests.run_ranks import run_ranks
 from tests.run_script import run_script
 
 from paceline.errors import UsageError
-from paceline.sessions.sharded_tensors import ShardedGradientPlaceholder, local_shard, patch_dtensor_conversions
+from paceline.sessions.sharded_tensors import ShardedGradientPlaceholder, forbid_shard_conversions, local_shard
 
 ASKED = ("float(cut.sum())", "bool(cut.sum())", "cut.sum().item()", "cut.tolist()", "pickle.dumps(cut)")
 SCRIPT = """
@@ -39,7 +39,7 @@ with torch.no_grad():
 def of_two(rank: int, size: int) -> tuple[list[str], float, list[float]]:
     from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
 
-    patch_dtensor_conversions()
+    forbid_shard_conversions()
     group = dist.group.WORLD
     assert group is not None
     cut = distribute_tensor(torch.arange(4.0), DeviceMesh.from_group(group, "cpu"), [Shard(0)])
@@ -55,7 +55,7 @@ def of_two(rank: int, size: int) -> tuple[list[str], float, list[float]]:
 def test_what_stands_for_a_gradient_refuses_all_but_its_shape() -> None:
     standing = ShardedGradientPlaceholder.of(torch.ones(2, 3))
     assert standing.shape == (2, 3)
-    with raises("sharded-parameter-used"):
+    with raises("sharded-gradient-used"):
         standing.sum()
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.data.loader import LoadingOptions
 from paceline.sessions.loader import adopt_worker_settings
-from paceline.sessions.order import SampleOrder
+from paceline.sessions.order import EpochBatches
 
 SCRIPT = Path(__file__).with_name("draws.py")
 
@@ -44,7 +44,7 @@ def test_batches_and_draws_are_those_of_the_dataloader(kind: str, drop_last: boo
         return lambda: None if (batch := next(batches, None)) is None else batch[0].tolist()
 
     def ordered(loader: DataLoader[Any]) -> Callable[[], Any]:
-        order, numbers = SampleOrder(loader), iter(range(100))
+        order, numbers = EpochBatches(loader), iter(range(100))
         return lambda: order.batch_indices(n).tolist() if order.has_batch(n := next(numbers)) else None
 
     assert epoch(ordered) == epoch(plain)

@@ -14,7 +14,7 @@ from tests.errors import raises
 from paceline.errors import ExitCode
 from paceline.protocol.status_page import StatusPage, make_status_page
 from paceline.rank import framework_stops
-from paceline.rank.stops import RECORD, ResumableTraining, StepStopHandler
+from paceline.rank.stops import RECORD, ResumeRecordFile, StepStopHandler
 
 
 @pytest.fixture(autouse=True)
@@ -39,13 +39,13 @@ def command(*argv: str) -> StepStopHandler:
     return StepStopHandler(StatusPage(make_status_page(0)), argv)
 
 
-def opened(stops: StepStopHandler, folder: Path) -> ResumableTraining:
+def opened(stops: StepStopHandler, folder: Path) -> ResumeRecordFile:
     training = stops.register_training(folder)
     assert training is not None
     return training
 
 
-def stopped(folder: Path, *argv: str, step: int = 7, files: tuple[str, ...] = ()) -> ResumableTraining:
+def stopped(folder: Path, *argv: str, step: int = 7, files: tuple[str, ...] = ()) -> ResumeRecordFile:
     """A training of this command that was stopped after this step."""
     training = opened(command(*argv), folder)
     training.record_saved_step(step, files)

@@ -13,7 +13,7 @@ from tests.run_script import run_script
 from paceline.checkpoint.shards import hash_tensors
 from paceline.rank.world import World
 from paceline.strategies import STRATEGIES
-from paceline.strategies.average import WeightAverage
+from paceline.strategies.average import EmaWeights
 
 TASK = """
 import torch
@@ -43,7 +43,7 @@ def test_it_is_the_average_that_one_would_write_by_hand(monkeypatch: pytest.Monk
     model = torch.nn.Linear(3, 2)
     world = World(0, 1, 0, 1, torch.device("cpu"), "gloo")
     replica = STRATEGIES["single"](model, lambda p: torch.optim.SGD(p, lr=0.1), world)
-    average = replica.average = WeightAverage(replica.state(), 0.75)
+    average = replica.average = EmaWeights(replica.state(), 0.75)
     by_hand = model.weight.detach().clone()
     for step in range(3):
         with torch.no_grad():

@@ -10,7 +10,7 @@ import torch
 from tests.run_ranks import run_ranks
 
 from paceline.lab.ranks.verify import verify
-from paceline.lab.verify import Result, VerifySpec
+from paceline.lab.verify import CaseResult, VerifySpec
 from paceline.parallel.pipeline import ModelStage, Pipeline, stage_schedule
 from paceline.rank.world import World
 from paceline.strategies import pipelined
@@ -23,7 +23,7 @@ TRANSFORMER, SPELLER = (
 )
 
 
-def results(rank: int, world_size: int, task: str, mesh: str, *optimizers: str, steps: int = 4) -> list[Result]:
+def results(rank: int, world_size: int, task: str, mesh: str, *optimizers: str, steps: int = 4) -> list[CaseResult]:
     world = World(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
     name, _, schedule = mesh.partition("/")
     options: Any = {"mesh": name, "schedule_pipeline": schedule or "1f1b"}
@@ -32,11 +32,11 @@ def results(rank: int, world_size: int, task: str, mesh: str, *optimizers: str, 
     return verify(spec, world).results
 
 
-def all_results(rank: int, world_size: int, cases: list[tuple[str, str]]) -> list[Result]:
+def all_results(rank: int, world_size: int, cases: list[tuple[str, str]]) -> list[CaseResult]:
     return [found for task, mesh in cases for found in results(rank, world_size, task, mesh)]
 
 
-def check(found: list[Result]) -> None:
+def check(found: list[CaseResult]) -> None:
     for result in found:
         print(result.case, result.errors)
         assert result.finding is None, f"{result.case}: {result.finding}"

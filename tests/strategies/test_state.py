@@ -26,7 +26,7 @@ from paceline.checkpoint.shards import (
 from paceline.checkpoint.state import TensorShard
 from paceline.data.plan import virtual_ranks_of
 from paceline.strategies import STRATEGIES, Strategy
-from paceline.strategies.optimizers import load_optimizer, optimizer_shards
+from paceline.strategies.optimizers import full_optimizer_state, load_optimizer
 
 CPU = torch.device("cpu")
 VIRTUAL, SAVED_AT, STEPS = 4, 3, 5
@@ -200,7 +200,7 @@ def test_plain_numbers_come_back_as_plain_numbers_and_none_is_left_out(tmp_path:
     model = nn.Linear(2, 3)
     memory = torch.arange(4.0, dtype=torch.float64)
     kept = {"count": 2**62 + 1, "rate": 0.1, "on": True, "nothing": None, "memory": memory, "inf": float("inf")}
-    save(optimizer_shards(model, Keeping(model.parameters(), kept)), tmp_path / "file")
+    save(full_optimizer_state(model, Keeping(model.parameters(), kept)), tmp_path / "file")
     optimizer = Keeping(model.parameters(), {"old": 5})
     source = opened([tmp_path / "file"])
     names = {name.rpartition("/")[2] for name in source.names("optimizer/weight/")}
@@ -217,7 +217,7 @@ def test_a_parameter_that_was_never_updated_has_no_state_afterwards(tmp_path: Pa
     model = nn.Linear(2, 3)
     optimizer = Keeping(model.parameters())
     optimizer.state[model.bias] = {"count": 1}
-    save(optimizer_shards(model, optimizer), tmp_path / "file")
+    save(full_optimizer_state(model, optimizer), tmp_path / "file")
     other = Keeping(model.parameters(), {"count": 9})
     load_optimizer(model, other, opened([tmp_path / "file"]))
     assert other.state == {model.bias: {"count": 1}}
@@ -227,13 +227,13 @@ def test_a_parameter_that_was_never_updated_has_no_state_afterwards(tmp_path: Pa
 def test_what_only_a_pickle_could_save_is_refused_by_name(value: object) -> None:
     model = nn.Linear(2, 3)
     with raises("optimizer-keeps-object", kind=type(value).__name__, key="odd", name="weight"):
-        optimizer_shards(model, Keeping([model.weight], {"odd": value}))
+        full_optimizer_state(model, Keeping([model.weight], {"odd": value}))
 
 
 def test_an_optimizer_of_foreign_parameters_is_refused() -> None:
     foreign = nn.Parameter(torch.ones(4, 2))
     with raises("foreign-parameter-state", shape=(4, 2)):
-        optimizer_shards(nn.Linear(2, 3), Keeping([foreign], {"count": 1}))
+        full_optimizer_state(nn.Linear(2, 3), Keeping([foreign], {"count": 1}))
 
 
 def test_the_state_of_another_model_is_refused_and_the_tensor_named(tmp_path: Path) -> None:

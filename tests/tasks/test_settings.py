@@ -8,9 +8,9 @@ from tests.cli.conftest import paceline as paceline
 from tests.cli.test_bad_input import WITHOUT_TORCH
 from tests.errors import codes, ended_with, raises
 
-from paceline.config.settings import TrainConfig, dump, load
+from paceline.config.settings import TrainConfig, config_to_toml, load
 from paceline.tasks.registry import load_task
-from paceline.tasks.settings import all_settings, convert_settings, parse_settings_from_source, settings_help
+from paceline.tasks.settings import complete_task_args, convert_settings, parse_settings_from_source, settings_help
 
 TASK = """
 import sys
@@ -113,13 +113,13 @@ def test_the_function_gets_them(mine):
 
 
 def test_all_of_them_are_in_the_definition_of_a_run(mine):
-    found = all_settings(NAME, {"width": "3", "corpus": "a"})
+    found = complete_task_args(NAME, {"width": "3", "corpus": "a"})
     assert found == {
         "task_arg.width": 3, "task_arg.scale": 0.5, "task_arg.deep": False, "task_arg.act": "relu",
         "task_arg.seed": None, "task_arg.name": None, "task_arg.corpus": "a", "task_arg.bare": 3, "task_arg.odd": None,
         "task_arg.size": 1,
     }  # fmt: skip
-    assert all_settings("mnist-cnn", {"data_dir": Path("x")}) == {}
+    assert complete_task_args("mnist-cnn", {"data_dir": Path("x")}) == {}
 
 
 def test_they_are_listed_without_importing_the_task(mine, paceline):
@@ -138,7 +138,7 @@ def test_they_are_listed_without_importing_the_task(mine, paceline):
 def test_a_file_holds_them_as_a_table(tmp_path, texts):
     config = TrainConfig(task="mnist-cnn", task_arg=texts)
     path = tmp_path / "config.toml"
-    path.write_text(dump(config))
+    path.write_text(config_to_toml(config))
     assert load(path, must_own=False) == config
     assert ("[task_arg]" in path.read_text()) == bool(texts)
     path.write_text("[task_arg]\nn_layer = 4\ndeep = true\nact = 'gelu'\n")

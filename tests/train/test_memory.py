@@ -6,7 +6,7 @@ import resource
 import tomllib
 from collections.abc import Callable, Generator
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from textwrap import indent
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ from tests.run_script import run_script
 from torch import nn
 
 from paceline import ArrayDataset
+from paceline.collectives.sum_tree import PartialSums
 from paceline.compute.memory import MemoryMeter, SavedForBackward
 from paceline.compute.resources import read_process_memory_field
 from paceline.config.settings import ComputeConfig, DataConfig, LaunchConfig, TrainConfig, check_values
@@ -331,6 +332,52 @@ def test_one_virtual_rank_saves_sums_and_buffers(strategy, virtual_ranks, mib):
         module=module, parameters=[model.weight], keeps_partial_sums=sums,
     )  # fmt: skip
     assert memory.extra_virtual_rank_bytes(replica) == mib * MIB
+
+
+def test_a_rank_keeps_from_log2_to_2_log2_sums_more_than_with_one_virtual_rank():
+    found: dict[int, set[int]] = {}
+    for leaves in range(1, 40):
+        for owned in combinations(range(leaves + 1), 2):
+            sums, most = PartialSums[int](owned, leaves, lambda left, right: 0), 0
+            for leaf in range(*owned):
+                most = max(most, len(sums._sums))  # and the gradient that follows
+                sums.add(leaf, 0)
+            found.setdefault(owned[1] - owned[0], set()).add(max(most, len(sums.finish()) - 1))
+    for count, extra in found.items():
+        assert count.bit_length() - 1 <= min(extra) and max(extra) <= 2 * (count.bit_length() - 1)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "device", "usable", "most"),  # MiB after a peak of 10 MiB
+    [
+        ("exact", "cpu", 23.5, 12),  # 2 * 3 - 3 sums of 1 MiB, 2 * 4 copies of 1 MiB, and 12 in a checkpoint
+        ("bucketed", "cpu", 23.5, 13),
+        ("zero", "cuda", 20.5, 15),
+        ("zero", "cuda", 21.5, 16),  # with one more virtual rank two sums more
+        ("zero", "cuda", 500, 16),
+        ("exact", "cpu", -50, 8),  # the present number
+    ],
+)
+def test_the_memory_after_the_first_step_limits_the_virtual_ranks(monkeypatch, strategy, device, usable, most):
+    model = nn.Module()
+    model.weight, model.table = nn.Parameter(torch.zeros(MIB // 4)), nn.Buffer(torch.zeros(MIB // 4))
+    replica = SimpleNamespace(
+        model=model, parameters=[model.weight], gradients=list, optimizers=[],
+        keeps_partial_sums=strategy != "bucketed",
+    )  # fmt: skip
+    # of the free memory 0.65, without 65 MiB for a checkpoint; of that of a GPU 0.9
+    free = (usable + 10) / 0.65 + 64 + 1 if device == "cpu" else (usable + 10) / 0.9
+    meter = SimpleNamespace(free_bytes=int(free * MIB), peak=lambda: 10 * MIB)
+    monkeypatch.setattr(memory, "MemoryMeter", lambda *_: meter)
+    assert memory.max_virtual_ranks([replica], World(0, 2, 0, 2, torch.device(device), "gloo"), 16) == most
+
+
+def test_without_a_start_the_peak_of_the_process_is_beyond_what_it_holds(monkeypatch):
+    fields = {"VmRSS": 30, "VmHWM": 70}
+    monkeypatch.setattr("paceline.compute.memory.read_process_memory_field", fields.get)
+    monkeypatch.setattr("paceline.compute.memory.peak_resident_memory", lambda: fields["VmHWM"])
+    monkeypatch.setattr(MemoryMeter, "__init__", lambda self: vars(self).update(_gpu=False, _held_bytes=None))
+    assert MemoryMeter().peak() == 40
 
 
 class Gpu:

@@ -10,7 +10,7 @@ from torch import nn
 
 from paceline import ArrayDataset, Task
 from paceline.data.loader import LoadingOptions
-from paceline.runs.progress import WARMUP_STEPS, Throughput
+from paceline.runs.progress import WARMUP_STEPS, ThroughputMeter
 from paceline.train.optimizer import Schedule, scaled_lr
 from paceline.train.prepare import try_loss_on_first_samples
 from paceline.train.step import compute_losses_and_weights
@@ -33,7 +33,7 @@ def test_learning_rate_scaling():
 
 
 def test_the_share_of_waiting_leaves_out_the_first_steps_unless_there_are_few():
-    waiting = Throughput()
+    waiting = ThroughputMeter()
     assert waiting.data_fraction() is None
     for _ in range(WARMUP_STEPS):
         waiting.count_step(1, 9.0, 10.0)
@@ -45,7 +45,7 @@ def test_the_share_of_waiting_leaves_out_the_first_steps_unless_there_are_few():
 
 def test_throughput_leaves_out_the_warm_up_and_pauses():
     now = 0.0
-    meter = Throughput(clock=lambda: now)
+    meter = ThroughputMeter(clock=lambda: now)
     for step in range(WARMUP_STEPS + 10):
         now += 100.0 if step < WARMUP_STEPS else 0.5  # a slow start
         meter.count_step(10)

@@ -14,9 +14,9 @@ from paceline.strategies.single import Single
 from paceline.train.records import (
     NUM_LAST_TRACED_STEPS,
     StepTraces,
+    count_tensor_bytes,
     is_traced_step,
     memory_breakdown,
-    parse_tensor_bytes,
 )
 from paceline.train.step_record import PhaseClock, StepRecord
 
@@ -93,9 +93,9 @@ def test_anatomy_counts_what_a_rank_holds(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_sizes_are_read_from_the_guards_words() -> None:
-    assert parse_tensor_bytes("[10, 3] [4]", "float32") == 136
-    assert parse_tensor_bytes("[7]", "bfloat16, float64") == 56  # the widest: an upper bound
-    assert (parse_tensor_bytes("", "float32"), parse_tensor_bytes("[]", "float64")) == (0, 8)
-    assert parse_tensor_bytes("[10]", "bfloat16") == 20
-    assert parse_tensor_bytes("[12, 3", "float32") == 144
-    assert parse_tensor_bytes("[12, x]", "float32") == 0
+    assert count_tensor_bytes("[10, 3] [4]", "float32") == 136
+    assert count_tensor_bytes("[7]", "bfloat16, float64") == 56  # the widest: an upper bound
+    assert (count_tensor_bytes("", "float32"), count_tensor_bytes("[]", "float64")) == (0, 8)
+    assert count_tensor_bytes("[10]", "bfloat16") == 20
+    assert count_tensor_bytes("[12, 3", "float32") == 144
+    assert count_tensor_bytes("[12, x]", "float32") == 0

@@ -5,5 +5,5 @@ memory; resume: the newest state; export: a state_dict; buffer_reductions. The m
 
 Write   replica.state() -> select_shards_to_save -> make_shard_layout -> serialize_shard_file (copy) ->
         write_new_file (thread) -> commit: manifest, fsync, rename
-Read    entries -> check: manifest, sizes, hashes -> ShardFileSource, a `Source` -> replica.load
+Read    entries -> check: manifest, sizes, hashes -> ShardFileSource, a `StateSource` -> replica.load
 """

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.state import Source
+from paceline.checkpoint.state import StateSource
 from paceline.collectives.sum_tree import LeafPartition, add_optional
 
 UNDECLARED = "open"  # not declared: inferred at each merge
@@ -71,17 +71,17 @@ def digest_of(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
-def load_buffer_history(source: Source, virtual_rank: int, name: str) -> BufferChangeCounts:
+def load_change_counts(source: StateSource, virtual_rank: int, name: str) -> BufferChangeCounts:
     saved = source.tensor(f"seen/{virtual_rank}/{name}")
     return BufferChangeCounts() if saved is None else BufferChangeCounts(*saved.tolist())
 
 
-def infer_saved_reduction(source: Source, name: str, values: Mapping[int, Tensor], initial: Tensor) -> str:
+def infer_saved_reduction(source: StateSource, name: str, values: Mapping[int, Tensor], initial: Tensor) -> str:
     """The reduction of an undeclared buffer, inferred from its saved values, by virtual rank; see `infer_reduction`."""
     ranks: list[BufferObservation] = []
     for virtual_rank, value in values.items():
         is_changed = initial.shape != value.shape or bool((value != initial).any())
-        history = load_buffer_history(source, virtual_rank, name)
+        history = load_change_counts(source, virtual_rank, name)
         ranks.append(observe_buffer(value, initial, None, history, changed=is_changed))
     return infer_reduction(initial, ranks)
 
@@ -165,7 +165,7 @@ def from_float64(flat: Tensor, like: Tensor) -> Tensor:
     return torch.view_as_complex(flat.reshape(*like.shape, 2).contiguous()).to(like.dtype)
 
 
-def reduce_buffer(of_ranks: Mapping[int, Tensor], reduction: str, initial: Tensor, virtual_ranks: int) -> Tensor:
+def reduce_in_process(of_ranks: Mapping[int, Tensor], reduction: str, initial: Tensor, virtual_ranks: int) -> Tensor:
     """The value of one buffer, computed in one process with the same bits as in `VirtualRankBuffers.merged`."""
     first = of_ranks[min(of_ranks)]
     if reduction == UNCHANGED:

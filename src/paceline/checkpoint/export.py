@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from paceline.checkpoint import buffer_reductions
 from paceline.checkpoint.shards import ShardFileSource
-from paceline.checkpoint.state import PrefixedSource, Source
+from paceline.checkpoint.state import PrefixedSource, StateSource
 from paceline.errors import UsageError, unknown_name_error
 from paceline.runs.checkpoint_format import DamagedCheckpoint, Manifest
 
@@ -46,7 +46,9 @@ def state_dict_from_checkpoint(path: Path, manifest: Manifest, model_index: int 
     )
 
 
-def state_dict_from_source(source: Source, names: Mapping[str, Sequence[str]], virtual_ranks: int) -> dict[str, Tensor]:
+def state_dict_from_source(
+    source: StateSource, names: Mapping[str, Sequence[str]], virtual_ranks: int
+) -> dict[str, Tensor]:
     """The state_dict of a model from its saved state, bit for bit as if the run ended at this step.
 
     `names`: see `state_dict_names_by_saved_name`.
@@ -81,5 +83,5 @@ def state_dict_from_source(source: Source, names: Mapping[str, Sequence[str]], v
                     fitting=fitting, others=others,
                 )  # fmt: skip
             reduction = "first" if reduction == buffer_reductions.UNCHANGED else reduction
-        exported[name] = buffer_reductions.reduce_buffer(by_rank, reduction, initial, virtual_ranks)
+        exported[name] = buffer_reductions.reduce_in_process(by_rank, reduction, initial, virtual_ranks)
     return {name: tensor for saved_name, tensor in exported.items() for name in names.get(saved_name, [saved_name])}

@@ -106,7 +106,7 @@ def _read_claim(descriptor: int, path: Path) -> PublishClaim | None:
     return PublishClaim(int(match[1]), int(match[2]))
 
 
-class UnverifiedCheckpoint(NamedTuple):
+class CheckpointEntry(NamedTuple):
     """A folder with a checkpoint's name, whose content is not checked."""
 
     step: int
@@ -130,11 +130,11 @@ class Checkpoints:
 
     # ---- read
 
-    def entries(self) -> list[UnverifiedCheckpoint]:
+    def entries(self) -> list[CheckpointEntry]:
         """The folders with a checkpoint's name, the newest first. Empty without a folder of checkpoints."""
         steps = {name: checkpoint_format.step_of(name) for name in list_names(self.root)}
         return sorted(
-            (UnverifiedCheckpoint(step, self.root / name) for name, step in steps.items() if step is not None),
+            (CheckpointEntry(step, self.root / name) for name, step in steps.items() if step is not None),
             reverse=True,
         )
 

@@ -12,10 +12,10 @@ import msgspec
 from paceline.checkpoint.manager import Checkpoints, MessageCallback
 from paceline.checkpoint.memory_snapshots import broadcast_snapshot, inherited_memory_files, newest_snapshot
 from paceline.checkpoint.shards import ShardFileSource
-from paceline.checkpoint.state import ResumePoint, RunLocation, TrainerState
-from paceline.collectives.control import all_gather_object, error_for_this_rank, raise_on_all_ranks
+from paceline.checkpoint.state import LockedRun, ResumePoint, TrainerState
+from paceline.collectives.control import all_gather_object, error_on_one_rank, raise_on_all_ranks
 from paceline.errors import UsageError
-from paceline.protocol.control import WorkerSpec, has_separate_folder, restart_count, transfer
+from paceline.protocol.control import WorkerSpec, has_separate_folder, request_transfer, restart_count
 from paceline.rank.guard import HangGuard
 from paceline.rank.world import World
 from paceline.runs import folder as run_folder
@@ -60,7 +60,7 @@ def find_newest_checkpoint(
     paths: list[str] = all_gather_object(candidates, world)[0]
     complaints: list[str] = []
     for path in map(Path, paths):
-        fetch_failure = transfer("fetch", path, tick) if world.local_rank == 0 else ""
+        fetch_failure = request_transfer("fetch", path, tick) if world.local_rank == 0 else ""
         fetch_failure = "; ".join(filter(None, all_gather_object(fetch_failure, world)))
         manifest, damage = (None, fetch_failure) if fetch_failure else _check_portion(checkpoints, path, world)
         damages = list(filter(None, all_gather_object(damage, world)))
@@ -75,7 +75,7 @@ def find_newest_checkpoint(
     if paths and after < 0:
         first, folder = "\n".join(complaints[:3]), checkpoints.root
         error = UsageError(code="no-whole-checkpoint", count=len(paths), folder=folder, complaints=first)
-        raise error_for_this_rank(error, world)
+        raise error_on_one_rank(error, world)
     return None
 
 
@@ -92,7 +92,7 @@ def _check_portion(checkpoints: Checkpoints, path: Path, world: World) -> tuple[
 def lock_run_folder(
     world: World, asked: Path | None, name: str, *, prepared: Path | None = None, resume: bool, restart: bool = False,
     trust: bool = False,
-) -> Generator[RunLocation]:  # fmt: skip
+) -> Generator[LockedRun]:  # fmt: skip
     """Lock the run folder. The folder, attempt and generation are the same on all ranks (a collective).
 
     `asked` is the folder; None: a new one under runs/, whose name begins with `name`. `prepared` is set if the agent
@@ -129,14 +129,14 @@ def lock_run_folder(
                 # this node may also have the folder of an earlier run on its own disk
                 if not has_separate_folder(path) and not (path / f"attempt-{location['attempt']}").is_dir():
                     raise UsageError(code="run-dir-not-visible", host=os.uname().nodename, run_dir=path)
-        yield RunLocation(path, location["attempt"], generation, attempt_dir, notices=notices)
+        yield LockedRun(path, location["attempt"], generation, attempt_dir, notices=notices)
     finally:
         if lock is not None:
             os.close(lock)
 
 
 def find_resume_point(
-    location: RunLocation, world: World, *, resume: bool, trust: bool, restart: bool = False
+    location: LockedRun, world: World, *, resume: bool, trust: bool, restart: bool = False
 ) -> ResumePoint | None:
     """The state to resume from, if any (a collective). With `restart`, a finished run may start again."""
     if not resume and not location.generation:

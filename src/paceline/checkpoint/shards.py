@@ -21,7 +21,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from paceline.checkpoint.state import Source, TensorShard, make_strided_view
+from paceline.checkpoint.state import StateSource, TensorShard, make_strided_view
 from paceline.collectives.buckets import assign_items_to_least_loaded
 from paceline.collectives.control import all_gather_object
 from paceline.collectives.sum_tree import round_up
@@ -140,7 +140,7 @@ def read_shard_file_metadata(path: Path | str) -> tuple[Any, tuple[Piece, ...]] 
 
 
 class ShardFileSource:
-    """A `Source` of the full state, read from the files of all ranks."""
+    """A `StateSource` of the full state, read from the files of all ranks."""
 
     def __init__(self, files: Iterable[tuple[Path | str, Sequence[Piece]]]) -> None:
         self._pieces: dict[str, list[tuple[str, Piece]]] = {}
@@ -343,10 +343,10 @@ def find_parameter_shard_of_tensor(name: str, sharded: Mapping[str, ParameterSha
     return sharded.get(find_parameter_of_tensor(name, sharded) or "")
 
 
-class LocalShardSource:
-    """A `Source` of this rank's shards, from a source of full parameters."""
+class SlicedSource:
+    """A `StateSource` of this rank's shards, from a source of full parameters."""
 
-    def __init__(self, source: Source, sharded: Mapping[str, ParameterShard]) -> None:
+    def __init__(self, source: StateSource, sharded: Mapping[str, ParameterShard]) -> None:
         self._source, self._sharded = source, sharded
 
     def names(self, prefix: str) -> Iterable[str]:

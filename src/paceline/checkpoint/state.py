@@ -60,7 +60,7 @@ def unsharded_parameter_shards(named: Iterable[tuple[str, Tensor]]) -> list[Tens
     return [TensorShard(f"model/{name}", parameter.detach()) for name, parameter in named]
 
 
-class Source(Protocol):
+class StateSource(Protocol):
     """A saved state, in memory or on disk."""
 
     def names(self, prefix: str) -> Iterable[str]: ...  # all that begin with `prefix`
@@ -75,7 +75,7 @@ class Source(Protocol):
 class PrefixedSource:
     """The tensors of a source whose names begin with `prefix`, which is removed from the names."""
 
-    def __init__(self, source: Source, prefix: str) -> None:
+    def __init__(self, source: StateSource, prefix: str) -> None:
         self._source, self._prefix = source, prefix
 
     def names(self, prefix: str) -> Iterable[str]:
@@ -88,7 +88,7 @@ class PrefixedSource:
         return self._source.tensor(self._prefix + name, start, stop)
 
 
-def read_matching_tensor(source: Source, name: str, like: Tensor, *, any_type: bool = False) -> Tensor:
+def read_matching_tensor(source: StateSource, name: str, like: Tensor, *, any_type: bool = False) -> Tensor:
     """The tensor `name`, with the shape of `like`, and its type unless `any_type`."""
     tensor = source.tensor(name)
     if tensor is None or tensor.shape != like.shape or (tensor.dtype != like.dtype and not any_type):
@@ -98,7 +98,7 @@ def read_matching_tensor(source: Source, name: str, like: Tensor, *, any_type: b
 
 
 @torch.no_grad()
-def load_shard(source: Source, shard: TensorShard) -> None:
+def load_shard(source: StateSource, shard: TensorShard) -> None:
     """Copy the saved tensor, or its range of elements, into `shard`."""
     if shard.unsharded_shape is None:
         shard.tensor.copy_(read_matching_tensor(source, shard.name, shard.tensor))
@@ -120,7 +120,7 @@ def load_shard(source: Source, shard: TensorShard) -> None:
 
 
 @dataclass(frozen=True)
-class RunLocation:
+class LockedRun:
     folder: Path
     attempt: int
     generation: int
@@ -144,6 +144,6 @@ class TrainerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ResumePoint:
     step: int
     trainer_state: TrainerState
-    source: Source
+    source: StateSource
     location_text: str  # the location, for messages
     memory_file_descriptors: frozenset[int] = frozenset()  # the memory files of a snapshot

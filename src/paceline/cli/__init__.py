@@ -54,7 +54,7 @@ GROUPS = {
         ),
         "join": Command(
             "add this machine as a node to a running multi-node job", "live.JoinConfig", "run",
-            ("runs/first", "runs/first --nproc 4"), "join",
+            ("runs/first", "runs/first --nproc 4"), "join_run",
         ),
         "cancel": Command(
             "stop a run after it has saved its state", "live.CancelConfig", "run",
@@ -110,7 +110,7 @@ GROUPS = {
         ),
         "compare": Command(
             "measure every strategy (speed, memory, bytes, bits), and recommend one", "measure.CompareConfig", "task",
-            ("mnist-cnn --nproc 2", "mnist-cnn --strategies ddp,exact --nproc 2"), "compare",
+            ("mnist-cnn --nproc 2", "mnist-cnn --strategies ddp,exact --nproc 2"), "compare_strategies",
             common_options="strategies meshes nproc batch-sizes steps rounds config device optimizer precision out "
             "json",
         ),

@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
-from paceline.checkpoint.manager import Checkpoints, UnverifiedCheckpoint
+from paceline.checkpoint.manager import CheckpointEntry, Checkpoints
 from paceline.cli import make_parser
 from paceline.cli.options import check_out_file, check_positive
 from paceline.errors import ExitCode, PacelineError, UsageError, first_few, plural, unknown_name_error
@@ -27,7 +27,7 @@ from paceline.runs.summary import read_summary
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from paceline.train.adapters import Adapters
+    from paceline.train.adapters import InitialAdapters
 
     Weights = Mapping[str, Tensor]
 
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str]) -> int:
     return _verify(checkpoints, entries, is_foreign=is_foreign)
 
 
-def _list(checkpoints: Checkpoints, entries: Sequence[UnverifiedCheckpoint]) -> int:
+def _list(checkpoints: Checkpoints, entries: Sequence[CheckpointEntry]) -> int:
     from rich.table import Table
     from rich.text import Text
 
@@ -111,7 +111,7 @@ def _list(checkpoints: Checkpoints, entries: Sequence[UnverifiedCheckpoint]) -> 
     return ExitCode.DONE
 
 
-def _verify(checkpoints: Checkpoints, entries: Sequence[UnverifiedCheckpoint], *, is_foreign: bool) -> int:
+def _verify(checkpoints: Checkpoints, entries: Sequence[CheckpointEntry], *, is_foreign: bool) -> int:
     from rich.text import Text
 
     console, damaged = table_console(), 0
@@ -180,18 +180,18 @@ def export(arguments: Sequence[str]) -> int:
     return ExitCode.DONE
 
 
-def _adapters(config: ExportConfig, run_dir: Path) -> Adapters:
+def _adapters(config: ExportConfig, run_dir: Path) -> InitialAdapters:
     """The description of the adapter in the newest readable checkpoint. It is the same in all of them."""
     import msgspec
 
-    from paceline.train.adapters import Adapters
+    from paceline.train.adapters import InitialAdapters
 
     checkpoints = Checkpoints(run_dir / CHECKPOINTS, trust=config.trust)
     for _, path in checkpoints.entries():
         with suppress(DamagedCheckpoint):
             models: list[dict[str, Any]] = checkpoints.check(path, files=()).scalars.get("loop", {}).get("parts", [])
             if "adapters" in (model := dict(enumerate(models, 1)).get(config.model, {})):
-                return msgspec.convert(model["adapters"], Adapters)
+                return msgspec.convert(model["adapters"], InitialAdapters)
     raise UsageError(code="run-without-adapter", run_dir=run_dir, model=config.model)
 
 
@@ -246,7 +246,7 @@ def _weights(config: ExportConfig, run_dir: Path) -> tuple[Weights, str]:
 
 def _saved_weights(config: ExportConfig, run_dir: Path, name: str, sha256: str | None = None) -> Weights:
     from paceline.checkpoint.shards import hash_tensors
-    from paceline.train.weights import load as load_weights
+    from paceline.train.weights import read_weight_file as load_weights
 
     saved = [name for name in list_names(run_dir) if name.startswith("model") and name.endswith(".safetensors")]
     if name not in saved:

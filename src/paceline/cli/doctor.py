@@ -13,8 +13,8 @@ from rich.console import Console
 from paceline.cli import make_parser
 from paceline.cli.options import check_positive, parse_shell_command
 from paceline.errors import ExitCode, UsageError
-from paceline.lab.doctor.report import as_json, print_checks, run_checks
-from paceline.lab.doctor.survey import PROGRAM, PlannedRun, start_program_on_each_host, survey_hosts
+from paceline.lab.doctor.report import encode_json, print_checks, run_checks
+from paceline.lab.doctor.survey import PROGRAM, PlannedRun, open_host_programs, survey_hosts
 from paceline.launch.plan import Command, parse_hosts
 from paceline.launch.ssh.plan import session_commands
 from paceline.rank.environment import expand_nodes
@@ -67,11 +67,11 @@ def main(arguments: Sequence[str]) -> int:
         threads=config.threads_per_rank or 0,
         quick=config.quick,
     )
-    with start_program_on_each_host(commands) as programs:
+    with open_host_programs(commands) as programs:
         report = survey_hosts(planned, programs)
     checks = run_checks(report)
     if config.json:
-        print(as_json(report, checks).decode())
+        print(encode_json(report, checks).decode())
     else:
         print_checks(Console(highlight=False), report, checks)
     return ExitCode.FAILED if any(check.status == "error" for check in checks) else ExitCode.DONE

@@ -162,7 +162,7 @@ def locked_run_dir(
         os.close(lock)
 
 
-def create_submit_dir(job: JobSpec, settings: str = "") -> JobSpec:
+def with_submit_dir(job: JobSpec, settings: str = "") -> JobSpec:
     """Make the submit folder of this start. `settings`: the text of config.toml for the workers; empty: write none."""
     submit_dir = make_submit_dir(Path(job.run_dir))
     if settings:

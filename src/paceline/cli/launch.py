@@ -18,14 +18,14 @@ from msgspec.structs import replace
 from paceline.cli import jobs, make_parser
 from paceline.cli.options import HELP_OPTIONS, check_positive, resolve_auto_nproc, resolve_threads_per_rank, usable_gpus
 from paceline.cli.torchrun import LaunchArguments, read_arguments
-from paceline.config.choices import untested_torch_notice
+from paceline.config.choices import untested_torch_notices
 from paceline.config.settings import ClusterConfig, load
 from paceline.errors import ExitCode, UsageError
 from paceline.lab.check.report import collect_findings, count_mistakes, render_report
 from paceline.launch.plan import plan_local
 from paceline.launch.supervise import run
 from paceline.protocol.control import BOOTSTRAP, CHECK_OPTION
-from paceline.protocol.facts import MAX_STEPS, RECORDED_EPOCHS, SHORTENED_EPOCH_BATCHES, ScriptFacts, facts_file
+from paceline.protocol.facts import MAX_STEPS, RECORDED_EPOCHS, SHORTENED_EPOCH_BATCHES, ScriptFacts, facts_file_name
 from paceline.protocol.job import HangTimeout, JobSpec
 from paceline.rank.bootstrap import worker_command
 from paceline.rank.environment import has_launcher_variables
@@ -96,7 +96,7 @@ def main(arguments: Sequence[str]) -> int:
     if has_launcher_variables(os.environ):  # otherwise each rank of a run would start a run
         rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
         raise UsageError(code="launch-within-launcher", rank=rank, world_size=world_size)
-    for line in untested_torch_notice():
+    for line in untested_torch_notices():
         print_to_stderr(line)
     if typed.ignored_options_text:
         print_to_stderr(f"ignored: {typed.ignored_options_text}")
@@ -129,7 +129,7 @@ def main(arguments: Sequence[str]) -> int:
                 code = report_findings(job, code)
         else:
             # with the lock held: a refused start must not look like the active run
-            job = jobs.create_submit_dir(job)
+            job = jobs.with_submit_dir(job)
     if not is_local:
         code = jobs.start(cluster, job)  # node 0's agent takes the lock
     print_to_stderr(f"run folder {run_dir}")
@@ -257,7 +257,9 @@ def report_findings(job: JobSpec, code: int) -> int:
     attempt_dir = Path(job.attempt_dir)
     for rank in range(job.nproc):
         try:
-            ranks.append(reading.read_json(attempt_dir / facts_file(rank), ScriptFacts, limit_bytes=MAX_FACTS_BYTES))
+            ranks.append(
+                reading.read_json(attempt_dir / facts_file_name(rank), ScriptFacts, limit_bytes=MAX_FACTS_BYTES)
+            )
         except OSError as error:
             print_to_stderr(f"rank {rank} has recorded nothing: {error}")
     if len(ranks) < job.nproc or not any(facts.steps or facts.loaders for facts in ranks):

@@ -32,7 +32,7 @@ from paceline.runs.console import format_timestamp, remove_control_characters
 from paceline.runs.folder import CHECKPOINTS, JOIN_FILE, LOCK
 from paceline.runs.owners import UnreadableFileError
 from paceline.runs.reading import list_names, read_file, read_json
-from paceline.runs.summary import LIVE_STATES, RunState
+from paceline.runs.summary import LIVE_STATES, StatusReport
 
 END_POLL_SECONDS = 0.5
 END_TIMEOUT_SECONDS = GRACE_PERIOD_SECONDS + 15.0
@@ -130,7 +130,7 @@ def _wait_for_end(run_dir: Path, access: run_state.RunAccess) -> int:
     return ExitCode.DONE
 
 
-def join(arguments: Sequence[str]) -> int:
+def join_run(arguments: Sequence[str]) -> int:
     config: JoinConfig = make_parser("join").parse(arguments)
     check_positive(config, "nproc")
     # its plan is executed here: no other user may have written it
@@ -310,13 +310,13 @@ class _Run:
         self._reader = LiveReader(run_dir, may_ask=self.may_act)
         self.standing = self._read_state()
 
-    def read_view(self) -> tuple[RunSnapshot, RunState]:
+    def read_view(self) -> tuple[RunSnapshot, StatusReport]:
         """The run now. Call it from one thread at a time."""
         if time.monotonic() > self._state_read + STATE_SECONDS:
             self.standing = self._read_state()
         return self._reader.read_snapshot(self._attempt), self.standing
 
-    def _read_state(self) -> RunState:
+    def _read_state(self) -> StatusReport:
         self._attempt = next(reversed(run_state.list_attempt_dirs(self.run_dir)), None)
         self._state_read = time.monotonic()
         return run_state.run_state(self.run_dir, self.access)

@@ -22,7 +22,15 @@ from paceline.errors import ExitCode, UsageError, plural
 from paceline.guard.sentences import format_ranks
 from paceline.launch.output import LogFollower
 from paceline.launch.plan import read_last_submission
-from paceline.report.logs import MAX_SHOWN_BYTES, LineFilter, MergedLine, RankLine, RankLogs, merge_lines, rank_logs
+from paceline.report.logs import (
+    MAX_SHOWN_BYTES,
+    LineFilter,
+    MergedLine,
+    RankLine,
+    RankLogs,
+    merge_lines,
+    rank_log_files,
+)
 from paceline.runs.console import format_timestamp, join_ranges, remove_control_characters, sparkline
 from paceline.runs.folder import attempt_dirs
 from paceline.runs.owners import warn_if_shared
@@ -30,7 +38,7 @@ from paceline.runs.reading import is_file, is_folder, real_path
 from paceline.runs.summary import LIVE_STATES
 
 if TYPE_CHECKING:
-    from paceline.report.analysis import Analysis
+    from paceline.report.log_analysis import LogAnalysis
 
 POLL_SECONDS = 0.5
 END_CHECK_SECONDS = 5.0  # between checks whether the run has ended
@@ -146,7 +154,7 @@ class _LogViewer:
         submit_dir, submission = read_last_submission(self._run_dir)
         paths: dict[int, Path] = {}
         if folder is not None:
-            paths = rank_logs(folder)
+            paths = rank_log_files(folder)
         elif submission is not None and submission.slurm_job and attempt is None:
             paths = {0: submit_dir / f"slurm-{submission.slurm_job}.out"}
         selected = [rank for rank in paths if not self._ranks or any(rank in ranks for ranks in self._ranks)]
@@ -159,7 +167,7 @@ class _LogViewer:
         if not folders:
             return UsageError(code="not-started", run_dir=self._run_dir)
         folder = folders[attempt or max(folders)]
-        allowed = join_ranges(map(str, rank_logs(folder))) or "(none)"
+        allowed = join_ranges(map(str, rank_log_files(folder))) or "(none)"
         rank_name = "any rank" if self._config.rank == "all" else f"rank {self._config.rank}"
         return UsageError(code="no-output", value=rank_name, folder=folder, allowed=allowed)
 
@@ -223,8 +231,8 @@ def analyze(arguments: Sequence[str]) -> int:
     return ExitCode.DONE
 
 
-def analyze_log_or_run(asked: str) -> Analysis:
-    from paceline.report.analysis import EXAMPLES, LogAnalyzer
+def analyze_log_or_run(asked: str) -> LogAnalysis:
+    from paceline.report.log_analysis import EXAMPLES, LogAnalyzer
 
     analyzer = LogAnalyzer(asked)
     try:
@@ -244,7 +252,7 @@ def analyze_log_or_run(asked: str) -> Analysis:
     return analysis
 
 
-def _analysis_page(analysis: Analysis) -> str:
+def _analysis_page(analysis: LogAnalysis) -> str:
     formats = ", ".join(f"{name} {count:,}" for name, count in analysis.formats.items())
     lines = [f"{analysis.name}: {plural(analysis.lines, 'line')} ({formats}); {plural(len(analysis.ranks), 'rank')}"]
     if not any(name.endswith(("/s", "(counted)")) for name in analysis.values):

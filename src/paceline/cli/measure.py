@@ -29,13 +29,13 @@ from paceline.config.strategies import (
 from paceline.errors import ExitCode, UsageError, plural, unknown_name_error
 from paceline.host.cgroup import threads_per_rank, usable_cores
 from paceline.lab import scale as scaling
-from paceline.lab.compare import REFERENCE_PREFIX, StrategyRow, make_strategy_rows, print_comparison, recommend_strategy
+from paceline.lab.compare import REFERENCE_PREFIX, StrategyRow, make_strategy_rows, print_comparison, strategy_advice
 from paceline.lab.measurement import INSPECTED_STEPS, NO_EXCHANGE, Candidate, FailedMeasurement
 from paceline.lab.rounds import CandidateGroups, MeasuredRounds, candidate_dir, measure_rounds
-from paceline.lab.scale import MeasuredSetup, NetworkSpeed, Runs, ScalePoint
+from paceline.lab.scale import NetworkSpeed, Runs, ScalePoint, ScalingInputs
 from paceline.report.step_parts import RecordedSteps
 from paceline.runs.reading import real_path
-from paceline.runs.utilization import format_speed
+from paceline.runs.utilization import speed_texts
 from paceline.tasks.registry import check_optimizer_reference, check_task_without_import
 
 MIN_STEPS = 5
@@ -107,7 +107,10 @@ def measure_candidate_groups(
     """Yields the measurements, and the folder of the event files, which is deleted at the end of the context."""
     with tempfile.TemporaryDirectory(prefix="paceline-bench-", ignore_cleanup_errors=True) as folder:
         root = Path(folder).resolve()
-        text, counts = configuration.dump(settings), {"rounds": how.rounds, "warmup": how.warmup, "steps": how.steps}
+        text, counts = (
+            configuration.config_to_toml(settings),
+            {"rounds": how.rounds, "warmup": how.warmup, "steps": how.steps},
+        )
         yield measure_rounds(groups, text, root, **counts, memory=memory), root
 
 
@@ -146,7 +149,7 @@ class CompareConfig:
     how: MeasurementConfig = field(default_factory=MeasurementConfig)
 
 
-class Comparison(msgspec.Struct, frozen=True):
+class StrategyComparison(msgspec.Struct, frozen=True):
     """The results, as printed by --json and written to --out."""
 
     task: str
@@ -156,7 +159,7 @@ class Comparison(msgspec.Struct, frozen=True):
     notes: list[str]
 
 
-def compare(arguments: Sequence[str]) -> int:
+def compare_strategies(arguments: Sequence[str]) -> int:
     config: CompareConfig = make_parser("compare").parse(arguments)
     how = config.how
     options.check_positive(config, "nproc")
@@ -250,17 +253,17 @@ def _make_candidate_groups(
 def _comparison(
     config: CompareConfig, rounds: MeasuredRounds, refused: Sequence[FailedMeasurement], batch: int, memory: int | None,
     cores: int, threads: int,
-) -> Comparison:  # fmt: skip
+) -> StrategyComparison:  # fmt: skip
     rows = make_strategy_rows(rounds.rounds, f"single-b{batch}", config.how.steps)
     measured = [row for row in rows if row.strategy not in (SINGLE_PROCESS_STRATEGY, NO_EXCHANGE)]
     chosen = [row for row in measured if row.batch_size == batch]
     single = [row for row in rows if row.strategy == SINGLE_PROCESS_STRATEGY]
     alone = [row for row in single if row.name.endswith(f"-b{batch}")]
-    advice = recommend_strategy(chosen, max(alone, key=lambda row: row.rate.median, default=None), memory)
+    advice = strategy_advice(chosen, max(alone, key=lambda row: row.rate.median, default=None), memory)
     fastest = sorted(rows, key=lambda row: row.rate.median)[-1:]
-    use = [f"{row.label}: {', '.join([*format_speed(row), row.mfu_words])}" for row in fastest if row.mfu_words]
+    use = [f"{row.label}: {', '.join([*speed_texts(row), row.mfu_words])}" for row in fastest if row.mfu_words]
     notes = [*comparison_notes(rows, cores, threads), *use, *rounds.notes()]
-    return Comparison(config.task, rows, [*refused, *rounds.failures], advice, notes)
+    return StrategyComparison(config.task, rows, [*refused, *rounds.failures], advice, notes)
 
 
 def comparison_notes(rows: Sequence[StrategyRow], cores: int, threads: int) -> list[str]:
@@ -348,7 +351,7 @@ def _scale_runs(config: ScaleConfig, folders: str, network: NetworkSpeed | None)
     size = scaling.estimate_exchanged_bytes(paths)
     # The number of cores is unknown: assume one for each rank
     cores, on_cpus = sum(at.ranks for at in runs), any(run.on_cpus for points in runs.values() for run in points)
-    setup = MeasuredSetup(cores, 1, size, exchanges_over_network=scaling.used_several_hosts(runs), uses_gloo=on_cpus)
+    setup = ScalingInputs(cores, 1, size, exchanges_over_network=scaling.used_several_hosts(runs), uses_gloo=on_cpus)
     batches = (weak if config.mode != "strong" else None, strong if config.mode != "weak" else None)
     title = f"{len(paths)} runs, {size / 1e6:.1f} MB of weights; backward without communication is that of one rank"
     return _publish_scaling(config, network, title, runs, {}, setup, batches, [])
@@ -387,7 +390,7 @@ def _scale_task(config: ScaleConfig, network: NetworkSpeed | None, copy: Mesh, c
     )
     if copy.size > 1:
         title += f"; a rank below is a copy of the model on {copy.size} processes"
-    setup = MeasuredSetup(
+    setup = ScalingInputs(
         cores, threads * copy.size, size, has_split_model=copy.size > 1, low_rank_bytes=low_rank,
         uses_gloo=gpus == 0 or settings.launch.backend == "gloo",
     )  # fmt: skip
@@ -396,7 +399,7 @@ def _scale_task(config: ScaleConfig, network: NetworkSpeed | None, copy: Mesh, c
 
 
 def _publish_scaling(
-    config: ScaleConfig, network: NetworkSpeed | None, title: str, runs: Runs, alone: Runs, setup: MeasuredSetup,
+    config: ScaleConfig, network: NetworkSpeed | None, title: str, runs: Runs, alone: Runs, setup: ScalingInputs,
     batches: tuple[int | None, int | None], notes: list[str],
 ) -> int:  # fmt: skip
     """Publish efficiency, losses and estimates.
@@ -444,7 +447,7 @@ def _candidate_name(strategy: str, at: ScalePoint) -> str:
 def _recorded_runs(folder: Path, points: Sequence[ScalePoint], config: ScaleConfig, strategy: str, copy: Mesh) -> Runs:
     def read(at: ScalePoint, number: int) -> RecordedSteps:
         run_folder = candidate_dir(folder, number, at.ranks * copy.size, _candidate_name(strategy, at))
-        return scaling.read_run(run_folder, skip=config.how.warmup)
+        return scaling.read_run_steps(run_folder, skip=config.how.warmup)
 
     return {at: [read(at, number) for number in range(config.how.rounds)] for at in points}
 

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.cli import make_parser
-from paceline.cli.options import parse_shell_command, print_json, ssh_command
+from paceline.cli.options import parse_shell_command, print_json, ssh_argv
 from paceline.errors import ExitCode, UsageError
 from paceline.host.node_utilization import NodeUtilizationReader
 from paceline.protocol.control import RUN_ID
@@ -136,7 +136,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _query_host(host: str, ssh: Sequence[str], python: str) -> NodeUsage:
-    argv = ssh_command(ssh, host, shlex.join((python, "-P", "-m", "paceline", "monitor", "--json", "--once")))
+    argv = ssh_argv(ssh, host, shlex.join((python, "-P", "-m", "paceline", "monitor", "--json", "--once")))
     try:
         done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=SSH_SECONDS, check=False)
     except subprocess.TimeoutExpired:

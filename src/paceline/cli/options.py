@@ -361,7 +361,7 @@ def parse_shell_command(flag: str, text: str) -> tuple[str, ...]:
     return command
 
 
-def ssh_command(ssh: Sequence[str], host: str, command: str) -> tuple[str, ...]:
+def ssh_argv(ssh: Sequence[str], host: str, command: str) -> tuple[str, ...]:
     """The command line that runs a shell command on a host, `name` or `name:port`, without prompts."""
     name, _, port = host.partition(":")
     where = ("-p", port, "--", name) if port.isdecimal() else ("--", host)

@@ -24,7 +24,7 @@ from paceline.config.definition import make_run_definition
 from paceline.config.strategies import EXACT_STRATEGIES
 from paceline.errors import ExitCode, PacelineError, UsageError, first_few
 from paceline.lab import replay as reports
-from paceline.lab.replay import Difference, RecordRequest, ReplayRequest, ReplaySource, StepRecording
+from paceline.lab.replay import RecordRequest, ReplayRequest, ReplaySource, RunDifference, StepRecording
 from paceline.rank.environment import read_rank_variables
 from paceline.runs.events import Step
 from paceline.runs.folder import CONFIG
@@ -88,14 +88,14 @@ def main(arguments: Sequence[str]) -> int:
     from paceline.rank.imports import TRAINING_MODULES, import_without_gc
 
     import_without_gc(TRAINING_MODULES)  # the first import of torch
-    from paceline.lab.ranks.replay import ReplayObserver, replay_script, replay_task
+    from paceline.lab.ranks.replay import ReplayObserver, replay_session, replay_task
 
     try:
         watch = ReplayObserver(request, run)
         if config.script is None:
             result = replay_task(watch)
         else:
-            result = replay_script(watch, config.script, arguments[separator + 1 :])
+            result = replay_session(watch, config.script, arguments[separator + 1 :])
     except BdbQuit:  # the user has ended the debugger
         return ExitCode.DONE
     if config.json:
@@ -122,7 +122,7 @@ def open_replay_source(run: str, step: int, *, device: Device | None, eager: boo
     paths = (run_dir / f"attempt-{logged.attempt}" / CONFIG, run_dir / CONFIG)
     path = next((path for path in paths if is_file(path)), paths[-1])
     trained = configuration.drop_start_only_settings(configuration.load(path, must_own=not trust))
-    if trained.network != configuration.NetworkConfig():
+    if trained.network != configuration.SlowNetworkConfig():
         raise UsageError(code="replay-slow-network")
     launch, compute = trained.launch, trained.compute
     threads = launch.threads_per_rank or environment.get("threads_per_rank")
@@ -206,7 +206,7 @@ def diff(arguments: Sequence[str]) -> int:
     from paceline.lab.ranks.replay import read_run_definition
 
     tables = [{**make_run_definition(side.run.config), **read_run_definition(side.run)} for side in sides]
-    result = Difference(reports.differing_settings(*tables), step)
+    result = RunDifference(reports.differing_settings(*tables), step)
     if step is not None:
         _repeat_and_compare(result, sides)
     elif len(weights := {(s.steps, s.weights_sha256) for side in sides if (s := read_summary(side.run.run_dir))}) == 2:
@@ -264,7 +264,7 @@ def _python(path: Path) -> str:
     return str(python)
 
 
-def _repeat_and_compare(result: Difference, sides: tuple[ComparedRun, ComparedRun]) -> None:
+def _repeat_and_compare(result: RunDifference, sides: tuple[ComparedRun, ComparedRun]) -> None:
     with tempfile.TemporaryDirectory() as name:
         folders = [Path(name, label) for label in "ab"]
         for folder in folders:
@@ -298,14 +298,14 @@ def _repeats(side: ComparedRun, recording: StepRecording) -> bool:
 
 
 def _measure_difference(
-    result: Difference,
+    result: RunDifference,
     sides: Sequence[ComparedRun],
     folders: Sequence[Path],
     positions: Sequence[int],
     a: StepRecording,
 ) -> None:
     """Repeat the steps again, to fetch the tensor that differs."""
-    from paceline.lab.ranks.diff import measure_tensor_difference
+    from paceline.lab.ranks.diff import set_tensor_difference
 
     first = result.first
     assert first is not None
@@ -313,7 +313,7 @@ def _measure_difference(
         _record(side, folder, fetch=position)
     place = (first.step, first.place[:2])
     batches = (r.samples for r in a.records if r.kind == "samples" and (r.step, r.place[:2]) == place)
-    measure_tensor_difference(result, [folder / TENSOR for folder in folders], next(batches, ()))
+    set_tensor_difference(result, [folder / TENSOR for folder in folders], next(batches, ()))
 
 
 def _record(side: ComparedRun, folder: Path, *, fetch: int | None = None) -> StepRecording:

@@ -17,7 +17,7 @@ from paceline.cli.run_state import find_run, newest_run, read_run_status
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.report.figures import make_diagrams
 from paceline.report.page import PAGE_MARK, render_html
-from paceline.report.run import PHASES, RankLog, RunData, pick_evenly, read_run
+from paceline.report.run import PHASES, RankEvents, RunData, pick_evenly, read_run
 from paceline.runs import writing
 from paceline.runs.console import remove_control_characters
 from paceline.runs.events import Checkpointed, Evaluated
@@ -158,7 +158,7 @@ Span = tuple[str, float, float, str, dict[str, Any]]
 """Name, Unix time, seconds, category, further arguments."""
 
 
-def _step_spans(log: RankLog) -> Iterator[Span]:
+def _step_spans(log: RankEvents) -> Iterator[Span]:
     steps, detailed = log.steps, set[int]()
     for step in log.traced.values():
         yield f"step {step.step}", step.unix_time, sum(seconds for _, _, seconds in step.phases), "step", {}
@@ -179,7 +179,7 @@ def _step_spans(log: RankLog) -> Iterator[Span]:
                 at += column[row]
 
 
-def _other_spans(log: RankLog) -> Iterator[Span]:
+def _other_spans(log: RankEvents) -> Iterator[Span]:
     for at, event in log.events:
         if isinstance(event, Evaluated):
             yield f"evaluation of {event.split}", at, event.seconds, "evaluation", dict(event.metrics)

@@ -19,20 +19,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.checkpoint.manager import Checkpoints
-from paceline.cli.options import parse_shell_command, ssh_command
+from paceline.cli.options import parse_shell_command, ssh_argv
 from paceline.errors import ExitCode, PacelineError, UsageError, first_few, unknown_name_error
+from paceline.host.cleanup import Roster, roster_path
 from paceline.host.procfs import PROC
-from paceline.host.sweep import Roster, roster_path
 from paceline.launch.plan import SubmitRecord, read_last_submission, submit_number
 from paceline.protocol.evidence import SUCCESS_EXIT_CODES
 from paceline.report.live import recent_rates
 from paceline.runs.attempt import read_attempt_end, read_nodes, read_notices
 from paceline.runs.console import print_to_stderr
 from paceline.runs.events import Evaluated, Event, FlopsCounted, Started, Step, last_events, read_events
-from paceline.runs.folder import CHECKPOINTS, CONFIG, LOCK, attempt_dirs, attempt_number, failure_files
+from paceline.runs.folder import CHECKPOINTS, CONFIG, LOCK, attempt_dirs, attempt_number, failure_file_names
 from paceline.runs.owners import check_owned_by_us, open_file, warn_if_shared
 from paceline.runs.reading import is_folder, list_folders, list_names, read_json, real_path
-from paceline.runs.summary import LIVE_STATES, RunState, State, Summary, read_summary
+from paceline.runs.summary import LIVE_STATES, State, StatusReport, Summary, read_summary
 from paceline.runs.utilization import goodput, throughput_and_mfu
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ def _holds_lock(pid: int, run_dir: Path) -> bool:
 def _run_on_coordinator(submission: SubmitRecord | None, access: RunAccess, command: str) -> str | None:
     if not access or submission is None or submission.on != "ssh" or not submission.hosts:
         return None
-    argv = ssh_command(access, submission.hosts[0], f"sh -c {shlex.quote(command)}")
+    argv = ssh_argv(access, submission.hosts[0], f"sh -c {shlex.quote(command)}")
     try:
         done = subprocess.run(
             argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=SSH_SECONDS,
@@ -231,7 +231,7 @@ class _Progress(NamedTuple):
     counted: FlopsCounted | None = None
 
 
-def run_state(run_dir: Path, access: RunAccess = NO_ACCESS) -> RunState:
+def run_state(run_dir: Path, access: RunAccess = NO_ACCESS) -> StatusReport:
     current = read_run_status(run_dir, access)
     submission = current.submission
     saved = Checkpoints(run_dir / CHECKPOINTS).entries()
@@ -241,7 +241,7 @@ def run_state(run_dir: Path, access: RunAccess = NO_ACCESS) -> RunState:
     starts = list_attempt_dirs(run_dir)
     nodes = read_nodes(starts[-1]) if starts and current.state in LIVE_STATES else None
     last_written = next(p for p in (run_dir / RANK_0_EVENTS_NAME, *starts[-1:], run_dir) if os.path.lexists(p))
-    return RunState(
+    return StatusReport(
         run_dir=str(run_dir),
         state=current.state,
         words=current.details[:MOST_CHARS],
@@ -333,7 +333,7 @@ def _determine_state(
         return ("cancelled", str(job)) if job.state == "CANCELLED" else _state_of(job.exit_code, f"Slurm: {job}")
     if ended is not None:
         return _state_of(ended.exit, "")
-    if newest and (records := failure_files(newest)):
+    if newest and (records := failure_file_names(newest)):
         return "failed", f"its agent ended without a diagnosis; see {newest}/{first_few(records, 1)}"
     if not_queried:
         return "unknown", not_queried

@@ -18,8 +18,8 @@ from paceline.runs.events import event_files
 from paceline.runs.folder import ADAPTER, AVERAGE_WEIGHTS, BEST_WEIGHTS, WEIGHTS
 from paceline.runs.owners import warn_if_shared
 from paceline.runs.reading import is_folder, list_folders, real_path
-from paceline.runs.summary import LIVE_STATES, RunState, format_metrics
-from paceline.runs.utilization import format_speed
+from paceline.runs.summary import LIVE_STATES, StatusReport, format_metrics
+from paceline.runs.utilization import speed_texts
 
 MAX_EVENT_BYTES = 64 << 20  # largest size of event files that are read for a status: this takes a second or two
 TITLES = ("run", "state", "task", "strategy", "ranks", "step", "epochs", "reached", "last written")
@@ -55,14 +55,14 @@ def main(arguments: Sequence[str]) -> int:
     return ExitCode.DONE
 
 
-def _lines(state: RunState) -> Iterator[tuple[str, str]]:
+def _lines(state: StatusReport) -> Iterator[tuple[str, str]]:
     yield "run", state.run_dir
     yield "state", state.state + (f": {state.words}" if state.words else "")
     if state.step is not None:
         total = f" of {state.total_steps}" if state.total_steps else ""
         rate = f", {state.samples_per_second:,.0f} samples/s" if state.samples_per_second else ""
         yield "step", f"{state.step}{total}{rate}"
-    if use := format_speed(state):
+    if use := speed_texts(state):
         yield "use", ", ".join(use)
     job = f", job {state.slurm_job}" if state.slurm_job else ""
     yield "where", f"{state.on}{job}" + (f", on {', '.join(state.hosts)}" if state.hosts else "")
@@ -79,7 +79,7 @@ def _lines(state: RunState) -> Iterator[tuple[str, str]]:
         yield "next", hint
 
 
-def _saved(state: RunState) -> str:
+def _saved(state: StatusReport) -> str:
     folder = Path(state.run_dir)
     weights = [name for name in (WEIGHTS, ADAPTER, BEST_WEIGHTS, AVERAGE_WEIGHTS) if os.path.lexists(folder / name)]
     steps = [] if state.checkpoint_step is None else [f"checkpoint of step {state.checkpoint_step}"]
@@ -97,7 +97,7 @@ def _main_time_loss(run_dir: Path) -> str:
     return ""
 
 
-def _hint(state: RunState) -> str:
+def _hint(state: StatusReport) -> str:
     run = shlex.quote(state.run_dir)
     match state.state:
         case "queued" | "running":
@@ -130,7 +130,7 @@ def list_runs(arguments: Sequence[str]) -> int:
     return ExitCode.DONE
 
 
-def _state(run_dir: Path) -> RunState | None:
+def _state(run_dir: Path) -> StatusReport | None:
     """The state of the run in a folder, `unknown` if it cannot be read; None if the folder holds no run."""
     try:
         if not run_state.is_run_folder(run_dir):
@@ -138,10 +138,10 @@ def _state(run_dir: Path) -> RunState | None:
         warn_if_shared(run_dir)
         return run_state.run_state(run_dir)
     except (PacelineError, OSError) as error:
-        return RunState(run_dir=str(run_dir), state="unknown", words=str(error)[: run_state.MOST_CHARS])
+        return StatusReport(run_dir=str(run_dir), state="unknown", words=str(error)[: run_state.MOST_CHARS])
 
 
-def _print(states: Sequence[RunState]) -> None:
+def _print(states: Sequence[StatusReport]) -> None:
     from rich.cells import cell_len, set_cell_size
     from rich.text import Text
 
@@ -161,7 +161,7 @@ def _print(states: Sequence[RunState]) -> None:
     table_console().print(table, no_wrap=True, overflow="ellipsis")
 
 
-def _cells(state: RunState) -> tuple[str, ...]:
+def _cells(state: StatusReport) -> tuple[str, ...]:
     total = f" of {state.total_steps:,}" if state.total_steps and state.total_steps != state.step else ""
     when = format_timestamp(state.unix_time, "%Y-%m-%d %H:%M")
     return (

@@ -18,8 +18,8 @@ from paceline.checkpoint.manager import Checkpoints
 from paceline.cli import jobs, make_parser, options
 from paceline.config import settings as configuration
 from paceline.config import strategies
-from paceline.config.choices import torch_unsupported_reason, untested_torch_notice
-from paceline.config.definition import check_same_definition, make_run_definition, parse_allowed_changes
+from paceline.config.choices import torch_unsupported_reason, untested_torch_notices
+from paceline.config.definition import check_definition_changes, make_run_definition, parse_allowed_changes
 from paceline.config.mesh import resolve_mesh
 from paceline.config.settings import ClusterConfig, TrainConfig, check_values, resolve_batch_sizes, resolve_strategy
 from paceline.errors import ExitCode, UsageError, format_option
@@ -40,13 +40,13 @@ from paceline.runs.reading import real_path
 from paceline.runs.summary import Summary, read_summary, write_summary
 from paceline.runs.trackers import parse_report_to
 from paceline.tasks.registry import check_optimizer_reference, check_task_without_import, is_session_script
-from paceline.tasks.settings import all_settings, settings_help
+from paceline.tasks.settings import complete_task_args, settings_help
 
 
 def main(arguments: Sequence[str]) -> int:
     config = parse(arguments)
     if os.environ.get("RANK", "0") == "0" and WorkerSpec.from_environment() is None:
-        for line in untested_torch_notice():
+        for line in untested_torch_notices():
             print_to_stderr(line)
     windows = resolve_hang_windows(config)
     if has_launcher_variables(os.environ):
@@ -208,8 +208,8 @@ def _check_checkpoints(config: TrainConfig, nproc: int) -> None:
         with suppress(DamagedCheckpoint):
             saved = checkpoints.check(path, files=()).definition
             definition = make_run_definition(configuration.resolve_defaults(config, nproc))
-            definition |= all_settings(str(config.task), configuration.task_options(config))
-            check_same_definition(saved, definition, allowed, str(path))
+            definition |= complete_task_args(str(config.task), configuration.task_options(config))
+            check_definition_changes(saved, definition, allowed, str(path))
             return
 
 
@@ -263,14 +263,14 @@ def _locked(config: TrainConfig) -> AbstractContextManager[tuple[Path, int]]:
 def _record(config: TrainConfig, run_dir: Path) -> None:
     """Write the settings that repeat the run, unless an earlier attempt has written them."""
     if not (run_dir / run_folder.CONFIG).exists():
-        run_folder.write_settings(run_dir, configuration.dump(configuration.drop_start_only_settings(config)))
+        run_folder.write_settings(run_dir, configuration.config_to_toml(configuration.drop_start_only_settings(config)))
 
 
 def _launch(job: JobSpec, config: TrainConfig) -> tuple[Path, int]:
     with _locked(config) as (run_dir, lock):
         config = configuration.resolve_defaults(replace(config, run=replace(config.run, run_dir=run_dir)), job.nproc)
         attempt, attempt_dir = run_folder.create_attempt_dir(run_dir)
-        run_folder.write_settings(attempt_dir, configuration.dump(config))
+        run_folder.write_settings(attempt_dir, configuration.config_to_toml(config))
         _record(config, run_dir)
         job = make_training_job(config, replace_fields(job, run_dir=str(run_dir), attempt_dir=str(attempt_dir)))
         code = run(plan_local(job), keep_open=[lock])
@@ -302,7 +302,7 @@ def _hand_over(config: TrainConfig, job: JobSpec, size: int) -> int:
             cluster=ClusterConfig(nodes=shape),
         )
         config = configuration.resolve_defaults(config, size)
-        job = jobs.create_submit_dir(replace_fields(job, run_dir=str(run_dir)), configuration.dump(config))
+        job = jobs.with_submit_dir(replace_fields(job, run_dir=str(run_dir)), configuration.config_to_toml(config))
         _record(config, run_dir)
     code = jobs.start(cluster, make_training_job(config, job))
     if on == "ssh" and not job.detached and code not in (ExitCode.DONE, ExitCode.SAVED, ExitCode.USAGE):

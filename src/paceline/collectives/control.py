@@ -402,10 +402,10 @@ def check_equal(what: str, mine: Any, world: World, *, error: type[PacelineError
     else:
         minority = [rank for rank, value in enumerate(values) if value != common]
         differences = "; ".join(f"rank {rank} has {values[rank]}" for rank in minority) + f", all others {common}"
-    raise error_for_this_rank(error(code="ranks-differ", what=what, values=differences), world)
+    raise error_on_one_rank(error(code="ranks-differ", what=what, values=differences), world)
 
 
-def error_for_this_rank(error: PacelineError, world: World, *, by: int = 0) -> PacelineError:
+def error_on_one_rank(error: PacelineError, world: World, *, by: int = 0) -> PacelineError:
     """If all ranks have found the same `error`: `error` on rank `by`, which reports it, `ReportedByPeer` elsewhere."""
     return error if world.rank == by else ReportedByPeer(f"rank {by} reports the error", error.exit_code)
 

@@ -25,8 +25,8 @@ from torch.futures import Future
 
 from paceline.collectives.buckets import divide
 from paceline.collectives.communicator import make_communicator
-from paceline.collectives.shared_memory import SharedMemory
-from paceline.collectives.shm_collectives import Chunk, TreeSum, all_gather_object, ring_sum
+from paceline.collectives.shared_memory import SharedMemoryGroup
+from paceline.collectives.shm_collectives import TensorChunk, TreeSum, all_gather_object, ring_sum
 from paceline.collectives.shm_communicator import supports_shared_memory_sum
 from paceline.collectives.sum_tree import LeafPartition, TreeNode
 from paceline.collectives.torch_collectives import all_gather_json
@@ -89,7 +89,7 @@ def _notify(text: str) -> None:
 
 
 class _Hook:
-    def __init__(self, ddp: Any, memory: SharedMemory, number: int) -> None:
+    def __init__(self, ddp: Any, memory: SharedMemoryGroup, number: int) -> None:
         self.script_hook: Callable[[Any], Future[Tensor]] | None = None
         # weak, because torch's reference to the hook would hide a cycle from the garbage collector
         self._ddp, self._memory = weakref.ref(ddp), memory
@@ -132,7 +132,7 @@ class RingSum(TreeSum):
     """As `TreeSum` over ranks with one leaf each, in the order of gloo's all-reduce."""
 
     def _make_root(
-        self, chunk: Chunk, start: int, parts: dict[TreeNode, Tensor], out: Tensor, divisor: float | Tensor | None
+        self, chunk: TensorChunk, start: int, parts: dict[TreeNode, Tensor], out: Tensor, divisor: float | Tensor | None
     ) -> None:
         if len(parts) == 2:  # both orders give the same bits
             super()._make_root(chunk, start, parts, out, divisor)

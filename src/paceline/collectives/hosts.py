@@ -36,7 +36,7 @@ from paceline.collectives.buckets import (
     divide,
     numels_and_dtypes,
 )
-from paceline.collectives.shared_memory import GROUP_NAME, MemoryLayout, MemoryPeer, SharedMemory
+from paceline.collectives.shared_memory import GROUP_NAME, MemoryLayout, MemoryPeer, SharedMemoryGroup
 from paceline.collectives.sum_tree import ALIGNMENT_ELEMENTS, Grads, LeafPartition, TreeNode
 from paceline.collectives.torch_collectives import TreeAllReduce
 
@@ -47,7 +47,7 @@ BUNDLE_BYTES = 1 << 20  # for each rank: large enough to hide gloo's latency, an
 class NodeTopology:
     """This rank's position among several hosts, all with the same number of consecutive ranks."""
 
-    memory: SharedMemory  # of the ranks of this host
+    memory: SharedMemoryGroup  # of the ranks of this host
     node_index: int  # of this host, from 0
     node_count: int  # of hosts
     # A strong reference would keep the connections of the group open after torch has destroyed it.
@@ -79,7 +79,7 @@ def node_group_name(host: int) -> str:
     return f"{GROUP_NAME} on host {host}"
 
 
-def connect_nodes(memory: SharedMemory, host: int, hosts: int) -> NodeTopology:
+def make_topology(memory: SharedMemoryGroup, host: int, hosts: int) -> NodeTopology:
     """Create the process groups between hosts (a collective of all ranks)."""
     size, timeout = memory.size, timedelta(seconds=memory.timeout_seconds)  # torch's default is half an hour
     # every rank must create all groups, in the same order
@@ -89,15 +89,15 @@ def connect_nodes(memory: SharedMemory, host: int, hosts: int) -> NodeTopology:
     return NodeTopology(memory, host, hosts, weakref.ref(group))
 
 
-def topology_of_single_rank_nodes(group: dist.ProcessGroup, timeout_seconds: float) -> NodeTopology:
+def make_flat_topology(group: dist.ProcessGroup, timeout_seconds: float) -> NodeTopology:
     rank, layout = group.rank(), MemoryLayout(1, bulk_bytes=4096)
     alone = MemoryPeer(rank, os.getpid(), 0, memoryview(bytearray(layout.total_bytes)))
-    memory = SharedMemory([alone], 0, layout, timeout_seconds, group=node_group_name(rank))
+    memory = SharedMemoryGroup([alone], 0, layout, timeout_seconds, group=node_group_name(rank))
     return NodeTopology(memory, rank, group.size(), weakref.ref(group))
 
 
 @dataclass(frozen=True)
-class Subtree:
+class NodeSubtree:
     """One sum of a host. The nodes of `parts` count from its first leaf."""
 
     leaf_count: int
@@ -106,12 +106,12 @@ class Subtree:
 
 @dataclass(frozen=True)
 class HierarchicalSumPlan:
-    node_subtrees: Sequence[Subtree]  # the sums of this host
+    node_subtrees: Sequence[NodeSubtree]  # the sums of this host
     max_lanes: int  # the largest number of lanes of any rank of the world
     node_partition: LeafPartition  # its ranks are the hosts
 
 
-Bundle = Sequence[shm_collectives.Chunk]
+Bundle = Sequence[shm_collectives.TensorChunk]
 """Chunks of one type; each rank sends its shard of all of them in one message."""
 
 
@@ -123,7 +123,9 @@ def make_leaf_order_plan(partition: LeafPartition, size: int) -> HierarchicalSum
     across = LeafPartition(bounds, number)
     lanes = shm_collectives.assign_subtree_lanes(nodes[number * size : (number + 1) * size])
     within = [
-        Subtree(stop - first, {(a - first, b - first): at for (a, b), at in lanes.items() if first <= a and b <= stop})
+        NodeSubtree(
+            stop - first, {(a - first, b - first): at for (a, b), at in lanes.items() if first <= a and b <= stop}
+        )
         for first, stop in across.subtrees_by_rank[number]
     ]
     return HierarchicalSumPlan(within, max(map(len, nodes)), across)
@@ -131,7 +133,7 @@ def make_leaf_order_plan(partition: LeafPartition, size: int) -> HierarchicalSum
 
 def make_rank_order_plan(partition: LeafPartition, size: int) -> HierarchicalSumPlan:
     """The plan in a cheaper order, over the ranks of `partition`: each host has one sum, for any number of ranks."""
-    host = Subtree(size, {(rank, rank + 1): (rank, 0) for rank in range(size)})
+    host = NodeSubtree(size, {(rank, rank + 1): (rank, 0) for rank in range(size)})
     across = LeafPartition.one_leaf_per_rank(len(partition.ranges) // size, partition.rank // size)
     return HierarchicalSumPlan([host], 1, across)
 
@@ -220,7 +222,7 @@ class HierarchicalSum:
     def end(self, divisor: float | Tensor | None) -> list[Tensor | None]:
         """Wait for the sum over all ranks, and distribute it within this host; returns as `TreeSum.run`.
 
-        Runs within a collective of the memory, which the caller has begun (`SharedMemory.operation`).
+        Runs within a collective of the memory, which the caller has begun (`SharedMemoryGroup.operation`).
         """
         results: list[Tensor | None] = []
         for number, bundle in enumerate(self._bundles):
@@ -252,7 +254,7 @@ class HierarchicalSum:
                 at += self._add_up(chunk, slot, sums[:, at:])
         return TreeAllReduce(plan.node_partition, [*sums.unbind()], self._hosts.inter_node_group(), self._name)
 
-    def _add_up(self, chunk: shm_collectives.Chunk, slot: int, sums: Tensor) -> int:
+    def _add_up(self, chunk: shm_collectives.TensorChunk, slot: int, sums: Tensor) -> int:
         """Write the sums of this rank's shard of a chunk to the start of `sums` (subtrees, n); return their length."""
         start, stop = self._lanes.shard_range(chunk, self._memory.rank)
         width = stop - start
@@ -281,8 +283,8 @@ class HierarchicalSum:
         return sum(stop - start for start, stop in shards)
 
 
-def _bundle_chunks(chunks: Sequence[shm_collectives.Chunk], ranks: int) -> Sequence[Bundle]:
-    bundles: list[list[shm_collectives.Chunk]] = []
+def _bundle_chunks(chunks: Sequence[shm_collectives.TensorChunk], ranks: int) -> Sequence[Bundle]:
+    bundles: list[list[shm_collectives.TensorChunk]] = []
     for chunk in chunks:
         last = bundles[-1] if bundles else []
         size = sum(other.size for other in last) * chunk.dtype.itemsize // ranks

@@ -160,7 +160,7 @@ def unsharded_grad_norm(gradients: Sequence[Tensor]) -> Deferred[float]:
 
 
 @torch.no_grad()
-def scale_to_norm(gradients: Sequence[Tensor], norm: float, max_norm: float) -> float:
+def clip_to_norm(gradients: Sequence[Tensor], norm: float, max_norm: float) -> float:
     factor = max_norm / (norm + 1e-6)  # as in torch's clip_grad_norm_
     if factor < 1.0 and math.isfinite(norm) and gradients:
         torch._foreach_mul_([*gradients], factor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
@@ -168,7 +168,7 @@ def scale_to_norm(gradients: Sequence[Tensor], norm: float, max_norm: float) -> 
 
 
 @torch.no_grad()
-def scale_to_norm_on_device(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
+def clip_to_norm_on_device(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
     """The same for a `norm`, (1,) float64, that the host has not read. If it is not finite, the result is not valid."""
     largest = device_constant(norm.device, max_norm, torch.float64)
     factor = torch.div(largest, norm + 1e-6).clamp(max=1.0)  # rounded as on the host; a product with 1 is exact

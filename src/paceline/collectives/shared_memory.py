@@ -188,7 +188,7 @@ class SharedMemoryChannel:
 
         Raises:
             TrainingError: with MISMATCH, on every rank, if ranks have set different calls.
-            RuntimeError: a rank has ended, has left or is late; see `SharedMemory`.
+            RuntimeError: a rank has ended, has left or is late; see `SharedMemoryGroup`.
         """
         at, tick = self._at, self.tick
         for line in self._others:
@@ -250,7 +250,7 @@ def _sleep_until(lines: Sequence[memoryview], at: int, value: int, check_wait: C
                 time.sleep(min(LONGEST_SLEEP_SECONDS, max(SHORTEST_SLEEP_SECONDS, waited_seconds * SLEEP_FRACTION)))
 
 
-class SharedMemory:
+class SharedMemoryGroup:
     """The memories of all ranks of a group on one host, mapped into this process. `rank` and `size` are of the group.
 
     A rank waits at most `timeout_seconds` for the others. It raises an error immediately if the hang guard unblocks it,
@@ -318,7 +318,7 @@ class CollectiveContext:
     """
 
     def __init__(
-        self, memory: SharedMemory, kind: str, name: str, shape: str = "", dtype: torch.dtype | str = "",
+        self, memory: SharedMemoryGroup, kind: str, name: str, shape: str = "", dtype: torch.dtype | str = "",
         *, channel: SharedMemoryChannel | None = None,
     ) -> None:  # fmt: skip
         """`channel`: by default that for bulk data."""

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from paceline.collectives.buckets import Layout, divide, is_present
-from paceline.collectives.shared_memory import MAX_FLAGS, SharedMemory
+from paceline.collectives.shared_memory import MAX_FLAGS, SharedMemoryGroup
 from paceline.collectives.sum_tree import (
     ALIGNMENT_ELEMENTS,
     LeafPartition,
@@ -55,7 +55,7 @@ class TensorSegment:
         return tensor.as_strided((self.stop - self.start,), (1,), tensor.storage_offset() + self.start)
 
 
-class Chunk:
+class TensorChunk:
     """The data of one tick: one segment of a large tensor, or several small tensors."""
 
     def __init__(self, dtype: torch.dtype, segments: Sequence[TensorSegment]) -> None:
@@ -73,9 +73,9 @@ class Chunk:
 
 def split_into_chunks(
     sizes: Sequence[int], dtypes: Sequence[torch.dtype], lane_sizes: Mapping[torch.dtype, int]
-) -> list[Chunk]:
+) -> list[TensorChunk]:
     """Split tensors of `sizes` elements into chunks. `lane_sizes`: the largest number of elements of a chunk."""
-    chunks: list[Chunk] = []
+    chunks: list[TensorChunk] = []
     for dtype in dict.fromkeys(dtypes):
         room, small, used = lane_sizes[dtype], list[TensorSegment](), 0
         for number, size in enumerate(sizes):
@@ -84,15 +84,15 @@ def split_into_chunks(
             if size * SMALL_TENSOR_DIVISOR >= room:
                 chunk_size = -(-size // -(-size // room) // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
                 starts = range(0, size, chunk_size)
-                chunks += [Chunk(dtype, [TensorSegment(number, at, min(at + chunk_size, size))]) for at in starts]
+                chunks += [TensorChunk(dtype, [TensorSegment(number, at, min(at + chunk_size, size))]) for at in starts]
                 continue
             if used + size > room:
-                chunks.append(Chunk(dtype, small))
+                chunks.append(TensorChunk(dtype, small))
                 small, used = [], 0
             small.append(TensorSegment(number, 0, size))
             used += size
         if small:
-            chunks.append(Chunk(dtype, small))
+            chunks.append(TensorChunk(dtype, small))
     return chunks
 
 
@@ -119,7 +119,7 @@ class SlotBuffers:
 
     def __init__(
         self,
-        memory: SharedMemory,
+        memory: SharedMemoryGroup,
         sizes: Sequence[int],
         dtypes: Sequence[torch.dtype],
         lane_sizes: Mapping[torch.dtype, int],
@@ -164,7 +164,7 @@ class SlotBuffers:
         return results
 
     def write_chunk(
-        self, chunk: Chunk, partials: Sequence[TensorList | None], slot: int, *, for_others: bool = False
+        self, chunk: TensorChunk, partials: Sequence[TensorList | None], slot: int, *, for_others: bool = False
     ) -> None:
         """Write the chunk of each of this rank's subtrees into its lane.
 
@@ -183,7 +183,9 @@ class SlotBuffers:
             else:
                 foreach_copy(pieces, chunk.tensor_selector(flat))
 
-    def exchange_chunk(self, chunk: Chunk | None, partials: Sequence[TensorList | None], *, is_first: bool) -> int:
+    def exchange_chunk(
+        self, chunk: TensorChunk | None, partials: Sequence[TensorList | None], *, is_first: bool
+    ) -> int:
         """Run one tick that sends the chunk, and in the first tick the flags, of all ranks; return its slot."""
         slot = self._memory.bulk.begin_tick(self.encode_used_flags(partials) if is_first else b"")
         if chunk is not None:
@@ -192,18 +194,18 @@ class SlotBuffers:
         return slot
 
     def subtree_views(
-        self, lanes: Mapping[TreeNode, LaneAddress], chunk: Chunk, slot: int, start: int, stop: int
+        self, lanes: Mapping[TreeNode, LaneAddress], chunk: TensorChunk, slot: int, start: int, stop: int
     ) -> dict[TreeNode, Tensor]:
         """Elements [start, stop) of the chunk for each subtree, in the memory of the ranks."""
         view, dtype, room = self._memory.bulk.view, chunk.dtype, self._lane_sizes[chunk.dtype]
         return {n: view(dtype, slot, r, lane * room + start, lane * room + stop) for n, (r, lane) in lanes.items()}
 
-    def shard_range(self, chunk: Chunk, rank: int) -> tuple[int, int]:
+    def shard_range(self, chunk: TensorChunk, rank: int) -> tuple[int, int]:
         """The elements [start, stop) of the chunk that form the shard of a rank."""
         shard_size = -(-chunk.size // self._memory.size // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
         return min(rank * shard_size, chunk.size), min((rank + 1) * shard_size, chunk.size)
 
-    def collect_results(self, chunk: Chunk, slot: int, at: int, results: Results) -> None:
+    def collect_results(self, chunk: TensorChunk, slot: int, at: int, results: Results) -> None:
         """Concatenate the sums of all ranks, each at element `at` of the rank's slot, into `results`."""
         shards = [self.shard_range(chunk, rank) for rank in range(self._memory.size)]
         view = self._memory.bulk.view
@@ -215,7 +217,7 @@ class SlotBuffers:
         elif (result := results[only.tensor_index]) is not None:
             torch.cat(parts, out=only.view_of(result))
 
-    def _place(self, chunk: Chunk, slot: int | None = None, lane: int = 0) -> tuple[Tensor, list[Tensor]]:
+    def _place(self, chunk: TensorChunk, slot: int | None = None, lane: int = 0) -> tuple[Tensor, list[Tensor]]:
         """Memory for a chunk, and for each tensor of several: in this rank's lane, or temporary without a `slot`."""
         start = lane * self._lane_sizes[chunk.dtype]
         if slot is None:
@@ -255,7 +257,7 @@ class TreeSum:
 
     def __init__(
         self,
-        memory: SharedMemory,
+        memory: SharedMemoryGroup,
         sizes: Sequence[int],
         dtypes: Sequence[torch.dtype],
         partition: LeafPartition,
@@ -331,7 +333,7 @@ class TreeSum:
         # the lanes, and one shard for the result
         return self._memory.bulk.data_bytes * shards // (lanes * shards + (self._shards > 0)) // unit * unit
 
-    def _add_up(self, chunk: Chunk, slot: int, results: Results, divisor: float | Tensor | None) -> bool:
+    def _add_up(self, chunk: TensorChunk, slot: int, results: Results, divisor: float | Tensor | None) -> bool:
         """Compute the chunk's sums. True if they are finite, False if unknown."""
         parts = self._parts(chunk, slot, 0, chunk.size)
         if (only := chunk.single_segment) is None:
@@ -346,7 +348,7 @@ class TreeSum:
         return has_finite_sum(whole)
 
     def _add_shard(
-        self, chunk: Chunk, partials: Sequence[TensorList | None], slot: int, divisor: float | Tensor | None
+        self, chunk: TensorChunk, partials: Sequence[TensorList | None], slot: int, divisor: float | Tensor | None
     ) -> bool:
         """Compute this rank's shard. True if it is finite (checked while it is in the cache), False if unknown."""
         start, stop = self._lanes.shard_range(chunk, self._memory.rank)
@@ -362,7 +364,7 @@ class TreeSum:
         return has_finite_sum(out)
 
     def _make_root(
-        self, chunk: Chunk, start: int, parts: dict[TreeNode, Tensor], out: Tensor, divisor: float | Tensor | None
+        self, chunk: TensorChunk, start: int, parts: dict[TreeNode, Tensor], out: Tensor, divisor: float | Tensor | None
     ) -> None:
         del start  # for subclasses
         spare = self._lanes.spare_buffers(chunk.dtype, self._spares, out.numel()) if self._spares else []
@@ -449,13 +451,15 @@ def ring_sum(of_rank: Sequence[Tensor], first: int, size: int, out: Tensor) -> N
         low = high
 
 
-def barrier(memory: SharedMemory) -> None:
+def barrier(memory: SharedMemoryGroup) -> None:
     with memory.operation("barrier", "barrier"):
         memory.bulk.begin_tick()
         memory.bulk.publish_and_wait()
 
 
-def broadcast_in_memory(memory: SharedMemory, tensors: Sequence[Tensor], src: int = 0, name: str = "broadcast") -> None:
+def broadcast_in_memory(
+    memory: SharedMemoryGroup, tensors: Sequence[Tensor], src: int = 0, name: str = "broadcast"
+) -> None:
     """Copy the tensors of rank `src`, contiguous and of any type, into those of all ranks."""
     flat = [tensor.detach().view(-1).view(torch.uint8) for tensor in tensors]
     sizes, bulk, is_source = [len(tensor) for tensor in flat], memory.bulk, memory.rank == src
@@ -464,7 +468,7 @@ def broadcast_in_memory(memory: SharedMemory, tensors: Sequence[Tensor], src: in
         sizes, [torch.uint8] * len(flat), {torch.uint8: bulk.data_bytes // ALIGNMENT_ELEMENTS * ALIGNMENT_ELEMENTS}
     )
     with memory.operation("broadcast", name, f"[{sum(sizes)}]", "bytes"):
-        for chunk in chunks or [Chunk(torch.uint8, [])]:  # at least one tick, which compares the calls
+        for chunk in chunks or [TensorChunk(torch.uint8, [])]:  # at least one tick, which compares the calls
             slot = bulk.begin_tick()
             in_slot = slots[slot][src][: chunk.size].split(chunk.lengths)
             in_place = [flat[segment.tensor_index][segment.start : segment.stop] for segment in chunk.segments]
@@ -477,7 +481,7 @@ def broadcast_in_memory(memory: SharedMemory, tensors: Sequence[Tensor], src: in
                     target.copy_(values)
 
 
-def all_gather(memory: SharedMemory, mine: Tensor, out: Tensor, name: str = "shards") -> None:
+def all_gather(memory: SharedMemoryGroup, mine: Tensor, out: Tensor, name: str = "shards") -> None:
     """All-gather: `mine` (s,) of rank r becomes `out`[r * s : (r + 1) * s]. `mine` may be this rank's part of `out`."""
     size, bulk = len(mine), memory.bulk
     slots, room = bulk.slots_as(mine.dtype), bulk.data_bytes // mine.element_size()
@@ -493,20 +497,20 @@ def all_gather(memory: SharedMemory, mine: Tensor, out: Tensor, name: str = "sha
                     part[start:stop] = slots[slot][rank][: stop - start]
 
 
-def start_all_gather(memory: SharedMemory, mine: Tensor, name: str) -> WaitFunction:
+def start_all_gather(memory: SharedMemoryGroup, mine: Tensor, name: str) -> WaitFunction:
     """All-gather of `mine`, (n,) on all ranks. The returned function returns (ranks, n)."""
     rows = mine.new_empty(memory.size, len(mine))
     all_gather(memory, mine, rows.view(-1), name)
     return lambda: rows
 
 
-def all_gather_object(memory: SharedMemory, value: Any, name: str) -> list[Any]:
+def all_gather_object(memory: SharedMemoryGroup, value: Any, name: str) -> list[Any]:
     """The `value` (JSON) of all ranks that share memory, by rank."""
     return all_gather_json(value, memory.size, name=name, start=partial(start_all_gather, memory))
 
 
 def reduce_scatter(
-    memory: SharedMemory,
+    memory: SharedMemoryGroup,
     partials: Sequence[Tensor | None],
     partition: LeafPartition,
     out: Tensor,
@@ -556,7 +560,7 @@ def reduce_scatter(
 class AsyncAllReduce:
     """A small asynchronous all-reduce in shared memory. The hang guard uses it like torch's `Work`."""
 
-    def __init__(self, memory: SharedMemory, numbers: Sequence[float], name: str) -> None:
+    def __init__(self, memory: SharedMemoryGroup, numbers: Sequence[float], name: str) -> None:
         """Start it with this rank's `numbers`."""
         self._memory, self._size, self._sums = memory, len(numbers), list[float]()
         self._is_over, self._error = False, ""

@@ -18,17 +18,17 @@ from paceline.collectives.hosts import (
     BUNDLE_BYTES,
     HierarchicalBucketReducer,
     NodeTopology,
-    connect_nodes,
+    make_flat_topology,
     make_leaf_order_plan,
     make_rank_order_plan,
+    make_topology,
     node_group_name,
-    topology_of_single_rank_nodes,
 )
 from paceline.collectives.shared_memory import (
     BULK_BYTES,
     GROUP_NAME,
     MemoryLayout,
-    SharedMemory,
+    SharedMemoryGroup,
     SharedMemoryUnavailable,
     connect_shared_memory,
 )
@@ -49,7 +49,7 @@ class SharedMemoryBucketReducer:
     overlaps_backward = False  # on a CPU no core is idle during backward, and several buckets would need another copy
 
     def __init__(
-        self, parameters: buckets.Bucket, memory: SharedMemory | None, partition: LeafPartition, ranks: int = 0
+        self, parameters: buckets.Bucket, memory: SharedMemoryGroup | None, partition: LeafPartition, ranks: int = 0
     ) -> None:
         """A collective. `memory`: None if this rank has all leaves. `ranks`: of the world, if `partition` has fewer."""
         self.buckets: Sequence[buckets.Bucket] = [parameters]
@@ -91,7 +91,7 @@ class MemoryCommunicator(Communicator):
 
     kind = "shared"
 
-    def __init__(self, memory: SharedMemory) -> None:
+    def __init__(self, memory: SharedMemoryGroup) -> None:
         super().__init__(memory=memory)
         self._shared = memory
         self._partition = LeafPartition.one_leaf_per_rank(memory.size, memory.rank)
@@ -173,7 +173,7 @@ def node_topology(communicator: Communicator) -> NodeTopology | None:
     if group is None or group.size() == 1 or not _uses_gloo(group):
         return None
     keys = all_gather_json(handshake.node_key(), group.size())
-    return topology_of_single_rank_nodes(group, _timeout_seconds(group)) if len(set(keys)) == len(keys) else None
+    return make_flat_topology(group, _timeout_seconds(group)) if len(set(keys)) == len(keys) else None
 
 
 def create_communicator(group: dist.ProcessGroup, choice: TransportChoice) -> Communicator:
@@ -193,7 +193,7 @@ def create_communicator(group: dist.ProcessGroup, choice: TransportChoice) -> Co
         return Communicator()
     several, index = members.node_count > 1, [peer.rank for peer in members.peers].index(group.rank())
     name, seconds = node_group_name(members.node_index) if several else GROUP_NAME, _timeout_seconds(group)
-    memory = SharedMemory(members.peers, index, layout, seconds, group=name)
+    memory = SharedMemoryGroup(members.peers, index, layout, seconds, group=name)
     # When the group or the process ends, ranks that wait for this rank get an error.
     weakref.finalize(group, memory.mark_as_left)
     if not several:
@@ -202,7 +202,7 @@ def create_communicator(group: dist.ProcessGroup, choice: TransportChoice) -> Co
         f"gradients are added up in shared memory on each of {members.node_count} nodes ({memory.size} ranks each), "
         "and over gloo between nodes"
     )
-    return HostsCommunicator(connect_nodes(memory, members.node_index, members.node_count))
+    return HostsCommunicator(make_topology(memory, members.node_index, members.node_count))
 
 
 def _memory_not_shared(group: dist.ProcessGroup, reason: str) -> UsageError | ReportedByPeer:

@@ -32,7 +32,7 @@ from paceline.collectives.torch_collectives import (
 )
 
 if TYPE_CHECKING:
-    from paceline.collectives.shared_memory import SharedMemory
+    from paceline.collectives.shared_memory import SharedMemoryGroup
 
 TransportChoice = Literal["auto", "shared", "torch"]
 
@@ -104,7 +104,7 @@ class Communicator:
 
     kind: ClassVar[Literal["shared", "hosts", "torch"]] = "torch"
 
-    def __init__(self, group: Group = None, memory: "SharedMemory | None" = None) -> None:
+    def __init__(self, group: Group = None, memory: "SharedMemoryGroup | None" = None) -> None:
         """`group`: None for all ranks. `memory`: if the ranks share memory."""
         self._group, self.memory = group, memory
 

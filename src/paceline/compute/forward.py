@@ -79,7 +79,7 @@ def assign_dynamic_subclass(module: nn.Module, **members: Any) -> None:
 
 
 @contextmanager
-def disable_cuda_graph_recording() -> Generator[None]:
+def no_cuda_graphs() -> Generator[None]:
     """Inside, no CUDA graph is recorded or replayed, because the result of the forward may be unused."""
     before = _is_recording_disabled.set(True)
     try:

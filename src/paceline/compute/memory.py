@@ -54,14 +54,16 @@ class MemoryMeter:
         if self._gpu:
             torch.accelerator.reset_peak_memory_stats(self._device)
         if self._held_bytes is None:
-            self._held_bytes = (
-                torch.accelerator.memory_allocated(self._device) if self._gpu else read_process_memory_field("VmRSS")
-            )
+            self._held_bytes = self._current_bytes()
+
+    def _current_bytes(self) -> int:
+        return torch.accelerator.memory_allocated(self._device) if self._gpu else read_process_memory_field("VmRSS")
 
     def peak(self) -> int:
-        """The peak since `start`, in bytes."""
+        """The peak since `start` minus the memory at the start, in bytes. Without a start, minus the current memory."""
+        held_bytes = self._current_bytes() if self._held_bytes is None else self._held_bytes
         peak_bytes = torch.accelerator.max_memory_allocated(self._device) if self._gpu else peak_resident_memory()
-        return max(0, peak_bytes - (self._held_bytes or 0))
+        return max(0, peak_bytes - held_bytes)
 
     def set_limit(self) -> None:
         """On the CPU: more allocation than the free memory raises an error. Otherwise the kernel kills the process."""

@@ -83,7 +83,7 @@ def autocast_fp16(model: nn.Module, device: torch.device) -> None:
 
 
 def _in_half(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    wrap_forward(model, autocast_forward(model, device, dtype))
+    wrap_forward(model, autocast_wrapper(model, device, dtype))
     if device.type != "cpu" and _convolves(model):  # cuDNN would convert each weight at each use
         model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
@@ -92,7 +92,7 @@ def _convolves(model: nn.Module) -> bool:
     return any(isinstance(m, (nn.Conv2d, nn.ConvTranspose2d)) for m in model.modules())
 
 
-def autocast_rounded_weights(model: nn.Module) -> set[nn.Parameter]:
+def find_autocast_weights(model: nn.Module) -> set[nn.Parameter]:
     """The float32 weights that autocast rounds before each use after `autocast_bf16`, so ranks can send them rounded.
 
     These are the weights of torch's linear layers, convolutions and attention. A class with a different forward may use
@@ -106,7 +106,7 @@ def autocast_rounded_weights(model: nn.Module) -> set[nn.Parameter]:
     return {parameter for parameter, rounds in rounded.items() if rounds}
 
 
-def autocast_forward(model: nn.Module, device: torch.device, dtype: torch.dtype) -> ForwardWrapper:
+def autocast_wrapper(model: nn.Module, device: torch.device, dtype: torch.dtype) -> ForwardWrapper:
     """The wrapper of `autocast_bf16` and `autocast_fp16`: (a forward of the model, args, kwargs) -> its outputs."""
     convolves = _convolves(model)
 

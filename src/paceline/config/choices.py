@@ -70,7 +70,7 @@ def parse_checkpoint_interval(checkpoint_every: int | str | None) -> tuple[int |
     return None, float(match[1]) * _UNITS[match[2]]
 
 
-def untested_torch_notice() -> list[str]:
+def untested_torch_notices() -> list[str]:
     version, release = _torch_release()
     if release <= _release(NEWEST_TORCH):
         return []

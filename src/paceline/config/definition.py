@@ -88,7 +88,7 @@ def parse_allowed_changes(text: str) -> list[str]:
     return names
 
 
-def check_same_definition(
+def check_definition_changes(
     saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Collection[str], where: str
 ) -> list[str]:
     """Compare the definition `saved` in the checkpoint `where` with the part of it that is known `now`.

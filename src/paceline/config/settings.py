@@ -107,7 +107,7 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
-class NetworkConfig:
+class SlowNetworkConfig:
     """Slow network between nodes, for strategy bucketed."""
 
     compress: Literal["bf16", "int8", "powersgd"] | None = None
@@ -315,7 +315,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    network: NetworkConfig = field(default_factory=NetworkConfig)
+    network: SlowNetworkConfig = field(default_factory=SlowNetworkConfig)
     compute: ComputeConfig = field(default_factory=ComputeConfig)
     run: RunConfig = field(default_factory=RunConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -325,7 +325,7 @@ class TrainConfig:
 
 
 def resolve_strategy(config: TrainConfig, world_size: int) -> StrategyName:
-    several = resolve_mesh(config.launch.mesh, world_size).replicas > 1 or config.network != NetworkConfig()
+    several = resolve_mesh(config.launch.mesh, world_size).replicas > 1 or config.network != SlowNetworkConfig()
     return config.strategy or (DEFAULT_STRATEGY if several else SINGLE_PROCESS_STRATEGY)
 
 
@@ -487,7 +487,7 @@ def _refuse_unknown_keys(table: Mapping[str, Any], owner: type, section: str) ->
             _refuse_unknown_keys(value, hints[key], f"{section}{key}.")  # pyright: ignore[reportUnknownArgumentType]
 
 
-def dump_settings_that_are_set(settings: Mapping[str, Any]) -> str:
+def settings_to_toml(settings: Mapping[str, Any]) -> str:
     """The TOML text of the settings that are not None. `load` reads it."""
     tables: dict[str, Any] = {}
     for name, value in settings.items():
@@ -496,11 +496,11 @@ def dump_settings_that_are_set(settings: Mapping[str, Any]) -> str:
     return tomli_w.dumps(tables)
 
 
-def dump(config: TrainConfig) -> str:
+def config_to_toml(config: TrainConfig) -> str:
     """The TOML text from which `load` restores an equal config. None values are omitted."""
     settings = msgspec.to_builtins(flat_setting_values(config), enc_hook=str)
     task_args = {name: _value(text) for name, text in parse_task_args(settings.pop("task_arg")).items()}
-    return dump_settings_that_are_set(settings | {"task_arg": task_args or None})
+    return settings_to_toml(settings | {"task_arg": task_args or None})
 
 
 def _text(value: Any) -> str:

@@ -36,7 +36,7 @@ Position = tuple[int, Any]
 
 
 @dataclass(frozen=True)
-class StreamPlan(BatchPlan):
+class StreamBatchPlan(BatchPlan):
     """The global batches of a stream, as if it were infinite."""
 
     own_order = True
@@ -172,7 +172,7 @@ class LocalBatchReader(IterableDataset[LocalBatch]):
     """Yields a rank's chunks, one for each global batch from `start` on. After the end, chunks have no samples."""
 
     parts: Sequence[StreamReader]
-    plan: StreamPlan
+    plan: StreamBatchPlan
     virtual_ranks: range
     epoch: Tensor
     """() int64, shared with processes that read several epochs."""

@@ -19,7 +19,7 @@ from msgspec.structs import asdict, replace
 from paceline.host.node_utilization import query_gpu_problems
 from paceline.host.procfs import main_thread_sleep_id, queued_seconds, read_process, waits_for_terminal_input
 from paceline.protocol import marks, status_page
-from paceline.protocol.evidence import Evidence, Frame, LoaderWorker, Op, Stack, WorkerAnswer, WorkerSample
+from paceline.protocol.evidence import Evidence, Frame, LoaderWorker, Op, RankSample, Stack, WorkerAnswer
 from paceline.protocol.job import SUSPENSION_GAP_SECONDS
 
 ANSWER_SECONDS = 2.0  # for an interpreter to answer; its watcher wakes four times a second
@@ -58,7 +58,7 @@ class EvidenceCollection:
 
     def __init__(
         self,
-        workers: Sequence[WorkerSample],
+        workers: Sequence[RankSample],
         boxes: Mapping[int, int],
         question: int,
         *,
@@ -116,10 +116,10 @@ class EvidenceCollection:
             os.kill(query.pid, status_page.STACK_SIGNAL)
         return True
 
-    def evidence(self, workers: Sequence[WorkerSample]) -> list[Evidence]:
+    def evidence(self, workers: Sequence[RankSample]) -> list[Evidence]:
         return [limit_evidence_size(self._evidence(worker, self._queries.get(worker.rank))) for worker in workers]
 
-    def _evidence(self, worker: WorkerSample, query: _Query | None) -> Evidence:
+    def _evidence(self, worker: RankSample, query: _Query | None) -> Evidence:
         page_fd, process = self._boxes[worker.rank], read_process(worker.pid) if worker.code is None else None
         answered = query is not None and status_page.read_counters(page_fd).answered == self.question
         known: dict[str, Any] = {"ops": tuple(status_page.read_recent_ops(page_fd))}
@@ -201,14 +201,14 @@ def _number(number: int) -> int:
     return number if 0 <= number <= MAX_JSON_INTEGER else 0
 
 
-class IdleClock:
+class IdleTimer:
     """Measures how long each worker has made no progress: its counters have not changed, by the agent's clock."""
 
     def __init__(self) -> None:
         # rank -> its counters, the time of their last change, and the time of the last read
         self._seen: dict[int, tuple[tuple[int, ...], float, float]] = {}
 
-    def read_status_page(self, worker: WorkerSample, page: int, now_seconds: float) -> WorkerSample:
+    def read_status_page(self, worker: RankSample, page: int, now_seconds: float) -> RankSample:
         """`worker` with the content of its status page. Call it at least every two seconds."""
         counters = status_page.read_counters(page)
         moved, since_seconds, read_seconds = self._seen.get(worker.rank, ((), now_seconds, now_seconds))
@@ -231,10 +231,11 @@ class IdleClock:
             alone=counters.alone,
             virtual_ranks=counters.virtual_ranks,
             own_virtual_ranks=counters.own_virtual_ranks,
+            max_virtual_ranks=counters.max_virtual_ranks,
             stop_signal=counters.stop_signal,
             stop_asked=bool(counters.stop_asked),
             steps_ended=counters.steps_ended,
-            fingerprints=marks.read_fingerprints(page) if counters.marks else b"",
-            orders=marks.read_call_tables(page) if counters.marks else b"",
+            fingerprints=marks.read_fingerprint_bytes(page) if counters.marks else b"",
+            orders=marks.read_call_table_bytes(page) if counters.marks else b"",
             findings=tuple(marks.read_findings(page)) if counters.findings else (),
         )

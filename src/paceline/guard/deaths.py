@@ -11,7 +11,7 @@ import signal
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
-from paceline.protocol.evidence import SUCCESS_EXIT_CODES, Evidence, WorkerSample, mentions_lost_peer
+from paceline.protocol.evidence import SUCCESS_EXIT_CODES, Evidence, RankSample, mentions_lost_peer
 
 # from the first failure to the diagnosis, so that the diagnosis includes simultaneous failures
 DIAGNOSIS_DELAY_SECONDS = 0.3
@@ -43,7 +43,7 @@ class RankEndKind(IntEnum):
         return self <= RankEndKind.EXIT
 
 
-def classify_rank_end(sample: WorkerSample) -> RankEndKind:
+def classify_rank_end(sample: RankSample) -> RankEndKind:
     """How a rank ended. A rank that cleans up after an exception counts as ended."""
     if sample.lost_reason:
         return RankEndKind.LOST
@@ -68,14 +68,14 @@ def classify_rank_end_with_ops(rank: Evidence) -> RankEndKind:
     return RankEndKind.BROKEN if aborted or MISMATCH_ERROR_PATTERN.search(rank.error_text) else end
 
 
-def first_to_fail(samples: Iterable[WorkerSample]) -> WorkerSample | None:
+def first_to_fail(samples: Iterable[RankSample]) -> RankSample | None:
     # cheap filter first: few of thousands of ranks have ended
     ended = (s for s in samples if s.code is not None or s.failure is not None or s.lost_reason)
     failed = [sample for sample in ended if classify_rank_end(sample) <= RankEndKind.VICTIM]
     return min(failed, key=lambda s: (classify_rank_end(s), s.failed_at_seconds, s.rank), default=None)
 
 
-def diagnosis_due_at_seconds(samples: Sequence[WorkerSample]) -> float | None:
+def diagnosis_due_at_seconds(samples: Sequence[RankSample]) -> float | None:
     """The monotonic time in seconds at which the diagnosis is due; None while no rank has failed.
 
     Example: one rank raises an exception and cleans up for 3 s. The others lose it and end as victims. The record of
@@ -94,7 +94,7 @@ def diagnosis_due_at_seconds(samples: Sequence[WorkerSample]) -> float | None:
     return max(min(ended_seconds), first.failed_at_seconds) + DIAGNOSIS_DELAY_SECONDS
 
 
-def mismatched_parameter_counts(evidence: Iterable[Evidence]) -> dict[int, int]:
+def parameter_counts_by_rank(evidence: Iterable[Evidence]) -> dict[int, int]:
     """The parameter count of each rank that ended because torch found different models on the ranks."""
     matches = {s.rank: re.search(r"\bRank (\d{1,6}) has (\d{1,9}) params\b", s.error_text) for s in evidence}
     return {rank: int(match[2]) for rank, match in matches.items() if match is not None and int(match[1]) == rank}

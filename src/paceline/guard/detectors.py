@@ -26,15 +26,15 @@ from typing import Literal
 from msgspec.structs import replace
 
 from paceline.guard.judge import DEADLOCK_SECONDS
-from paceline.protocol.code_locations import Activity, activity_of_source_file, is_importing_torch
-from paceline.protocol.evidence import Diagnosis, DiagnosisKind, Evidence, Phase, WorkerSample
+from paceline.protocol.code_locations import FrameActivity, activity_of_source_file, is_importing_torch
+from paceline.protocol.evidence import Diagnosis, DiagnosisKind, Evidence, Phase, RankSample
 from paceline.protocol.job import (
     STEP_STAGES,
     SUSPENSION_GAP_SECONDS,
     WARM_UP_STEPS,
     WINDOW_BOUNDS_SECONDS,
     HangTimeout,
-    RunStage,
+    TimeoutStage,
 )
 
 PROGRESS_TOLERANCE_SECONDS = 1.5  # tolerance between two samples of a rank that has made no progress
@@ -55,7 +55,7 @@ QUIET_SECONDS, SECONDS_PER_NODE = 3.0, 0.003  # ranks of many nodes are sampled 
 
 
 @dataclass(frozen=True)
-class Alarm:
+class StallAlarm:
     """No rank has made progress for half of the window (warn), or for all of it (stall)."""
 
     kind: Literal["warn", "stall"]
@@ -69,17 +69,17 @@ class StallDetector:
     def __init__(self, windows: HangTimeout) -> None:
         self.windows = windows
         self.notice = ""  # a message for the user; the caller empties it after printing
-        self._largest_gap_seconds = dict.fromkeys(RunStage, 0.0)
+        self._largest_gap_seconds = dict.fromkeys(TimeoutStage, 0.0)
         self._seen_seconds: float | None = None
         self._began_seconds = -math.inf  # times without progress are counted from here at the earliest
         self._moved_seconds: float | None = None  # time of the last progress of any rank
-        self._stage = RunStage.LONG
+        self._stage = TimeoutStage.LONG
         self._first_step: int | None = None
         self._warned = False  # about the current time without progress
         self._next_stall_seconds = 0.0
         self._noticed = False
 
-    def update(self, now_seconds: float, ranks: Sequence[WorkerSample]) -> Alarm | None:
+    def update(self, now_seconds: float, ranks: Sequence[RankSample]) -> StallAlarm | None:
         """Process samples of all running ranks, at least once a second, with the time of one monotonic clock.
 
         Returns a warning once per stall, a stall alarm after each window, and otherwise None.
@@ -94,14 +94,14 @@ class StallDetector:
         if self._moved_seconds is None or moved_seconds > self._moved_seconds + 1e-3:  # ages are sums of floats
             self._learn(moved_seconds, math.inf if before_seconds is None else before_seconds)
         still_seconds = now_seconds - moved_seconds
-        steps = self.windows.seconds is None and self._stage in (RunStage.STEP, RunStage.DATA)
+        steps = self.windows.seconds is None and self._stage in (TimeoutStage.STEP, TimeoutStage.DATA)
         if not steps or still_seconds >= MIN_WINDOW_SECONDS:  # no window is shorter than this
             self._stage = max(self._stage_of(rank) for rank in ranks)
         window_seconds = self.windows.window_seconds(self._stage, self._largest_gap_seconds[self._stage])
         if not any(rank.waiting or rank.phase in (Phase.DATA, Phase.SYNC) for rank in ranks):
-            if self._stage is not RunStage.STEP:
+            if self._stage is not TimeoutStage.STEP:
                 return None
-            window_seconds = self.windows.window_seconds(RunStage.LONG, self._largest_gap_seconds[self._stage])
+            window_seconds = self.windows.window_seconds(TimeoutStage.LONG, self._largest_gap_seconds[self._stage])
         return self._alarm(still_seconds, window_seconds)
 
     def _learn(self, moved_seconds: float, before_seconds: float) -> None:
@@ -115,39 +115,39 @@ class StallDetector:
         for stage in STEP_STAGES if self._stage in STEP_STAGES else (self._stage,):
             self._largest_gap_seconds[stage] = max(self._largest_gap_seconds[stage], gap_seconds)
         limit = self.windows.seconds
-        if limit is not None and gap_seconds > limit and self._stage is not RunStage.LONG and not self._noticed:
+        if limit is not None and gap_seconds > limit and self._stage is not TimeoutStage.LONG and not self._noticed:
             self._noticed = True
             self.notice = (
                 f"no rank made progress for {gap_seconds:.1f} s, then the run continued: --hang-timeout {limit:g} is "
                 f"too short for this run. Choose more than {math.ceil(gap_seconds)}, or auto"
             )
 
-    def _alarm(self, still_seconds: float, window_seconds: float) -> Alarm | None:
+    def _alarm(self, still_seconds: float, window_seconds: float) -> StallAlarm | None:
         if still_seconds >= max(window_seconds, self._next_stall_seconds):
             self._warned = True  # the alarm makes a warning redundant
             self._next_stall_seconds = still_seconds + window_seconds
-            return Alarm("stall", still_seconds, window_seconds)
+            return StallAlarm("stall", still_seconds, window_seconds)
         # no warning for gaps that the run has already had
         if still_seconds >= max(window_seconds / 2, self._largest_gap_seconds[self._stage]) and not self._warned:
             self._warned = True
-            return Alarm("warn", still_seconds, window_seconds)
+            return StallAlarm("warn", still_seconds, window_seconds)
         return None
 
-    def _stage_of(self, rank: WorkerSample) -> RunStage:
+    def _stage_of(self, rank: RankSample) -> TimeoutStage:
         if rank.phase is Phase.USER or (rank.script and rank.phase is not Phase.INIT):
-            return RunStage.USER
+            return TimeoutStage.USER
         if rank.phase is Phase.INIT or rank.stepped is False or self._first_step is None:
             self._first_step = rank.step  # a resumed run starts at any step
         if rank.phase in (Phase.INIT, Phase.EVALUATE, Phase.CHECKPOINT, Phase.CLOSE) or rank.stepped is False:
-            return RunStage.LONG
+            return TimeoutStage.LONG
         if self.windows.seconds is None and rank.step < self._first_step + WARM_UP_STEPS:
-            return RunStage.WARM_UP
+            return TimeoutStage.WARM_UP
         if rank.stepped is None and rank.step == self._first_step:
-            return RunStage.LONG
-        return RunStage.DATA if rank.phase is Phase.DATA else RunStage.STEP
+            return TimeoutStage.LONG
+        return TimeoutStage.DATA if rank.phase is Phase.DATA else TimeoutStage.STEP
 
 
-def mark_unknown_as_waiting(samples: Sequence[WorkerSample], world_size: int) -> list[WorkerSample]:
+def mark_unknown_as_waiting(samples: Sequence[RankSample], world_size: int) -> list[RankSample]:
     """Set `waiting` for scripts and for ranks before the rendezvous: their status pages do not show whether they wait.
 
     A script is in phase INIT until a rank has called a collective.
@@ -161,7 +161,7 @@ def mark_unknown_as_waiting(samples: Sequence[WorkerSample], world_size: int) ->
     ]
 
 
-def is_run_stalled(evidence: Sequence[Evidence], alarm: Alarm, windows: HangTimeout) -> bool:
+def is_run_stalled(evidence: Sequence[Evidence], alarm: StallAlarm, windows: HangTimeout) -> bool:
     """Whether the evidence confirms the alarm: no rank has made progress since, and a rank waits.
 
     A script may also compute for a long time.
@@ -172,19 +172,19 @@ def is_run_stalled(evidence: Sequence[Evidence], alarm: Alarm, windows: HangTime
         return False
     if not any(is_waiting(sample) for sample in running):
         is_busy = any(sample.cpu_seconds > BUSY_CPU_SECONDS for sample in running)
-        cap_seconds = WINDOW_BOUNDS_SECONDS[RunStage.LONG][1] if windows.seconds is None and is_busy else 0.0
+        cap_seconds = WINDOW_BOUNDS_SECONDS[TimeoutStage.LONG][1] if windows.seconds is None and is_busy else 0.0
         return all(sample.phase in STEP_PHASES and not sample.script for sample in running) and (
-            alarm.still_seconds >= max(windows.window_seconds(RunStage.LONG), cap_seconds)
+            alarm.still_seconds >= max(windows.window_seconds(TimeoutStage.LONG), cap_seconds)
         )
     # long work of a script may be intended: rank 0 evaluates, and the others wait in a barrier
     scripts = [sample for sample in running if sample.phase is Phase.USER or sample.script]
     is_busy = any(not is_waiting(sample) and sample.cpu_seconds > BUSY_CPU_SECONDS for sample in scripts)
-    if windows.seconds is None and is_busy and alarm.still_seconds < WINDOW_BOUNDS_SECONDS[RunStage.USER][1]:
+    if windows.seconds is None and is_busy and alarm.still_seconds < WINDOW_BOUNDS_SECONDS[TimeoutStage.USER][1]:
         return False
     # before its first collective a rank may still import torch from a slow disk or on a busy machine
     not_started = [sample for sample in running if not sample.ops and not is_waiting(sample)]
     is_idle = all(sample.cpu_seconds < IDLE_CPU_SECONDS and sample.state not in ("R", "D") for sample in not_started)
-    return is_idle or alarm.still_seconds >= windows.window_seconds(RunStage.LONG)
+    return is_idle or alarm.still_seconds >= windows.window_seconds(TimeoutStage.LONG)
 
 
 def is_waiting(rank: Evidence) -> bool:
@@ -192,7 +192,9 @@ def is_waiting(rank: Evidence) -> bool:
     if rank.phase is Phase.SYNC or waits_for_data or any(not op.done for op in rank.ops):
         return True
     main_frames = rank.stacks[0].frames if rank.stacks else ()
-    is_in_wait = any(activity_of_source_file(frame.file) in (Activity.WAITS, Activity.MEETS) for frame in main_frames)
+    is_in_wait = any(
+        activity_of_source_file(frame.file) in (FrameActivity.WAITS, FrameActivity.MEETS) for frame in main_frames
+    )
     return is_in_wait and not is_importing_torch(main_frames)
 
 
@@ -206,7 +208,7 @@ def sample_interval_seconds(windows: HangTimeout) -> float:
     return SHORT_SAMPLE_SECONDS if is_short else SAMPLE_SECONDS
 
 
-def heartbeat_interval_seconds(windows: HangTimeout, nodes: int, samples: Sequence[WorkerSample]) -> float:
+def heartbeat_interval_seconds(windows: HangTimeout, nodes: int, samples: Sequence[RankSample]) -> float:
     """The interval at which the coordinator receives samples; longer while the ranks of many nodes make progress."""
     usual = sample_interval_seconds(windows)
     any_moves = any(sample.still_seconds < QUIET_SECONDS for sample in samples)
@@ -234,7 +236,7 @@ class SleepingRankDetector:
         self._next_seconds, self._sampled = FIRST_SECONDS, False
         self._before: dict[int, int] = {}
 
-    def should_collect(self, running: Sequence[WorkerSample]) -> bool:
+    def should_collect(self, running: Sequence[RankSample]) -> bool:
         self._sampled = False
         still_seconds = min((s.still_seconds for s in running), default=0.0)
         if still_seconds < FIRST_SECONDS:
@@ -277,7 +279,7 @@ WORK_PHASES = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 NEVER_WAITING_PHASES = (Phase.DATA, Phase.FORWARD, Phase.OPTIMIZER)
 SCRIPT_WORK_PHASES = (*NEVER_WAITING_PHASES, Phase.USER)
 
-SampleSnapshot = Mapping[int, WorkerSample]  # of all running ranks
+SampleSnapshot = Mapping[int, RankSample]  # of all running ranks
 PhaseSecondsByRank = Mapping[int, tuple[float, ...]]  # rank -> seconds in each phase, per step
 
 
@@ -325,7 +327,7 @@ class StragglerDetector:
         self._reported: dict[str, float] = {}
         self.rank: int | None = None  # of the last warning
 
-    def update(self, samples: Sequence[WorkerSample]) -> str:
+    def update(self, samples: Sequence[RankSample]) -> str:
         """A new warning, or an empty text. Call it repeatedly, with samples of all running ranks."""
         if len(samples) < 2 or any(sample.phase is Phase.USER and not sample.script for sample in samples):
             return ""
@@ -476,7 +478,7 @@ class DeadlockCheckSchedule:
         self._after_seconds, self._next_seconds = DEADLOCK_SECONDS, 0.0
         self._checked: dict[int, float] = {}  # rank -> the time of its last progress, at the last check
 
-    def should_collect(self, now_seconds: float, running: Sequence[WorkerSample]) -> bool:
+    def should_collect(self, now_seconds: float, running: Sequence[RankSample]) -> bool:
         """Whether at least two ranks have waited long enough, and one of them has made progress since the last check.
 
         Each check that finds nothing doubles the time for which ranks must have waited, up to MAX_DEADLOCK_SECONDS.

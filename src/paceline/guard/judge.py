@@ -31,11 +31,11 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from msgspec.structs import replace
 
 from paceline.guard import sentences, waits
-from paceline.guard.deaths import RankEndKind, classify_rank_end, first_to_fail, mismatched_parameter_counts
+from paceline.guard.deaths import RankEndKind, classify_rank_end, first_to_fail, parameter_counts_by_rank
 from paceline.guard.sentences import make_diagnosis
-from paceline.guard.waits import OpMismatch, RankState, group_ranks, majority_party, ranks_outside_majority
+from paceline.guard.waits import OpMismatch, RankState, group_ranks_by_key, majority_party, ranks_outside_majority
 from paceline.protocol.code_locations import format_rank_location, is_stack_in_op, is_waiting_for_ranks
-from paceline.protocol.evidence import SHARED_GROUP, Diagnosis, DiagnosisKind, Evidence, Op, Phase, WorkerSample
+from paceline.protocol.evidence import SHARED_GROUP, Diagnosis, DiagnosisKind, Evidence, Op, Phase, RankSample
 
 RankStates = Mapping[int, RankState]
 WaitGraph = Mapping[int, frozenset[int]]  # rank -> the ranks for which it waits
@@ -70,7 +70,7 @@ def diagnose(evidence: Sequence[Evidence]) -> Diagnosis:
     return replace(diagnosis, failed=diagnosis.causes[0] if outvoted else first.rank)  # all raise at the same time
 
 
-def diagnose_first_failure(samples: Sequence[WorkerSample]) -> Diagnosis:
+def diagnose_first_failure(samples: Sequence[RankSample]) -> Diagnosis:
     first = first_to_fail(samples)
     if first is None:
         return Diagnosis(DiagnosisKind.UNKNOWN)
@@ -78,7 +78,7 @@ def diagnose_first_failure(samples: Sequence[WorkerSample]) -> Diagnosis:
     return Diagnosis(DiagnosisKind.DIED, causes, failed=first.rank)
 
 
-def _explains(diagnosis: Diagnosis, first: WorkerSample, evidence: Sequence[Evidence]) -> bool:
+def _explains(diagnosis: Diagnosis, first: RankSample, evidence: Sequence[Evidence]) -> bool:
     aborted = classify_rank_end(first) is RankEndKind.SIGNAL and first.code == -signal.SIGABRT
     has_evidence = any(sample.state or sample.ops for sample in evidence)  # else only samples
     if not has_evidence or not (aborted or classify_rank_end(first) is RankEndKind.VICTIM):
@@ -91,9 +91,9 @@ def _diagnose_failures(ranks: RankStates, mismatches: Sequence[OpMismatch]) -> D
     died = [n for n, rank in ranks.items() if rank.end.is_primary]
     died.sort(key=lambda n: (ranks[n].end, ranks[n].evidence.failed_at_seconds, n))
     broken = [n for n, rank in ranks.items() if rank.end is RankEndKind.BROKEN]
-    counts = mismatched_parameter_counts([ranks[n].evidence for n in died])
+    counts = parameter_counts_by_rank([ranks[n].evidence for n in died])
     if 1 < len(counts) == len(died):  # each rank reports a different model on another rank
-        parties = group_ranks(counts, lambda count: count)
+        parties = group_ranks_by_key(counts, lambda count: count)
         right = majority_party(parties)
         wrong = [n for n in died if right is not None and n not in right]
         lines = [*map(sentences.describe_parameter_count, parties if right is None else reversed(parties))]
@@ -144,7 +144,7 @@ def _diagnose_stuck_collective(ranks: RankStates) -> Diagnosis | None:
     inside = {n: r.pending[0] for n, r in ranks.items() if r.pending and not r.waits_for and not r.frozen}
     if not any(ranks[n].end is RankEndKind.RUNS for n in inside):  # ended ranks do not show which rank was missing
         return None
-    op = next(iter(group_ranks(inside, lambda op: (op.group, op.seq))[0].values()))
+    op = next(iter(group_ranks_by_key(inside, lambda op: (op.group, op.seq))[0].values()))
     in_kernel = [n for n in inside if ranks[n].evidence.state == "D"]
     silent = [n for n in inside if not ranks[n].evidence.answered and ranks[n].end is RankEndKind.RUNS]
     others = [rank for n, rank in ranks.items() if n not in silent and rank.end is RankEndKind.RUNS]
@@ -170,7 +170,7 @@ def _diagnose_without_waits(ranks: RankStates) -> Diagnosis:
     if len(ranks) == len(running) == 1:
         return make_diagnosis(DiagnosisKind.BEHIND, ranks, lines, causes=list(running))
     sites = {n: format_rank_location(rank.evidence) for n, rank in running.items()}
-    parties = group_ranks({n: site for n, site in sites.items() if site}, lambda site: site)
+    parties = group_ranks_by_key({n: site for n, site in sites.items() if site}, lambda site: site)
     right = majority_party(parties)
     if right is None or len(right) == len(running):
         return make_diagnosis(DiagnosisKind.UNKNOWN, ranks, lines)
@@ -226,7 +226,7 @@ def _parties(
     if not suspects and mismatches:
         return mismatches[0].parties
     members = suspects or sorted(_cyclic_core(graph))
-    return group_ranks({n: _position(ranks[n], n, members) for n in members}, lambda position: position)
+    return group_ranks_by_key({n: _position(ranks[n], n, members) for n in members}, lambda position: position)
 
 
 def _position(rank: RankState, number: int, members: Sequence[int]) -> Hashable:
@@ -274,7 +274,10 @@ def _rivals(ranks: RankStates, causes: Sequence[int], graph: WaitGraph) -> list[
     wrong = set(causes)
     mutual = [n for n in graph if n not in wrong and any(n in graph[other] for other in wrong & graph[n])]
     rivals = mutual or [n for n in _find_cycle(graph) if n not in wrong]
-    return [sorted(party) for party in group_ranks({n: _position(ranks[n], n, causes) for n in rivals}, lambda at: at)]
+    return [
+        sorted(party)
+        for party in group_ranks_by_key({n: _position(ranks[n], n, causes) for n in rivals}, lambda at: at)
+    ]
 
 
 def _find_cycle(graph: WaitGraph, *, without: int | None = None) -> set[int]:

@@ -21,7 +21,7 @@ from paceline.errors import ExitCode, UsageError, first_few
 from paceline.guard import sentences
 from paceline.guard.collect import limit_evidence_size
 from paceline.guard.deaths import RankEndKind, classify_rank_end
-from paceline.protocol.evidence import Diagnosis, DiagnosisKind, Evidence, Op, Phase, Stack, WorkerSample
+from paceline.protocol.evidence import Diagnosis, DiagnosisKind, Evidence, Op, Phase, RankSample, Stack
 from paceline.runs import writing
 from paceline.runs.console import remove_control_characters
 from paceline.runs.reading import read_file
@@ -105,7 +105,7 @@ def _format_causes(diagnosis: Diagnosis, evidence: Sequence[Evidence]) -> str:
     return f"{sentences.format_ranks(diagnosis.causes)} ({location})"
 
 
-def format_warning(ranks: Sequence[WorkerSample], *, still_seconds: float, window_seconds: float) -> str:
+def format_warning(ranks: Sequence[RankSample], *, still_seconds: float, window_seconds: float) -> str:
     """The warning at half of the window, in one line: the ranks for which the others may wait."""
     suspects = [sample for sample in ranks if not sample.waiting and sample.phase is not Phase.SYNC] or list(ranks)
     phases = sorted({sample.phase for sample in suspects} - {Phase.USER})
@@ -160,13 +160,13 @@ def format_failure(diagnosis: Diagnosis, evidence: Sequence[Evidence], *, oom_ki
     return "\n".join(lines)
 
 
-def _same_failure(sample: WorkerSample, other: WorkerSample) -> bool:
+def _same_failure(sample: RankSample, other: RankSample) -> bool:
     if sample.failure is None or other.failure is None:
         return sample is other
     return (sample.failure.type, sample.failure.message) == (other.failure.type, other.failure.message)
 
 
-def _name_ranks(samples: Sequence[WorkerSample], total: int) -> str:
+def _name_ranks(samples: Sequence[RankSample], total: int) -> str:
     if len(samples) == 1:
         return f"rank {samples[0].rank} ({samples[0].host}, pid {samples[0].pid})"
     hosts = ", ".join(sorted({sample.host for sample in samples}))
@@ -175,7 +175,7 @@ def _name_ranks(samples: Sequence[WorkerSample], total: int) -> str:
     return f"ranks {', '.join(str(sample.rank) for sample in samples)} ({hosts})"
 
 
-def _how(first: WorkerSample, oom_kills: int) -> str:
+def _how(first: RankSample, oom_kills: int) -> str:
     if first.failure or (first.code or 0) >= 0:
         return f"exit code {first.shell_exit_code}"
     number = -(first.code or 0)
@@ -188,7 +188,7 @@ def _how(first: WorkerSample, oom_kills: int) -> str:
     return f"{killed} (if no user sent it, the kernel's OOM killer may have: see dmesg)"
 
 
-def _why(first: WorkerSample) -> list[str]:
+def _why(first: RankSample) -> list[str]:
     if first.failure:
         text = first.failure.traceback or first.failure.message
         return _clipped(remove_control_characters(text).rstrip("\n").split("\n"), MAX_TRACEBACK_LINES)

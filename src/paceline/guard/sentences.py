@@ -12,9 +12,9 @@ from paceline.guard.waits import FROZEN_PROCESS_STATES, OpMismatch, RankState, g
 from paceline.protocol.code_locations import (
     call_site_frames,
     format_file_and_line,
+    format_library,
     format_rank_location,
     is_stack_in_op,
-    library_suffix,
     main_thread_frames,
 )
 from paceline.protocol.evidence import BLOCK_PREFIX, Diagnosis, DiagnosisKind, Evidence, LoaderWorker, Op, Phase
@@ -78,7 +78,7 @@ def _source_line(evidence: Evidence) -> str:
     frame, library = call_site_frames(main_thread_frames(evidence))
     if frame is None:
         return ""
-    at = f"at {format_file_and_line(frame)}{library_suffix(library)}"
+    at = f"at {format_file_and_line(frame)}{format_library(library)}"
     return at if frame.function in ("", "<module>") else f"in {frame.function} {at}"
 
 

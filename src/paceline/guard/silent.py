@@ -18,9 +18,9 @@ from msgspec.structs import replace
 
 from paceline.guard.detectors import median_without
 from paceline.guard.sentences import format_ranks, format_subject_verb
-from paceline.guard.waits import group_ranks, ranks_outside_majority
+from paceline.guard.waits import group_ranks_by_key, ranks_outside_majority
 from paceline.protocol import marks
-from paceline.protocol.evidence import Diagnosis, DiagnosisKind, Evidence, Op, ScriptFinding, WorkerSample
+from paceline.protocol.evidence import Diagnosis, DiagnosisKind, Evidence, Op, RankSample, ScriptFault
 from paceline.protocol.marks import CallHistory, CallMismatch, ReplicaFingerprint
 
 NO_PART = 0xFFFFFFFF
@@ -46,7 +46,7 @@ class ReplicaDifference:
     @property
     def rank_groups(self) -> Sequence[Mapping[int, int]]:
         hashes = {rank: mark.hashes[self.part_index] for rank, mark in self.fingerprints.items()}
-        return group_ranks(hashes, lambda value: value)
+        return group_ranks_by_key(hashes, lambda value: value)
 
     @property
     def minority_ranks(self) -> tuple[int, ...]:
@@ -163,7 +163,7 @@ def find_order_mismatch(windows: Mapping[int, Sequence[Op]], known: frozenset[st
     for calls in zip(*(windows[rank] for rank in ranks), strict=True):
         labels = dict(zip(ranks, (marks.compared_call_parts(op, frozenset()) for op in calls), strict=True))
         if len({*labels.values()}) > 1 and {op.site for op in calls} <= known:
-            return CallMismatch(calls, ranks_outside_majority(group_ranks(labels, lambda label: label)))
+            return CallMismatch(calls, ranks_outside_majority(group_ranks_by_key(labels, lambda label: label)))
     return None
 
 
@@ -193,7 +193,7 @@ class SilentFaultDetector:
         self._known: Mapping[int, Mapping[int, Op]] = {}
         self.notices: list[SilentFaultNotice] = []  # to print; the caller empties the list
 
-    def update(self, ranks: Sequence[WorkerSample], *, last: bool = False) -> list[Diagnosis]:
+    def update(self, ranks: Sequence[RankSample], *, last: bool = False) -> list[Diagnosis]:
         """Process samples of all ranks, including ended ones. `last`: all ranks have ended without failure."""
         self._report_swallowed_errors(ranks)
         self._report_stale_findings(ranks, last=last)
@@ -226,7 +226,7 @@ class SilentFaultDetector:
     def _notify(self, kind: str, text: str) -> None:
         self.notices.append(SilentFaultNotice(kind, text))
 
-    def _report_swallowed_errors(self, ranks: Sequence[WorkerSample]) -> None:
+    def _report_swallowed_errors(self, ranks: Sequence[RankSample]) -> None:
         for sample in ranks:
             for finding in sample.findings:
                 if finding.kind == "swallowed" and self._is_first_report("swallowed", sample.rank, finding.text):
@@ -235,7 +235,7 @@ class SilentFaultDetector:
                     text = f"rank {sample.rank}: {finding.text} (after step {finding.step})"
                     self._notify("thread", text)
 
-    def _take_findings(self, ranks: Sequence[WorkerSample], kind: str, *, last: bool) -> dict[int, ScriptFinding]:
+    def _take_findings(self, ranks: Sequence[RankSample], kind: str, *, last: bool) -> dict[int, ScriptFault]:
         """The findings of this kind, once, when all ranks have had time to report them; empty before and after."""
         findings = _findings(ranks, kind)
         if not findings or (kind,) in self._reported:
@@ -246,7 +246,7 @@ class SilentFaultDetector:
         self._reported.add((kind,))
         return findings
 
-    def _diagnose_failed_collective(self, ranks: Sequence[WorkerSample], *, last: bool) -> Diagnosis | None:
+    def _diagnose_failed_collective(self, ranks: Sequence[RankSample], *, last: bool) -> Diagnosis | None:
         """A collective that failed on some ranks, which ignored the error: at least one batch is lost."""
         failed = self._take_findings(ranks, "collective", last=last)
         if not failed:
@@ -263,7 +263,7 @@ class SilentFaultDetector:
         step = max(f.step for f in failed.values())
         return Diagnosis(DiagnosisKind.SWALLOWED, causes, sentences=tuple(lines), step=step)
 
-    def _report_stale_findings(self, ranks: Sequence[WorkerSample], *, last: bool) -> None:
+    def _report_stale_findings(self, ranks: Sequence[RankSample], *, last: bool) -> None:
         """Report findings that only some ranks have made, after all ranks had time to make them."""
         stale = [(sample.rank, finding) for sample in ranks for finding in sample.findings if finding.kind == "stale"]
         least_step = min(sample.step for sample in ranks)
@@ -274,7 +274,7 @@ class SilentFaultDetector:
                 for rank, finding in similar:
                     self._notify("stale", f"rank {rank} {finding.text} (step {finding.step})")
 
-    def _report_left_ddp(self, ranks: Sequence[WorkerSample]) -> None:
+    def _report_left_ddp(self, ranks: Sequence[RankSample]) -> None:
         """Report that all ranks train without DDP after they have trained with it. This may be intended."""
         findings = _findings(ranks, "left")
         if len(findings) == self._size > 1 and self._is_first_report("left"):
@@ -282,7 +282,7 @@ class SilentFaultDetector:
             text = f"no rank trains through DDP after step {step}: paceline no longer compares steps and parameters"
             self._notify("left", text)
 
-    def _report_shadowed_ranks(self, ranks: Sequence[WorkerSample]) -> None:
+    def _report_shadowed_ranks(self, ranks: Sequence[RankSample]) -> None:
         """Report ranks that Join has shadowed for most of the time: their data may have ended too early."""
         ordered = sorted(rank.joint_steps for rank in ranks)
         for rank in ranks if len(ranks) > 1 else ():
@@ -291,7 +291,7 @@ class SilentFaultDetector:
                 text = f"rank {rank.rank} took {rank.joint_steps} steps, the others {others:g}. If its data ended too "
                 self._notify("shadowed", text + "early, Join hides this")
 
-    def _diagnose_not_finite(self, ranks: Sequence[WorkerSample], *, last: bool) -> Diagnosis | None:
+    def _diagnose_not_finite(self, ranks: Sequence[RankSample], *, last: bool) -> Diagnosis | None:
         applied = self._take_findings(ranks, "not finite", last=last)
         if not applied:
             return None
@@ -311,7 +311,7 @@ class SilentFaultDetector:
         causes = causes if len(causes) < self._size or self._size == 1 else ()
         return Diagnosis(DiagnosisKind.NOT_FINITE, causes, sentences=tuple(lines), step=step)
 
-    def _diagnose_divergence(self, difference: ReplicaDifference, ranks: Sequence[WorkerSample]) -> Diagnosis | None:
+    def _diagnose_divergence(self, difference: ReplicaDifference, ranks: Sequence[RankSample]) -> Diagnosis | None:
         names, mark = self._names().get(str(difference.any_fingerprint.layout), ()), difference.any_fingerprint
         part = mark.tensor_indices[difference.part_index]
         tensor = names[part] if part < len(names) else f"part {part}"
@@ -352,7 +352,7 @@ class SilentFaultDetector:
         self._reported.add(("order",))
         return _order_diagnosis(mismatch, sorted(windows), at + 1)
 
-    def _diagnose_uneven_ends(self, ranks: Sequence[WorkerSample]) -> Diagnosis | None:
+    def _diagnose_uneven_ends(self, ranks: Sequence[RankSample]) -> Diagnosis | None:
         found = (mark for sample in ranks for mark in marks.parse_fingerprints(sample.fingerprints))
         ddp = any(mark.flags & marks.BY_DDP for mark in found)
         steps = {sample.rank: sample.joint_steps for sample in ranks}
@@ -366,18 +366,18 @@ class SilentFaultDetector:
                     text = f"rank {rank} took {step} steps, the others {others:g}. Check that its data is complete"
                     self._notify("few steps", text)
             return None
-        parties = group_ranks(steps, lambda step: step)
+        parties = group_ranks_by_key(steps, lambda step: step)
         wrong = ranks_outside_majority(parties)
         lines = tuple(f"{format_ranks(party)} took {next(iter(party.values()))} steps" for party in reversed(parties))
         tie = () if wrong else tuple(tuple(sorted(party)) for party in parties)
         return Diagnosis(DiagnosisKind.DIVERGED, wrong, tie, lines, step=max(steps.values()))
 
 
-def _findings(ranks: Sequence[WorkerSample], kind: str) -> dict[int, ScriptFinding]:
+def _findings(ranks: Sequence[RankSample], kind: str) -> dict[int, ScriptFault]:
     return {sample.rank: finding for sample in ranks for finding in sample.findings if finding.kind == kind}
 
 
-def _continued(finding: ScriptFinding) -> str:
+def _continued(finding: ScriptFault) -> str:
     """For example "continued after ValueError in its forward, at train.py:7: ... (before step 5)"."""
     if finding.last:
         return f"swallowed {finding.text} (after step {finding.step}, its last)"
@@ -396,7 +396,7 @@ def _parties(difference: ReplicaDifference, tensor: str, step: int, before: str)
 def _unequal_settings(fingerprints: FingerprintsByRank) -> Iterator[str]:
     """Sentences about optimizer settings that differ between ranks. They are a cause even without a majority."""
     for n, name in enumerate(marks.SETTINGS):
-        parties = group_ranks({rank: f"{mark.settings[n]:.7g}" for rank, mark in fingerprints.items()}, str)
+        parties = group_ranks_by_key({rank: f"{mark.settings[n]:.7g}" for rank, mark in fingerprints.items()}, str)
         if len(parties) > 1:
             values = (f"{next(iter(party.values()))} on {format_ranks(party)}" for party in parties[:MOST_PARTIES])
             yield f"the optimizer's {name}, summed over parameter groups, is {' against '.join(values)}"
@@ -414,5 +414,5 @@ def _order_diagnosis(mismatch: CallMismatch, ranks: Sequence[int], number: int) 
     return Diagnosis(DiagnosisKind.MISMATCH, mismatch.minority_ranks, tie, lines, op, site)
 
 
-def ops_by_call_hash(evidence: Sequence[Evidence]) -> dict[int, dict[int, Op]]:
+def calls_by_rank(evidence: Sequence[Evidence]) -> dict[int, dict[int, Op]]:
     return {sample.rank: {int(key): op for key, op in sample.calls.items() if key.isdecimal()} for sample in evidence}

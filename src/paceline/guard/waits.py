@@ -201,7 +201,7 @@ def reachable_ranks(start: Iterable[int], edges: Mapping[int, Iterable[int]]) ->
     return visited
 
 
-def group_ranks(values: Mapping[int, T], key: Callable[[T], Hashable]) -> tuple[Mapping[int, T], ...]:
+def group_ranks_by_key(values: Mapping[int, T], key: Callable[[T], Hashable]) -> tuple[Mapping[int, T], ...]:
     """Group ranks by key, the largest party first; equally large ones by their lowest rank."""
     parties: dict[Hashable, dict[int, T]] = {}
     for number, value in sorted(values.items(), key=lambda pair: pair[0]):
@@ -259,4 +259,4 @@ def split_by_signature(ops: Mapping[int, Op], *, by_name: bool = True) -> tuple[
     if not by_name:
         fields.remove("name")
     common_fields = [field for field in fields if all(getattr(op, field) not in ("", None) for op in ops.values())]
-    return group_ranks(ops, lambda op: tuple(getattr(op, field) for field in common_fields))
+    return group_ranks_by_key(ops, lambda op: tuple(getattr(op, field) for field in common_fields))

@@ -25,7 +25,7 @@ import msgspec
 
 from paceline.host.cgroup import usable_cores
 from paceline.host.gpus import Gpu, list_gpus
-from paceline.host.reach import resolve_addresses
+from paceline.host.tcp import resolve_addresses
 
 PACKAGES = ("paceline", "torch", "numpy", "msgspec", "safetensors", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 UNLIMITED = -1
@@ -52,7 +52,7 @@ class ResourceLimit(msgspec.Struct, frozen=True):
     hard: int
 
 
-class Facts(msgspec.Struct, frozen=True):
+class NodeFacts(msgspec.Struct, frozen=True):
     host: str
     pid: int
     python: str
@@ -75,13 +75,13 @@ class Facts(msgspec.Struct, frozen=True):
     monotonic_seconds: float
 
 
-def gather_facts() -> Facts:
+def gather_facts() -> NodeFacts:
     import psutil  # every agent imports this module, but an agent of a single node collects no facts
 
     host = os.uname().nodename
     up, down = _addresses()
     shm_size, shm_free = _shared_memory()
-    return Facts(
+    return NodeFacts(
         host=host,
         pid=os.getpid(),
         python=platform.python_version(),
@@ -176,7 +176,7 @@ def _limit(number: int) -> ResourceLimit:
 # ---- compatibility of machines ----
 
 
-class Finding(msgspec.Struct, frozen=True):
+class NodeProblem(msgspec.Struct, frozen=True):
     """A problem, its host, and the remedy. With an error, no run may start."""
 
     severity: Severity
@@ -188,13 +188,13 @@ class Finding(msgspec.Struct, frozen=True):
 @dataclass(frozen=True)
 class Node:
     name: str
-    facts: Facts
+    facts: NodeFacts
     workers: int
     threads: int  # per worker
 
 
 @dataclass(frozen=True)
-class FactRule:
+class NodeRule:
     """One row of the table of rules: each of the `facts` of a node for which `is_wrong` is true gives a finding."""
 
     check: str
@@ -204,14 +204,14 @@ class FactRule:
     describe_problem: Callable[[Any], str]
     remedy: Callable[[Any], str] | str
 
-    def findings(self, node: Node) -> Iterator[Finding]:
+    def findings(self, node: Node) -> Iterator[NodeProblem]:
         for fact in self.select_facts(node):
             if self.is_wrong(fact):
                 remedy = self.remedy if isinstance(self.remedy, str) else self.remedy(fact)
-                yield Finding(self.severity, node.name, self.describe_problem(fact), remedy)
+                yield NodeProblem(self.severity, node.name, self.describe_problem(fact), remedy)
 
 
-def node_itself(node: Node) -> tuple[Node]:
+def node_as_tuple(node: Node) -> tuple[Node]:
     return (node,)
 
 
@@ -226,27 +226,27 @@ def _fewer(node: Node) -> str:
     return f"use {fewer}, or have more cores granted (Slurm: --cpus-per-rank)"
 
 
-NODE_RULES: tuple[FactRule, ...] = (
-    FactRule("resources", "warning", node_itself, lambda n: n.workers * n.threads > n.facts.cores,
+NODE_RULES: tuple[NodeRule, ...] = (
+    NodeRule("resources", "warning", node_as_tuple, lambda n: n.workers * n.threads > n.facts.cores,
          lambda n: f"{n.workers} workers x {n.threads} threads = {n.workers * n.threads} on {n.facts.cores} available "
          "cores", _fewer),
-    FactRule("resources", "error", open_file_limit, lambda files: files < MIN_OPEN_FILES,
+    NodeRule("resources", "error", open_file_limit, lambda files: files < MIN_OPEN_FILES,
          "a process may open at most {} files (ulimit -Hn)".format,
          f"raise it to {RECOMMENDED_OPEN_FILES} or more in /etc/security/limits.conf"),
-    FactRule("resources", "warning", open_file_limit, lambda files: MIN_OPEN_FILES <= files < RECOMMENDED_OPEN_FILES,
+    NodeRule("resources", "warning", open_file_limit, lambda files: MIN_OPEN_FILES <= files < RECOMMENDED_OPEN_FILES,
          "a process may open at most {} files (ulimit -Hn)".format,
          f"raise it to {RECOMMENDED_OPEN_FILES} or more in /etc/security/limits.conf"),
-    FactRule("resources", "warning", lambda n: (n.facts,),
+    NodeRule("resources", "warning", lambda n: (n.facts,),
          lambda f: f.shm_size < SMALL_SHM_BYTES or f.shm_free < SMALL_SHM_BYTES // 2,
          lambda f: f"/dev/shm has {_mib(f.shm_free)} free of {_mib(f.shm_size)}: loader workers pass batches in it",
          "mount a larger one, or delete files in it; Docker: --shm-size=1g"),
-    FactRule("resources", "warning", lambda n: (n.facts,),
+    NodeRule("resources", "warning", lambda n: (n.facts,),
          lambda f: f.gpus and f.memlock.soft != UNLIMITED and f.memlock.soft < 64 << 20,
          lambda f: f"only {f.memlock.soft >> 10} KiB of memory may be locked, which InfiniBand needs",
          "set memlock to unlimited in /etc/security/limits.conf"),
 )  # fmt: skip
 
-DIFFERENCE_RULES: tuple[tuple[Severity, str, Callable[[Facts], str], str], ...] = (
+DIFFERENCE_RULES: tuple[tuple[Severity, str, Callable[[NodeFacts], str], str], ...] = (
     ("error", "the platform", lambda f: f.platform, "use nodes with the same platform"),
     ("warning", "the set of GPUs", lambda f: ", ".join(gpu.name for gpu in f.gpus) or "none",
      "the slowest GPU determines the speed: use nodes with the same GPUs"),
@@ -255,7 +255,7 @@ DIFFERENCE_RULES: tuple[tuple[Severity, str, Callable[[Facts], str], str], ...] 
 )  # fmt: skip
 
 
-def compare_hosts(hosts: Mapping[str, Facts], workers: Mapping[str, int], threads: int) -> list[Finding]:
+def compare_hosts(hosts: Mapping[str, NodeFacts], workers: Mapping[str, int], threads: int) -> list[NodeProblem]:
     """The findings on one or more hosts, errors first.
 
     `hosts` are the facts by host name, node 0 first. `workers` is the number of processes on each host, with `threads`
@@ -267,7 +267,7 @@ def compare_hosts(hosts: Mapping[str, Facts], workers: Mapping[str, int], thread
     return sorted([*find_differences(hosts), *of_nodes], key=lambda finding: finding.severity)
 
 
-def find_differences(hosts: Mapping[str, Facts]) -> Iterator[Finding]:
+def find_differences(hosts: Mapping[str, NodeFacts]) -> Iterator[NodeProblem]:
     for severity, subject, read, remedy in DIFFERENCE_RULES:
         values = {name: read(facts) for name, facts in hosts.items()}
         yield from _differing(severity, subject, {name: value for name, value in values.items() if value}, remedy)
@@ -290,7 +290,7 @@ def find_differences(hosts: Mapping[str, Facts]) -> Iterator[Finding]:
         yield from _differing("error", "the code of paceline", source, remedy)
 
 
-def _differing(severity: Severity, subject: str, values: Mapping[str, str], remedy: str) -> Iterator[Finding]:
+def _differing(severity: Severity, subject: str, values: Mapping[str, str], remedy: str) -> Iterator[NodeProblem]:
     """One finding for each host whose value is not the majority's; one for all if there is no majority."""
     ranked = Counter(values.values()).most_common()
     if len(ranked) < 2:
@@ -298,12 +298,12 @@ def _differing(severity: Severity, subject: str, values: Mapping[str, str], reme
     common, count = ranked[0]
     if count == ranked[1][1]:
         text = ", ".join(f"{value} on {' and '.join(h for h in values if values[h] == value)}" for value, _ in ranked)
-        yield Finding(severity, ", ".join(values), f"{subject} differs: {text}", remedy)
+        yield NodeProblem(severity, ", ".join(values), f"{subject} differs: {text}", remedy)
         return
     others = ", ".join(host for host in values if values[host] == common)
     for host, value in values.items():
         if value != common:
-            yield Finding(severity, host, f"{subject} is {value}, but {common} on {others}", remedy)
+            yield NodeProblem(severity, host, f"{subject} is {value}, but {common} on {others}", remedy)
 
 
 def _mib(size_bytes: int) -> str:

@@ -22,7 +22,7 @@ from paceline.host.procfs import PROC, read_process
 from paceline.protocol.control import STOP_SIGNALS
 from paceline.runs.console import print_to_stderr
 from paceline.runs.machine import GpuUtilization, NodeUtilization, RankUtilization, node_log_name
-from paceline.runs.writers import BoundedWriter
+from paceline.runs.writers import SizeLimitedWriter
 
 IDLE_FIELDS = (3, 4)  # of a line of /proc/stat: idle, iowait
 # user nice system idle iowait irq softirq; not steal (other machines) and guest (in user already)
@@ -120,7 +120,7 @@ def _network() -> tuple[int, int]:
 
 class NodeUtilizationLogger:
     def __init__(self, run_dir: Path, node: int, pids: Mapping[int, int]) -> None:
-        self._writer = BoundedWriter(run_dir / node_log_name(node))
+        self._writer = SizeLimitedWriter(run_dir / node_log_name(node))
         self._pids, self._over = dict(pids), threading.Event()
         self._thread = threading.Thread(target=self._run, name="paceline-machine", daemon=True)
         self._thread.start()

@@ -117,7 +117,7 @@ def processes() -> Iterator[Process]:
             yield process
 
 
-def open_files() -> dict[int, str]:
+def open_descriptors() -> dict[int, str]:
     """The targets of this process's descriptors: paths, `socket:[inode]`, `/memfd:name (deleted)`."""
     files: dict[int, str] = {}
     for name in os.listdir(PROC / "self" / "fd"):  # noqa: PTH208 - names only

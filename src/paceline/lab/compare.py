@@ -126,7 +126,7 @@ def quartiles(values: Sequence[float]) -> Quartiles:
     return Quartiles(low, middle, high)
 
 
-def recommend_strategy(rows: Sequence[StrategyRow], alone: StrategyRow | None, room_bytes: int | None) -> str:
+def strategy_advice(rows: Sequence[StrategyRow], alone: StrategyRow | None, room_bytes: int | None) -> str:
     """Recommend one of the rows, which have the same batch size and several processes, without NO_EXCHANGE.
 
     `alone`: the best row of one process; None if it could not be measured. `room_bytes`: the memory for one rank.

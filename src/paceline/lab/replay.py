@@ -280,7 +280,7 @@ class StepRecording(msgspec.Struct):
     error: str = ""  # why the steps could not be repeated
 
 
-class Difference(msgspec.Struct):
+class RunDifference(msgspec.Struct):
     settings: Settings
     loss_step: int | None = None  # the first step with another loss; None: there is none
     losses: tuple[float | None, float | None] = (None, None)
@@ -348,7 +348,7 @@ def probable_cause(first: TensorRecord | None, settings: Settings, not_reproduce
     return next((name for name in (*names, *of_task) if name in settings), otherwise)
 
 
-def print_run_difference(result: Difference, names: tuple[str, str]) -> None:
+def print_run_difference(result: RunDifference, names: tuple[str, str]) -> None:
     say = partial(print_text, table_console())
     say(f"A: {names[0]}\nB: {names[1]}")
     for name, (a, b) in result.settings.items():
@@ -367,7 +367,7 @@ def print_run_difference(result: Difference, names: tuple[str, str]) -> None:
     say(f"probable cause: {_cause_text(result)}", "bold")
 
 
-def _first_lines(result: Difference) -> Iterable[str]:
+def _first_lines(result: RunDifference) -> Iterable[str]:
     if result.first is None:
         yield "both replays have the same bits here"
         return
@@ -382,7 +382,7 @@ def _first_lines(result: Difference) -> Iterable[str]:
         yield f"only in the samples {first_few([*map(str, result.samples)], 8)}"
 
 
-def _cause_text(result: Difference) -> str:
+def _cause_text(result: RunDifference) -> str:
     if result.cause in result.settings:
         a, b = map(_short, result.settings[result.cause])
         kind = "another kernel: " if result.cause in TORCH_FACTS else ""

@@ -51,7 +51,7 @@ StepPartsByPoint = Mapping[ScalePoint, step_parts.StepParts]  # the mean step at
 
 
 @dataclass(frozen=True)
-class EfficiencyLossCause:
+class ScalingLossShare:
     cause: str
     seconds: float  # of a step; negative if more ranks made it faster
     percent: float  # of the total loss
@@ -64,7 +64,7 @@ class ScalingLoss(msgspec.Struct, frozen=True):
     step_seconds: float
     efficiency: Quartiles
     lost_seconds: float  # per step
-    shares: list[EfficiencyLossCause]
+    shares: list[ScalingLossShare]
     slowest: int | None
     slow_phase: str
     crowd: float  # threads per core, at least 1
@@ -77,14 +77,14 @@ class NetworkSpeed:
 
 
 @dataclass(frozen=True)
-class RelativeTraffic:
+class ExchangeCost:
     fraction: float  # of the uncompressed bytes
     messages: float  # sequential; one message to all others at the same time counts once
     steps_per_exchange: int = 1  # steps between two exchanges
 
 
 @dataclass(frozen=True)
-class MeasuredSetup:
+class ScalingInputs:
     cores: int
     threads: int  # per rank
     weight_bytes: int  # that ranks exchange per step
@@ -112,7 +112,7 @@ class ScalingReport(msgspec.Struct, frozen=True):
     notes: list[str]
 
 
-def read_run(folder: Path, *, skip: int) -> step_parts.RecordedSteps:
+def read_run_steps(folder: Path, *, skip: int) -> step_parts.RecordedSteps:
     run = RunData(real_path(folder))
     load_rank_events(run)
     logs, size = run.newest_rank_logs(), run.world_size
@@ -136,7 +136,7 @@ def read_run(folder: Path, *, skip: int) -> step_parts.RecordedSteps:
 def read_runs(folders: Sequence[Path], *, skip: int) -> Runs:
     runs: dict[ScalePoint, list[step_parts.RecordedSteps]] = {}
     for folder in folders:
-        run = read_run(folder, skip=skip)
+        run = read_run_steps(folder, skip=skip)
         runs.setdefault(ScalePoint(run.world_size, round(run.mean_global_batch / run.world_size)), []).append(run)
     sizes = sorted({at.ranks for at in runs})
     if len(sizes) < 2 or sizes[0] != 1:
@@ -177,7 +177,7 @@ def step_parts_by_point(runs: Runs, alone: Runs) -> dict[ScalePoint, step_parts.
 
 
 def compute_scaling_losses(
-    runs: Runs, parts: StepPartsByPoint, setup: MeasuredSetup, mode: str, batch: int
+    runs: Runs, parts: StepPartsByPoint, setup: ScalingInputs, mode: str, batch: int
 ) -> list[ScalingLoss]:
     """The loss on each number of ranks above 1. `batch` is per rank (weak scaling), or global (strong scaling)."""
     losses: list[ScalingLoss] = []
@@ -190,7 +190,7 @@ def compute_scaling_losses(
         ratios = [a.mean_step_seconds / work / b.mean_step_seconds for a, b in zip(runs[base], runs[at], strict=True)]
         single, several = parts[base], parts[at]
         small = parts.get(ScalePoint(1, at.batch)) if mode == "strong" else None
-        shares = compute_loss_causes(single, several, work, small)
+        shares = slowdown_causes(single, several, work, small)
         losses.append(
             ScalingLoss(
                 mode,
@@ -208,9 +208,9 @@ def compute_scaling_losses(
     return losses
 
 
-def compute_loss_causes(
+def slowdown_causes(
     base: step_parts.StepParts, parts: step_parts.StepParts, work: int = 1, small: step_parts.StepParts | None = None
-) -> list[EfficiencyLossCause]:
+) -> list[ScalingLossShare]:
     """The causes of a longer step than on one rank, which has `work` times the samples; the largest first.
 
     The step of the one rank is divided by `work`. `small` is one rank with the samples of each rank. It shows the cost
@@ -228,7 +228,7 @@ def compute_loss_causes(
     lost = parts.step - base.step / work
     causes[REST] = lost - sum(causes.values())
     largest_first = sorted(causes.items(), key=lambda item: -item[1])
-    return [EfficiencyLossCause(cause, s, 100 * s / lost if lost else 0.0) for cause, s in largest_first]
+    return [ScalingLossShare(cause, s, 100 * s / lost if lost else 0.0) for cause, s in largest_first]
 
 
 def _median_run(runs: Sequence[step_parts.RecordedSteps]) -> step_parts.RecordedSteps:
@@ -236,7 +236,7 @@ def _median_run(runs: Sequence[step_parts.RecordedSteps]) -> step_parts.Recorded
     return min(runs, key=lambda run: abs(run.mean_step_seconds - middle))
 
 
-def estimate_scaling(points: StepPartsByPoint, setup: MeasuredSetup, weak: int | None, strong: int | None,
+def estimate_scaling(points: StepPartsByPoint, setup: ScalingInputs, weak: int | None, strong: int | None,
                  link: NetworkSpeed) -> list[ScalingEstimate]:  # fmt: skip
     """Estimate steps on more nodes like this one over `link`, for `weak` also with settings that reduce traffic."""
     estimates = list[ScalingEstimate]()
@@ -244,7 +244,7 @@ def estimate_scaling(points: StepPartsByPoint, setup: MeasuredSetup, weak: int |
     modes = [(mode, batch) for mode, batch in (("weak", weak), ("strong", strong)) if batch]
     each = f"{plural(ranks_each, 'rank')} each"
     cases = [
-        (count, mode, batch, each, RelativeTraffic(1.0, ring_message_count(count)))
+        (count, mode, batch, each, ExchangeCost(1.0, ring_message_count(count)))
         for count in ESTIMATED_NODE_COUNTS for mode, batch in modes
     ] + [
         (count, "weak", weak, setting, traffic)
@@ -261,11 +261,11 @@ def estimate_scaling(points: StepPartsByPoint, setup: MeasuredSetup, weak: int |
 
 
 def estimate_step_seconds(
-    points: StepPartsByPoint, setup: MeasuredSetup, count: int, batch: int, link: NetworkSpeed,
-    sent: RelativeTraffic | None = None,
+    points: StepPartsByPoint, setup: ScalingInputs, count: int, batch: int, link: NetworkSpeed,
+    sent: ExchangeCost | None = None,
 ) -> float:  # fmt: skip
     """Seconds of a step on `count` nodes, with `batch` samples per rank."""
-    ranks_each, sent = _ranks_each(points, setup), sent or RelativeTraffic(1.0, ring_message_count(count))
+    ranks_each, sent = _ranks_each(points, setup), sent or ExchangeCost(1.0, ring_message_count(count))
     work, inside = _single_rank_seconds(points, batch), 0.0
     if ranks_each > 1:  # ranks of one node slow each other down, and wait for the slowest
         full = [(at.batch, parts) for at, parts in points.items() if at.ranks == ranks_each]
@@ -277,7 +277,7 @@ def estimate_step_seconds(
     return work + inside + between / sent.steps_per_exchange
 
 
-def _ranks_each(points: StepPartsByPoint, setup: MeasuredSetup) -> int:
+def _ranks_each(points: StepPartsByPoint, setup: ScalingInputs) -> int:
     if setup.exchanges_over_network:
         return 1
     return max((at.ranks for at in points if setup.core_oversubscription(at.ranks) <= 1), default=1)
@@ -295,15 +295,15 @@ def _single_rank_seconds(points: StepPartsByPoint, batch: int) -> float:
     return max(slope * batch + start, min(seconds * batch / size for size, seconds in seconds_by_batch.items()))
 
 
-def traffic_reducing_settings(setup: MeasuredSetup, count: int) -> list[tuple[str, RelativeTraffic]]:
+def traffic_reducing_settings(setup: ScalingInputs, count: int) -> list[tuple[str, ExchangeCost]]:
     """The settings that reduce the traffic of `count` nodes, by name, except those with an unknown size."""
     if setup.has_split_model:  # does not support compression
         return []
-    settings = [("--compress bf16", RelativeTraffic(0.5, 2)), ("--compress int8", RelativeTraffic(INT8_FRACTION, 2))]
+    settings = [("--compress bf16", ExchangeCost(0.5, 2)), ("--compress int8", ExchangeCost(INT8_FRACTION, 2))]
     if setup.low_rank_bytes:
         sums = 2 * (1 if count == 2 else ring_message_count(count))  # two nodes exchange directly
-        settings += [("--compress powersgd", RelativeTraffic(setup.low_rank_bytes / setup.weight_bytes, sums))]
-    return [*settings, (f"--local-steps {LOCAL_STEPS}", RelativeTraffic(1.0, ring_message_count(count), LOCAL_STEPS))]
+        settings += [("--compress powersgd", ExchangeCost(setup.low_rank_bytes / setup.weight_bytes, sums))]
+    return [*settings, (f"--local-steps {LOCAL_STEPS}", ExchangeCost(1.0, ring_message_count(count), LOCAL_STEPS))]
 
 
 def ring_message_count(ranks: int) -> float:

@@ -108,7 +108,7 @@ class LoopSpec(msgspec.Struct, frozen=True, tag=True):
     device: str = "cpu"
 
 
-class Case(msgspec.Struct, frozen=True):
+class StrategyCase(msgspec.Struct, frozen=True):
     strategy: str
     world_size: int
     batchnorm: BatchNormPolicy
@@ -124,19 +124,19 @@ class Case(msgspec.Struct, frozen=True):
         return f"{self.strategy_text} on {self.world_size}{norm}, {self.optimizer}"
 
 
-class Diagnosis(msgspec.Struct, frozen=True):
+class Divergence(msgspec.Struct, frozen=True):
     step: int
     cause: str  # a key of CAUSES or LOOP_CAUSES
     tensor: str
     detail: str
 
 
-class Result(msgspec.Struct, frozen=True):
-    case: Case
+class CaseResult(msgspec.Struct, frozen=True):
+    case: StrategyCase
     errors: dict[str, float]
     round_off: list[str]
     round_off_error: float
-    finding: Diagnosis | None = None
+    finding: Divergence | None = None
     not_run: str | None = None
 
     @property
@@ -148,7 +148,7 @@ class VerifyReport(msgspec.Struct, frozen=True):
     world_size: int
     global_batch: int
     samples: int
-    results: list[Result]
+    results: list[CaseResult]
     notes: list[str]
     precision: str = "float64"  # a key of TOLERANCES
 
@@ -262,7 +262,7 @@ def _first_difference(bits: StrategyDigests, expected: StrategyDigests) -> str:
     return "" if bits.state == expected.state else "the optimizer state, or the buffers of a virtual rank"
 
 
-def _table(results: Sequence[Result]) -> Table:
+def _table(results: Sequence[CaseResult]) -> Table:
     columns = ("processes", "strategy", "batch norm", "optimizer", *KINDS, "result")
     table = Table(*columns, title="largest difference from one process")
     for result in results:
@@ -274,7 +274,7 @@ def _table(results: Sequence[Result]) -> Table:
     return table
 
 
-def _print_round_off(console: Console, results: Sequence[Result]) -> None:
+def _print_round_off(console: Console, results: Sequence[CaseResult]) -> None:
     names = sorted({name for r in results for name in r.round_off})
     if names:
         worst = max(r.round_off_error for r in results)

@@ -18,7 +18,7 @@ import cloudpickle
 from paceline.errors import ExitCode, TrainingError, UsageError
 from paceline.protocol.control import WorkerSpec
 from paceline.runs.attempt import read_attempt_end
-from paceline.runs.progress import REPORT_SECONDS, ProgressLine
+from paceline.runs.progress import REPORT_SECONDS, ProgressViewer
 from paceline.runs.reading import read_file
 
 WORKER_SCRIPT = Path(__file__).parents[1] / "rank" / "function_worker.py"
@@ -122,7 +122,7 @@ class _Launcher:
 
     def __init__(self, command: Sequence[str], folder: Path) -> None:
         self._command, self._folder = command, str(folder)
-        self._bar = ProgressLine(folder / PROGRESS, sys.stdout)
+        self._bar = ProgressViewer(folder / PROGRESS, sys.stdout)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.tail = ""
         self.interrupt: KeyboardInterrupt | None = None

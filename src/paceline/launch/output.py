@@ -244,7 +244,7 @@ class _Line:
     due_seconds: float
 
 
-class HostRelay:
+class MultiNodeRelay:
     def __init__(self, names: Sequence[str], screen: TerminalWriter) -> None:
         self._names, self._screen = names, screen
         self._unfinished: dict[tuple[int, int], bytes] = {}  # (node, descriptor) -> the beginning of a line

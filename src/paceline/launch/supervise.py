@@ -5,7 +5,7 @@ If a process is killed with SIGKILL, the workers end as follows:
     killed         ended by
     the launcher   the agent: its stdin, the lifeline, reaches its end
     the agent      the launcher: it kills the sessions that the agent recorded in agent-0.json
-    both           the kernel ends the workers (rank.attach), and the agent's janitor ends their child processes
+    both           the kernel ends the workers (rank.attach), and the agent's cleanup process ends their child processes
 """
 
 import math
@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from paceline.host.sweep import kill_recorded_workers, roster_path
+from paceline.host.cleanup import kill_recorded_workers, roster_path
 from paceline.launch.plan import Command, Plan, plan_local
 from paceline.launch.ssh.remote import SAME_REQUEST_SECONDS, run_plan
 from paceline.protocol.control import LIFELINE_GRACE_SECONDS, STOP_SIGNALS, read_stop_signals, signal_wakeup

@@ -31,7 +31,7 @@ from paceline.parallel.dtensor import (
 )
 from paceline.parallel.dtensor_mode import DTensorMode, attention
 from paceline.parallel.layers import is_transposed, merge_attention_masks, replace_forward, split_qkv_parameters
-from paceline.parallel.tensor import compare_losses, run_forwards_in_mode
+from paceline.parallel.tensor import check_same_loss, run_forwards_in_mode
 from paceline.rank.world import World
 
 
@@ -52,7 +52,7 @@ def apply_context_parallel(model: nn.Module, world: World, probe: Callable[[], f
         elif is_transposed(module):
             _split_conv1d(module, mode)
     run_forwards_in_mode(model, mode)
-    compare_losses(probe, expected, world, "Use --mesh with tensor or pipeline instead")
+    check_same_loss(probe, expected, world, "Use --mesh with tensor or pipeline instead")
     with raise_on_all_ranks(world):
         if not mode.calls:
             raise UsageError(code="context-no-sequence", mesh=world.mesh, size=along.size)

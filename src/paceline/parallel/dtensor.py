@@ -84,12 +84,12 @@ class FusedProjectionOutput(Tensor):
         raise NotImplementedError(f"{func} of a fused projection outside the model's forward")
 
 
-def concatenate_shards(parts: Sequence[DTensor], dim: int) -> Tensor:
+def gather_and_concat(parts: Sequence[DTensor], dim: int) -> Tensor:
     return torch.cat([part.redistribute(placements=REPLICATED) for part in parts], dim)
 
 
 def full_tensor(value: Any) -> Any:
-    value = concatenate_shards(value.parts, -1) if isinstance(value, FusedProjectionOutput) else value
+    value = gather_and_concat(value.parts, -1) if isinstance(value, FusedProjectionOutput) else value
     return value.redistribute(placements=REPLICATED).to_local() if isinstance(value, DTensor) else value
 
 

@@ -27,8 +27,8 @@ from paceline.parallel.dtensor import (
     PARTIAL,
     REPLICATED,
     FusedProjectionOutput,
-    concatenate_shards,
     full_tensor,
+    gather_and_concat,
     replicated_from_local,
     reshard_to_local,
     with_contiguous_gradient,
@@ -155,14 +155,14 @@ class DTensorMode(TorchFunctionMode):
         if isinstance(value, DTensor) or not isinstance(value, Tensor):
             return value
         if isinstance(value, FusedProjectionOutput):
-            return concatenate_shards(value.parts, -1)
+            return gather_and_concat(value.parts, -1)
         if not self._is_sharded(value):
             return replicated_from_local(value, self._mesh)
         self.used_elsewhere.add(id(value))
         shard = self._shards[id(value)][1]
         runs = value.split([stop - start for start, stop in shard.ranges], shard.dim)
         parts = [DTensor.from_local(run, self._mesh, [Shard(shard.dim)]) for run in runs]
-        return parts[0] if len(parts) == 1 else concatenate_shards(parts, shard.dim)
+        return parts[0] if len(parts) == 1 else gather_and_concat(parts, shard.dim)
 
 
 def _leaves(values: Any) -> Iterator[Any]:

@@ -20,7 +20,7 @@ from paceline.parallel import layers
 from paceline.parallel.dtensor import GatheredInputCache, LayerCommunication, full_tensor
 from paceline.parallel.dtensor_mode import DTensorMode
 from paceline.parallel.logits import sharded_or_full_logits
-from paceline.parallel.tensor_plan import LayerSharding, find_tensor_parallel_plan, parameter_shards
+from paceline.parallel.tensor_plan import LayerSharding, find_tensor_parallel_plan, shards_by_name
 from paceline.rank.world import World
 
 MEGA = 1e6
@@ -97,7 +97,7 @@ def apply_tensor_parallel(
         expected = None if probe is None else probe()
         styles = None if choose_styles is None else dict(choose_styles(model))
         plan = find_tensor_parallel_plan(model, along.size, styles)
-        shards = parameter_shards(model, plan, along)
+        shards = shards_by_name(model, plan, along)
     mesh = DeviceMesh.from_group(along.group, world.device.type)
     sharding = ModelSharding(plan, shards, along.size)
     names = {id(p): name for name, p in model.named_parameters()}
@@ -118,7 +118,7 @@ def apply_tensor_parallel(
     run_forwards_in_mode(model, mode, after)
     if probe is not None and expected is not None:
         advice = "Select in Task(parallelize=...) how layers are sharded, or set them to 'whole'"
-        compare_losses(probe, expected, world, advice)
+        check_same_loss(probe, expected, world, advice)
     return sharding
 
 
@@ -137,7 +137,7 @@ def run_forwards_in_mode(model: nn.Module, mode: DTensorMode, after: Callable[[]
     wrap_forward(model, forward)
 
 
-def compare_losses(probe: Callable[[], float], expected: float, world: World, advice: str) -> None:
+def check_same_loss(probe: Callable[[], float], expected: float, world: World, advice: str) -> None:
     loss, error = math.nan, None
     try:
         loss = probe()

@@ -58,7 +58,7 @@ def find_tensor_parallel_plan(
     return plan
 
 
-def parameter_shards(model: nn.Module, plan: Mapping[str, LayerSharding], world: World) -> dict[str, ParameterShard]:
+def shards_by_name(model: nn.Module, plan: Mapping[str, LayerSharding], world: World) -> dict[str, ParameterShard]:
     shards: dict[str, ParameterShard] = {}
     first = {id(p): name for name, p in model.named_parameters()}
     for name, layer in plan.items():

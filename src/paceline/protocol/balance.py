@@ -4,12 +4,12 @@ A run is defined for virtual ranks, so their assignment to ranks changes the tim
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import median
 
 from paceline.errors import UsageError
-from paceline.protocol.evidence import Phase, WorkerSample
+from paceline.protocol.evidence import Phase, RankSample
 
 AUTO = "auto"
 MEASURED_PHASES = (Phase.DATA, Phase.FORWARD)  # a rank may wait for others in its backward, but not in these
@@ -44,11 +44,14 @@ def expand_to_rank_speeds(speeds: Sequence[float], ranks_of_nodes: Sequence[int]
     return tuple(speed for speed, count in zip(speeds, ranks_of_nodes, strict=True) for _ in range(count))
 
 
-def assign_virtual_ranks(virtual_ranks: int, size: int, speeds: Sequence[float] = ()) -> list[range]:
+def assign_virtual_ranks(
+    virtual_ranks: int, size: int, speeds: Sequence[float] = (), limits: Sequence[int] = ()
+) -> list[range]:
     """The virtual ranks that each of `size` ranks computes.
 
     They are contiguous, so that they form whole subtrees of a sum. With `speeds`, the slowest rank needs the shortest
-    possible time, and every rank computes at least one.
+    possible time, and every rank computes at least one. With `limits`, each rank computes at most its limit. The sum of
+    the limits is at least `virtual_ranks`.
 
     Example: 8 virtual ranks on 3 ranks are 0-1, 2-4, 5-7; with the speeds 2, 1, 1 they are 0-3, 4-5, 6-7.
     """
@@ -58,22 +61,25 @@ def assign_virtual_ranks(virtual_ranks: int, size: int, speeds: Sequence[float] 
         return [range(rank * virtual_ranks // size, (rank + 1) * virtual_ranks // size) for rank in range(size)]
     counts = [1] * size
     for _ in range(virtual_ranks - size):
-        counts[min(range(size), key=lambda rank: (counts[rank] + 1) / speeds[rank])] += 1
+        open_ranks = (rank for rank in range(size) if not limits or counts[rank] < limits[rank])
+        counts[min(open_ranks, key=lambda rank: (counts[rank] + 1) / speeds[rank])] += 1
     stops = [sum(counts[: rank + 1]) for rank in range(size)]
     return [range(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
 
 
-class SpeedMeter:
+class AutoBalancer:
     """Measures the speed of each rank in a run with `--balance auto`, and finds a better assignment.
 
     A rank that computes n virtual ranks in t seconds has the speed n / t. A window of steps consists of intervals of a
     few steps. The ranks are restarted with the assignment by their speeds in the median interval, if it is also faster
     by their speeds in the best interval: after a temporary slowdown it is not. After each restart the window is twice
-    as long, so that an unsteady machine cannot restart a run again and again.
+    as long, so that an unsteady machine cannot restart a run again and again. The memory of a rank limits its number.
     """
 
     def __init__(self) -> None:
-        self.speeds: tuple[float, ...] = ()  # they decide the present assignment; empty: equal
+        self.speeds: tuple[float, ...] = ()  # the numbers of the present assignment; empty: equal
+        self.limited: Mapping[int, tuple[int, int]] = {}
+        """By rank, its number by speed and by memory, if the last assignment was not faster only because of memory."""
         self._window_steps = WINDOW_STEPS
         self._nodes: Sequence[object] = ()
         self._begin()
@@ -85,9 +91,9 @@ class SpeedMeter:
 
     def _begin(self) -> None:
         self._first: dict[int, int] = {}  # rank -> its first step that was seen
-        self._bounds: list[Sequence[WorkerSample]] = []  # of the intervals in the window: samples of all ranks
+        self._bounds: list[Sequence[RankSample]] = []  # of the intervals in the window: samples of all ranks
 
-    def update(self, samples: Sequence[WorkerSample]) -> bool:
+    def update(self, samples: Sequence[RankSample]) -> bool:
         """Whether another assignment is faster; then `speeds` has changed. Call it with samples of all ranks."""
         ranks = sorted(samples, key=lambda sample: sample.rank)
         if len(ranks) >= ranks[0].virtual_ranks or not self._is_interval_over(ranks):
@@ -96,12 +102,12 @@ class SpeedMeter:
         steps = WINDOW_STEPS if sum(ranks[0].phase_seconds) > STEADY_SECONDS else self._window_steps
         while len(self._bounds) > 2 and _are_apart(self._bounds[1], ranks, steps, WINDOW_SECONDS):
             del self._bounds[0]
-        if not _are_apart(self._bounds[0], ranks, steps, WINDOW_SECONDS) or not (speeds := self._faster_speeds()):
+        if not _are_apart(self._bounds[0], ranks, steps, WINDOW_SECONDS) or not (counts := self._faster_counts()):
             return False
-        self.speeds, self._window_steps = speeds, 2 * steps
+        self.speeds, self._window_steps = counts, 2 * steps
         return True
 
-    def _is_interval_over(self, ranks: Sequence[WorkerSample]) -> bool:
+    def _is_interval_over(self, ranks: Sequence[RankSample]) -> bool:
         if self._bounds and any(now.step < before.step for before, now in zip(self._bounds[-1], ranks, strict=True)):
             self._begin()  # the run was rolled back, or the script has begun another session
         for sample in ranks:
@@ -113,8 +119,8 @@ class SpeedMeter:
             self._bounds = [ranks]
         return _are_apart(self._bounds[-1], ranks, INTERVAL_STEPS)
 
-    def _faster_speeds(self) -> tuple[float, ...]:
-        """The speeds in the window; empty if the assignment by them is not faster."""
+    def _faster_counts(self) -> tuple[int, ...]:
+        """The numbers of virtual ranks by the speeds in the window, within memory; empty if they are not faster."""
         start, ranks = self._bounds[0], self._bounds[-1]
         virtual_ranks = ranks[0].virtual_ranks
         shares = assign_virtual_ranks(virtual_ranks, len(ranks), self.speeds)
@@ -123,24 +129,36 @@ class SpeedMeter:
         if min(best) <= 0:  # a rank reports no times, for example of a device: its speed is unknown
             return ()
         speeds = tuple(len(share) / seconds for share, seconds in zip(shares, usual, strict=True))
-        new_shares = assign_virtual_ranks(virtual_ranks, len(ranks), speeds)
-        ratios = [len(new) / len(old) for new, old in zip(new_shares, shares, strict=True)]
-        gain = min(_gain(usual, ratios), _gain(best, ratios))
         slowest = usual.index(max(usual))  # the others wait for it in each step
         compute_seconds, step_seconds = (
             _spent(start[slowest], ranks[slowest], phases) for phases in (COMPUTE_PHASES, STEP_PHASES)
         )
-        return speeds if gain * compute_seconds / step_seconds >= MIN_GAIN else ()
+
+        def is_faster(counts: Sequence[int]) -> bool:
+            ratios = [new / len(old) for new, old in zip(counts, shares, strict=True)]
+            return min(_gain(usual, ratios), _gain(best, ratios)) * compute_seconds / step_seconds >= MIN_GAIN
+
+        # the present numbers fit
+        limits = [max(len(s), r.max_virtual_ranks or virtual_ranks) for s, r in zip(shares, ranks, strict=True)]
+        by_speed, fitting = (
+            tuple(map(len, assign_virtual_ranks(virtual_ranks, len(ranks), speeds, within))) for within in ((), limits)
+        )
+        if is_faster(fitting):
+            return fitting
+        if is_faster(by_speed):
+            pairs = enumerate(zip(by_speed, limits, strict=True))
+            self.limited = {rank: (count, limit) for rank, (count, limit) in pairs if count > limit}
+        return ()
 
 
-def _are_apart(start: Sequence[WorkerSample], ranks: Sequence[WorkerSample], steps: int, seconds: float = 0.0) -> bool:
+def _are_apart(start: Sequence[RankSample], ranks: Sequence[RankSample], steps: int, seconds: float = 0.0) -> bool:
     return all(
         now.step >= before.step + steps and _spent(before, now, STEP_PHASES) >= seconds
         for before, now in zip(start, ranks, strict=True)
     )
 
 
-def _work_seconds(start: Sequence[WorkerSample], ranks: Sequence[WorkerSample]) -> list[float]:
+def _work_seconds(start: Sequence[RankSample], ranks: Sequence[RankSample]) -> list[float]:
     """The measured seconds per step of each rank."""
     return [
         _spent(before, now, MEASURED_PHASES) / (now.step - before.step)
@@ -148,7 +166,7 @@ def _work_seconds(start: Sequence[WorkerSample], ranks: Sequence[WorkerSample]) 
     ]
 
 
-def _spent(start: WorkerSample, now: WorkerSample, phases: Sequence[Phase]) -> float:
+def _spent(start: RankSample, now: RankSample, phases: Sequence[Phase]) -> float:
     return sum(now.phase_seconds[phase] - start.phase_seconds[phase] for phase in phases)
 
 

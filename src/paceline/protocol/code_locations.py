@@ -21,7 +21,7 @@ SITE_CHARS, BY = 72, ", by "
 PACKAGE_FOLDERS = ("/site-packages/", "/dist-packages/")  # a project of the user may be in "my-packages/"
 
 
-class Activity(Enum):
+class FrameActivity(Enum):
     WAITS = 1  # only waits for other ranks, also if the frame is further out on the stack
     MEETS = 2  # the same, before there is any group
     WRAPS = 3  # waits, unless code of the user runs further inside
@@ -31,24 +31,24 @@ class Activity(Enum):
     OTHER = 7
 
 
-ACTIVITIES: Mapping[str, Activity] = {  # the longest matching prefix of a file's name counts
-    "torch/distributed/": Activity.WAITS,
-    "torch/distributed/optim/": Activity.OTHER,
-    "torch/nn/parallel/distributed.py": Activity.WRAPS,
-    "torch/utils/data/": Activity.LOADS,
-    "torch/autograd/": Activity.UNKNOWN,
-    "torch/_tensor.py": Activity.UNKNOWN,
-    "paceline/collectives/": Activity.WAITS,
-    "paceline/rank/": Activity.GUARD,
-    "paceline/rank/world.py": Activity.OTHER,
-    "paceline/rank/rendezvous.py": Activity.MEETS,
+ACTIVITIES: Mapping[str, FrameActivity] = {  # the longest matching prefix of a file's name counts
+    "torch/distributed/": FrameActivity.WAITS,
+    "torch/distributed/optim/": FrameActivity.OTHER,
+    "torch/nn/parallel/distributed.py": FrameActivity.WRAPS,
+    "torch/utils/data/": FrameActivity.LOADS,
+    "torch/autograd/": FrameActivity.UNKNOWN,
+    "torch/_tensor.py": FrameActivity.UNKNOWN,
+    "paceline/collectives/": FrameActivity.WAITS,
+    "paceline/rank/": FrameActivity.GUARD,
+    "paceline/rank/world.py": FrameActivity.OTHER,
+    "paceline/rank/rendezvous.py": FrameActivity.MEETS,
 }
 
 
-def activity_of_source_file(file: str) -> Activity:
+def activity_of_source_file(file: str) -> FrameActivity:
     name = _in_package(file)
     prefix = max((candidate for candidate in ACTIVITIES if name.startswith(candidate)), key=len, default="")
-    return ACTIVITIES.get(prefix, Activity.OTHER)
+    return ACTIVITIES.get(prefix, FrameActivity.OTHER)
 
 
 def _in_package(file: str) -> str:
@@ -112,7 +112,9 @@ def call_site_frames(stack: Sequence[Frame]) -> tuple[Frame | None, Frame | None
         elif not (_is_torch(frame) or _is_ours(frame) or _STANDARD_LIBRARY_PATTERN.search(frame.file)):
             return frame, library
     libraries = (frame for frame in stack if _is_library(frame))
-    ours = (frame for frame in stack if _is_ours(frame) and activity_of_source_file(frame.file) is not Activity.GUARD)
+    ours = (
+        frame for frame in stack if _is_ours(frame) and activity_of_source_file(frame.file) is not FrameActivity.GUARD
+    )
     return next(libraries, None) or next(ours, None) or (stack[0] if stack else None), None
 
 
@@ -132,8 +134,8 @@ def is_waiting_for_ranks(evidence: Evidence) -> bool | None:
         return False
     frames = (frame for frame in stack if not _STANDARD_LIBRARY_PATTERN.search(frame.file))
     activities = (activity_of_source_file(frame.file) for frame in frames)
-    activity = next((activity for activity in activities if activity is not Activity.GUARD), Activity.OTHER)
-    return None if activity is Activity.UNKNOWN else activity in (Activity.WAITS, Activity.WRAPS)
+    activity = next((activity for activity in activities if activity is not FrameActivity.GUARD), FrameActivity.OTHER)
+    return None if activity is FrameActivity.UNKNOWN else activity in (FrameActivity.WAITS, FrameActivity.WRAPS)
 
 
 def is_importing_torch(stack: Sequence[Frame]) -> bool:
@@ -159,11 +161,11 @@ def format_location(frame: Frame | None) -> str:
     return f"{format_file_and_line(frame)} in {frame.function}" if frame is not None else ""
 
 
-def library_suffix(library: Frame | None) -> str:
+def format_library(library: Frame | None) -> str:
     return f"{BY}{format_file_and_line(library)}" if library is not None else ""
 
 
 def format_call_site(frame: Frame | None, library: Frame | None) -> str:
     """A user's line and the line of the library that it called, limited to SITE_CHARS."""
-    suffix = library_suffix(library)
+    suffix = format_library(library)
     return format_location(frame)[: SITE_CHARS - len(suffix)] + suffix

@@ -11,9 +11,9 @@ An agent starts a rank itself, or requests it from the preloader, a process that
 A rank that another launcher started (`paceline watchover`) attaches to the agent of its node:
 
     rank -> agent    Hello, with two descriptors: its status page, and its failure record
-    agent -> rank    Rendezvous, on node 0 of several, to local rank 0, which publishes it to the other nodes' ranks
-    rank -> agent    the same Rendezvous, on the other nodes
-    rank -> agent    Goodbye, its last message; it waits until the agent closes the connection
+    agent -> rank    AgentAddress, on node 0 of several, to local rank 0, which publishes it to the other nodes' ranks
+    rank -> agent    the same AgentAddress, on the other nodes
+    rank -> agent    RankExit, its last message; it waits until the agent closes the connection
 
 A node may have a run folder that node 0 does not see. Its ranks then ask their agent to copy files (agent/files.py):
 
@@ -58,7 +58,9 @@ MAX_MESSAGE_BYTES = 1 << 16
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGQUIT)  # a shell without job control starts `&` commands with these ignored
 LIFELINE_DESCRIPTOR = 0  # stdin: the launcher holds it open, and writes after the plan one line per heartbeat or order
-GRACE_SECONDS = 3.0  # between a stop request to a worker and its kill; the sweep after it still ends within 5 s
+GRACE_SECONDS = (
+    3.0  # between a stop request to a worker and its kill; the kill of all processes after it still ends within 5 s
+)
 LIFELINE_GRACE_SECONDS = min(2.0, GRACE_SECONDS)  # the same after the launcher has ended
 REMOTE_GRACE_SECONDS = 6.0  # the same after a launcher has ended at the other end of ssh: all ends within 10 s
 STOP_ORDERS = {f"stop {number.name}".encode(): number for number in STOP_SIGNALS}  # signals cannot cross a network
@@ -93,6 +95,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     shares_gradients: bool = False  # DDP reduces gradients through shared memory: --collectives shared
     devices: tuple[int, ...] = ()  # index of the device of each local rank; empty: the local rank
     fixed_nodes: int = 0  # JobSpec.fixed_nodes, for errors
+    min_nodes: int = 1  # JobSpec.min_nodes, for a warning
     preload: int = -1  # only for the preloader: the socket on which the agent requests workers
     transfers: str = ""  # name of the agent's socket for a `TransferRequest`; empty: the node sees node 0's run folder
     keeps_copy: bool = False  # this node keeps a copy of each checkpoint, because node 0 does not see its run folder
@@ -122,7 +125,7 @@ def encode_environment(env: Mapping[str, str]) -> tuple[tuple[bytes, bytes], ...
     return tuple((os.fsencode(name), os.fsencode(value)) for name, value in env.items())
 
 
-def variables_read_at_import(env: Mapping[str, str]) -> dict[str, str]:
+def select_import_env(env: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value for name, value in env.items() if name not in LATE_VARIABLES and not name.startswith(LATE_PREFIXES)
     }
@@ -132,7 +135,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     rank: int
 
 
-class Rendezvous(msgspec.Struct, frozen=True, tag=True):
+class AgentAddress(msgspec.Struct, frozen=True, tag=True):
     """The addresses and the port of node 0's agent, and the secret with which the agents authenticate each other."""
 
     addresses: tuple[str, ...]
@@ -140,7 +143,7 @@ class Rendezvous(msgspec.Struct, frozen=True, tag=True):
     secret: str
 
 
-class Goodbye(msgspec.Struct, frozen=True, tag=True):
+class RankExit(msgspec.Struct, frozen=True, tag=True):
     """The last message of a rank: its exit code.
 
     The kernel reports the exit code only to the parent, and a launcher may end the agent together with the rank.
@@ -160,7 +163,7 @@ class TransferReply(msgspec.Struct, frozen=True, tag=True):
     failure: str | None = None  # empty: the transfer is complete; None: it continues
 
 
-Message = Hello | Rendezvous | Goodbye | TransferRequest | TransferReply
+Message = Hello | AgentAddress | RankExit | TransferRequest | TransferReply
 
 
 def agent_address(env: Mapping[str, str], job: str) -> bytes:
@@ -204,7 +207,9 @@ def has_separate_folder(run_dir: Path) -> bool:
     return Path(spec.attempt_dir).parent.resolve() == run_dir.resolve()  # either may contain a link
 
 
-def transfer(kind: Literal["send", "fetch"], path: Path, on_progress: Callable[[], object] = lambda: None) -> str:
+def request_transfer(
+    kind: Literal["send", "fetch"], path: Path, on_progress: Callable[[], object] = lambda: None
+) -> str:
     """Have the agent of this node copy a file or a checkpoint; see `TransferRequest`. Returns why it failed, or "".
 
     Does nothing on a node that sees the run folder of node 0.
@@ -277,7 +282,7 @@ def read_stop_signals(wakeup: socket.socket) -> list[signal.Signals]:
         return []
 
 
-def wait_readable(descriptors: Sequence[SupportsFileno | int], seconds: float) -> set[int]:
+def poll_readable(descriptors: Sequence[SupportsFileno | int], seconds: float) -> set[int]:
     poll = select.poll()  # select.select supports no descriptor above 1023
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
@@ -309,7 +314,7 @@ class StopSignals:
         if lifeline and self._silence_seconds:
             seconds = min(seconds, max(0.1, self._heard_seconds + self._silence_seconds - time.monotonic()))
         before = len(self.signals), self.launcher_gone
-        ready = wait_readable([self._wakeup, *lifeline, *also], seconds)
+        ready = poll_readable([self._wakeup, *lifeline, *also], seconds)
         if woken := self._wakeup.fileno() in ready:
             self.signals += read_stop_signals(self._wakeup)
         if LIFELINE_DESCRIPTOR in ready:

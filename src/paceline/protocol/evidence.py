@@ -157,7 +157,7 @@ class LoaderWorker(msgspec.Struct, frozen=True, omit_defaults=True):
     busy: bool = True  # whether it is loading the item now
 
 
-class ScriptFinding(msgspec.Struct, frozen=True, omit_defaults=True):
+class ScriptFault(msgspec.Struct, frozen=True, omit_defaults=True):
     """A fault that a rank found in the script that it runs."""
 
     kind: Literal["not finite", "swallowed", "collective", "stale", "thread", "left"]
@@ -167,7 +167,7 @@ class ScriptFinding(msgspec.Struct, frozen=True, omit_defaults=True):
     last: bool = False  # whether the rank took no further step and ended with code 0
 
 
-class WorkerSample(msgspec.Struct, frozen=True, omit_defaults=True):
+class RankSample(msgspec.Struct, frozen=True, omit_defaults=True):
     rank: int
     host: str
     pid: int
@@ -188,10 +188,11 @@ class WorkerSample(msgspec.Struct, frozen=True, omit_defaults=True):
     uneven: bool = False  # whether ranks may take different numbers of steps
     virtual_ranks: int = 0  # of the run, if it has a folder for checkpoints; 0: not known
     own_virtual_ranks: int = 0  # of them, the number that this rank computes
+    max_virtual_ranks: int = 0  # that the memory of this rank allows, with `--balance auto`; 0: not known
     alone: int = 0  # steps that it took alone before it trained with others
     fingerprints: bytes = b""  # fingerprints of values that must be equal on ranks: see marks.py
     orders: bytes = b""  # the order of its collectives
-    findings: tuple[ScriptFinding, ...] = ()
+    findings: tuple[ScriptFault, ...] = ()
     queued_seconds: float = 0.0  # total time that its main thread has waited for a core
     stop_signal: int = 0  # number of a stop signal that it received itself; 0: none
     stop_asked: bool = False  # whether it waits after its next step for the number of the last one
@@ -241,7 +242,7 @@ class WorkerSample(msgspec.Struct, frozen=True, omit_defaults=True):
         return replace(self, failure=failure, ended_seconds=now_seconds - self.ended_seconds if has_ended else 0.0)
 
 
-class Evidence(WorkerSample, frozen=True, omit_defaults=True):
+class Evidence(RankSample, frozen=True, omit_defaults=True):
     state: str = ""  # process state from /proc: R running, S sleeping, D in I/O, T stopped, Z; empty: ended
     cpu_seconds: float = 0.0  # CPU seconds used in the last second without progress
     sleep: int = -1  # the number of a sleep from which no other thread wakes the main thread; -1: none
@@ -257,8 +258,8 @@ class Evidence(WorkerSample, frozen=True, omit_defaults=True):
     calls: dict[str, Op] = {}  # the calls of a script, by the hash in its orders
 
     @classmethod
-    def from_sample(cls, sample: WorkerSample) -> Self:
-        return cls(*(getattr(sample, name) for name in WorkerSample.__struct_fields__))
+    def from_sample(cls, sample: RankSample) -> Self:
+        return cls(*(getattr(sample, name) for name in RankSample.__struct_fields__))
 
 
 class DiagnosisKind(IntEnum):
@@ -293,7 +294,7 @@ class Diagnosis(msgspec.Struct, frozen=True, omit_defaults=True):
     failed: int | None = None  # the rank that failed first, if its failure explains the stop
 
 
-class LiveState(msgspec.Struct, frozen=True):
+class LiveSamples(msgspec.Struct, frozen=True):
     unix_time: float
     generation: int
-    ranks: tuple[WorkerSample, ...]
+    ranks: tuple[RankSample, ...]

@@ -27,7 +27,7 @@ def finite_or_default(value: float, instead: float = 0.0) -> float:
     return float(value) if math.isfinite(value) else instead
 
 
-def facts_file(rank: int) -> str:
+def facts_file_name(rank: int) -> str:
     return f"facts-{rank}.json"
 
 
@@ -143,7 +143,7 @@ class SeenSchedule(msgspec.Struct):
     name: str = ""  # the name of its class
 
 
-class PaddedMetric(msgspec.Struct):
+class PaddingEffect(msgspec.Struct):
     """The score of a `compute_metrics` for some samples, and for the same samples with one more column of padding."""
 
     site: str
@@ -161,7 +161,7 @@ class FileAccess(msgspec.Struct):
     own_device: int = -1
 
 
-class SavedState(msgspec.Struct):
+class CheckpointDiff(msgspec.Struct):
     """A checkpoint of a framework, compared with the memory of this rank when it was saved."""
 
     site: str
@@ -193,7 +193,7 @@ class ScriptFacts(msgspec.Struct):
     losses: list[MaskedMeanLoss] = []
     replicas: list[SeenReplica] = []
     schedules: list[SeenSchedule] = []
-    metrics: list[PaddedMetric] = []
-    saved_states: list[SavedState] = []
+    metrics: list[PaddingEffect] = []
+    saved_states: list[CheckpointDiff] = []
     saved_files: list[FileAccess] = msgspec.field(default_factory=list[FileAccess], name="written")
     loaded_files: list[FileAccess] = msgspec.field(default_factory=list[FileAccess], name="loaded")

@@ -30,7 +30,7 @@ NUM_PORTS = 8
 CORES_PER_GPU_RANK = 8  # cores per rank with a GPU, which prepares batches and launches kernels
 
 
-class RunStage(IntEnum):
+class TimeoutStage(IntEnum):
     """The stage that sets the window. If ranks are in several stages, the largest value counts."""
 
     STEP = 1
@@ -41,14 +41,14 @@ class RunStage(IntEnum):
 
 
 WINDOW_BOUNDS_SECONDS = {  # floor and cap in seconds
-    RunStage.STEP: (10.0, 300.0),
-    RunStage.DATA: (30.0, 300.0),
-    RunStage.WARM_UP: (300.0, 1800.0),
-    RunStage.LONG: (300.0, 1800.0),
-    RunStage.USER: (300.0, 1800.0),
+    TimeoutStage.STEP: (10.0, 300.0),
+    TimeoutStage.DATA: (30.0, 300.0),
+    TimeoutStage.WARM_UP: (300.0, 1800.0),
+    TimeoutStage.LONG: (300.0, 1800.0),
+    TimeoutStage.USER: (300.0, 1800.0),
 }
 # share their longest gap, because times shift between phases
-STEP_STAGES = (RunStage.STEP, RunStage.DATA, RunStage.WARM_UP)
+STEP_STAGES = (TimeoutStage.STEP, TimeoutStage.DATA, TimeoutStage.WARM_UP)
 
 
 class HangTimeout(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -68,12 +68,12 @@ class HangTimeout(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
             raise UsageError(code="hang-timeout-invalid", value=text)
         return cls(float(match[1]))
 
-    def window_seconds(self, stage: RunStage, largest_gap_seconds: float = 0.0) -> float:
+    def window_seconds(self, stage: TimeoutStage, largest_gap_seconds: float = 0.0) -> float:
         """The longest time without progress, in seconds, given the longest gap of this stage so far."""
         if self.off:
             return math.inf
         if self.seconds is not None:
-            is_long = stage is RunStage.LONG
+            is_long = stage is TimeoutStage.LONG
             return max(EXPLICIT_FLOOR_SECONDS, EXPLICIT_FACTOR * self.seconds) if is_long else self.seconds
         floor, cap = WINDOW_BOUNDS_SECONDS[stage]
         return min(max(GAP_FACTOR * largest_gap_seconds, floor), cap)

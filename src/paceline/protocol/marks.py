@@ -24,8 +24,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from paceline.protocol.evidence import Op, ScriptFinding
-from paceline.protocol.status_page import MARKS_AT, StatusPage, decode_op, read_text
+from paceline.protocol.evidence import Op, ScriptFault
+from paceline.protocol.status_page import MARKS_AT, StatusPage, decode_op, read_c_string
 
 TABLES = 4
 LEVELS, KEPT = 11, 8  # sufficient also for a short script, which the agent reads only once
@@ -81,7 +81,7 @@ def append_call(own: StatusPage, table: int, order: CallHistory, call: int) -> N
     own.store(at, ORDER.pack(order.num_calls + 1, order.group, order.num_ranks))
 
 
-def read_call_tables(descriptor: int) -> bytes:
+def read_call_table_bytes(descriptor: int) -> bytes:
     data = os.pread(descriptor, GROUPS * ORDER_BYTES, ORDERS_AT)
     later_data = os.pread(descriptor, GROUPS * ORDER_BYTES, ORDERS_AT)
     return b"".join(
@@ -150,28 +150,28 @@ class TensorAndCallNames(msgspec.Struct, frozen=True):
     calls: dict[str, str] = {}
 
 
-def write_script_finding(own: StatusPage, finding: ScriptFinding) -> None:
+def write_script_finding(own: StatusPage, finding: ScriptFault) -> None:
     count = own.get("findings")
     data = msgspec.json.encode(finding)
     own.store(FINDINGS_AT + count % FINDINGS * FINDING_MAX, data[: FINDING_MAX - 1] + b"\0")
     own.put("findings", count + 1)
 
 
-def read_fingerprints(descriptor: int) -> bytes:
+def read_fingerprint_bytes(descriptor: int) -> bytes:
     data = os.pread(descriptor, TABLES * TABLE_BYTES, MARKS_AT)
     slots = (data[at : at + MARK.size] for at in range(0, len(data) - MARK.size + 1, MARK.size))
     return b"".join(slot for slot in slots if any(slot[:8]))
 
 
 def parse_fingerprints(data: bytes) -> list[ReplicaFingerprint]:
-    """The fingerprints in the bytes of `read_fingerprints`, without partial writes."""
+    """The fingerprints in the bytes of `read_fingerprint_bytes`, without partial writes."""
     marks = MARK.iter_unpack(data[: len(data) // MARK.size * MARK.size])
     return [ReplicaFingerprint(m[0], m[1], m[2], m[3:7], m[7:11], m[11:15], m[15:19]) for m in marks if m[0] == m[19]]
 
 
 def read_tensor_and_call_names(descriptor: int) -> TensorAndCallNames:
     try:
-        return msgspec.json.decode(read_text(descriptor, NAMES_AT, NAMES_MAX), type=TensorAndCallNames)
+        return msgspec.json.decode(read_c_string(descriptor, NAMES_AT, NAMES_MAX), type=TensorAndCallNames)
     except (msgspec.MsgspecError, RecursionError):
         return TensorAndCallNames()
 
@@ -180,12 +180,12 @@ def read_calls(descriptor: int) -> dict[str, Op]:
     return {key: decode_op(text.encode()) for key, text in read_tensor_and_call_names(descriptor).calls.items()}
 
 
-def read_findings(descriptor: int) -> Sequence[ScriptFinding]:
-    findings: list[ScriptFinding] = []
+def read_findings(descriptor: int) -> Sequence[ScriptFault]:
+    findings: list[ScriptFault] = []
     for number in range(FINDINGS):
-        data = read_text(descriptor, FINDINGS_AT + number * FINDING_MAX, FINDING_MAX)
+        data = read_c_string(descriptor, FINDINGS_AT + number * FINDING_MAX, FINDING_MAX)
         with suppress(msgspec.MsgspecError, RecursionError):
-            findings.append(msgspec.json.decode(data, type=ScriptFinding))
+            findings.append(msgspec.json.decode(data, type=ScriptFault))
     return findings
 
 

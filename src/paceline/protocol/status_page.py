@@ -75,6 +75,7 @@ class Counters(NamedTuple):
     stop_step: int  # by the agent: stop after this number of steps; 0: not chosen yet
     virtual_ranks: int  # of the run, if it has a folder for checkpoints; 0: not known
     own_virtual_ranks: int  # of them, the number that this rank computes
+    max_virtual_ranks: int  # that the memory of this rank allows, with `--balance auto`; 0: not known
     phase_seconds: tuple[float, ...] = ()
     """In each phase, up to the end of the last step, or the last change of phase. In another place of the page."""
 
@@ -327,13 +328,13 @@ def release_from_collective(descriptor: int, why: bytes) -> None:
     set_counter(descriptor, "released", 1)
 
 
-def read_text(descriptor: int, at: int, most: int) -> bytes:
+def read_c_string(descriptor: int, at: int, most: int) -> bytes:
     """A text that ends with a zero byte, unchecked."""
     return os.pread(descriptor, most, at).partition(b"\0")[0]
 
 
 def read_answer(descriptor: int) -> bytes:
-    return read_text(descriptor, ANSWER_AT, ANSWER_MAX)
+    return read_c_string(descriptor, ANSWER_AT, ANSWER_MAX)
 
 
 def maps_status_page(pid: int) -> bool:

@@ -52,7 +52,7 @@ def bind_to_agent() -> None:
     if os.getppid() != spec.agent_pid:
         agent = read_process(spec.agent_pid)
         if agent is not None and agent.runs:
-            return  # a wrapper (a shell, numactl) is the parent: only the sweeps of the agent and the janitor remain
+            return  # a shell or numactl is the parent: only the agent and its cleanup process end this one
     die_with_parent(spec.agent_pid)
 
 

@@ -46,7 +46,7 @@ from paceline.rank.guard import HangGuard
 from paceline.rank.imports import when_imported
 from paceline.rank.probes import ScriptHooks, ScriptListener, faults
 from paceline.rank.probes.replicas import FingerprintWriter
-from paceline.rank.probes.steps import JoinContextDetector, JointOptimizerDetector, PhaseTracker, StepCounter
+from paceline.rank.probes.steps import JoinContextDetector, PhaseTracker, StepCounter, SyncedOptimizerDetector
 from paceline.rank.stops import StepStopHandler, UnresumableScriptWarner
 from paceline.runs.console import print_to_stderr
 
@@ -63,7 +63,7 @@ def worker_command(script_and_args: Sequence[str], python: str = sys.executable)
     """The command of one worker that runs `SCRIPT.py ARGS`, `-m MODULE ARGS`, or any other program.
 
     A .py file or a module runs through this bootstrap. Any other program runs directly. Reports of its failures contain
-    only the exit code and the last lines. If the agent is killed with SIGKILL, the sweep ends it, not the kernel.
+    only the exit code and the last lines. If the agent is killed, its cleanup process ends the program, not the kernel.
     """
     if not script_and_args:
         raise UsageError(code="nothing-to-run")
@@ -280,11 +280,11 @@ def install_script_probes(guard: HangGuard, *also: ScriptListener) -> Callable[[
     The caller must call the result when the script has ended with exit code 0.
     """
     page, names, marker, on_failure = guard.page, NamesWriter(guard.page), None, None
-    joint = JointOptimizerDetector(lambda: page.get("ops"))
+    joint = SyncedOptimizerDetector(lambda: page.get("ops"))
     listeners: list[ScriptListener] = [joint, StepCounter(page, joint)]
     if guard.on:
         steps, batches, marker = PhaseTracker(page, joint), faults.BatchTracker(), CollectiveOrderRecorder(page, names)
-        swallowed, stale = faults.SwallowedExceptionDetector(page, steps), faults.StaleGradientDetector(page, steps)
+        swallowed, stale = faults.SwallowedExceptionDetector(page, steps), faults.StepAnomalyDetector(page, steps)
         on_failure = partial(swallowed.on_exception, "collective")
         listeners = [joint, batches, faults.NonFiniteGradientDetector(page, steps, batches), swallowed, stale, steps]
         listeners += [JoinContextDetector(page), FingerprintWriter(page, names, joint)]
@@ -358,7 +358,7 @@ class AgentConnection:
         self._over = True
         with suppress(OSError):
             if self._connection is not None:
-                control.send(self._connection, control.Goodbye(code))
+                control.send(self._connection, control.RankExit(code))
                 select.select([self._connection], [], [], DETACH_TIMEOUT_SECONDS)
 
     def _connect(self) -> socket.socket | None:
@@ -382,16 +382,16 @@ class AgentConnection:
             self._connection = self._connect()
         if self._first and self._several_nodes and self._rank:
             self._start_exchange(None)
-        while isinstance(message := control.receive(self._connection)[0], control.Rendezvous):
+        while isinstance(message := control.receive(self._connection)[0], control.AgentAddress):
             self._start_exchange(message)
         if self._first and not self._over:
             print_to_stderr("warning: the agent of this node has ended; paceline no longer detects hangs here")
 
-    def _start_exchange(self, meeting: control.Rendezvous | None) -> None:
+    def _start_exchange(self, meeting: control.AgentAddress | None) -> None:
         exchange = partial(self._exchange_agent_address, meeting)
         threading.Thread(target=exchange, name="paceline-meet", daemon=True).start()
 
-    def _exchange_agent_address(self, meeting: control.Rendezvous | None) -> None:
+    def _exchange_agent_address(self, meeting: control.AgentAddress | None) -> None:
         """Send the address of node 0's agent to the first ranks of the other nodes, or receive it, through a store.
 
         It runs in a separate thread with separate connections, because the main thread may wait in a store forever.
@@ -407,7 +407,7 @@ class AgentConnection:
                     if meeting is not None:
                         store.set(key, msgspec.json.encode(meeting))
                     elif store.check([key]) and self._connection is not None:
-                        meeting = msgspec.json.decode(store.get(key), type=control.Rendezvous)
+                        meeting = msgspec.json.decode(store.get(key), type=control.AgentAddress)
                         return control.send(self._connection, meeting)
                 time.sleep(LOOK_SECONDS)
         except Exception as error:

@@ -449,7 +449,7 @@ class CollectiveRecorder:
         if call is not None and call.code is code and call.library_code is inner:
             return call
         op = make_op(site.describe())
-        call = CachedCall(code, inner, op, encode_op(op), order_hash(op))
+        call = CachedCall(code, inner, op, encode_op(op), call_hash(op))
         if len(self._known) >= MAX_CACHED:  # varying shapes fill the cache
             self._known.clear()
         self._known[key] = call
@@ -465,7 +465,7 @@ class CollectiveRecorder:
             self._warn_once(error)
 
 
-def order_hash(op: Op) -> int:
+def call_hash(op: Op) -> int:
     """A hash of the parts of a call that must be equal on all ranks, without the line of rooted and named calls."""
     return zlib.crc32(encode_op(replace(op, site="") if op.name or op.kind in ROOTED else op))
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from paceline.protocol.code_locations import Activity, activity_of_source_file, format_stack_location
+from paceline.protocol.code_locations import FrameActivity, activity_of_source_file, format_stack_location
 from paceline.protocol.evidence import Op, Stack
 from paceline.protocol.status_page import drop_calls_of_earlier_groups
 from paceline.rank.collective_recorder import ARGUMENT_RULES, C10D_MODULE, CANONICAL_OPS, GroupRecord
@@ -47,7 +47,7 @@ def merge_recent_ops(
     this process does not answer and appears to hold the interpreter lock.
     """
     frames = stack.frames if stack is not None else ()
-    inner = next((frame for frame in frames if activity_of_source_file(frame.file) is not Activity.GUARD), None)
+    inner = next((frame for frame in frames if activity_of_source_file(frame.file) is not FrameActivity.GUARD), None)
     line = format_stack_location(frames) if inner is not None and inner.file.startswith("torch/") else ""
     from_ring = drop_calls_of_earlier_groups(ring)
     dated_by_seq = {(op.group, op.seq): (at, op) for at, op in from_ring if not op.is_message}
@@ -78,7 +78,7 @@ def _groups() -> list[tuple[Any, str]]:
     return [] if module is None else [*module._world.pg_names.items()]
 
 
-def group_members() -> dict[str, tuple[int, ...]]:
+def ranks_by_group() -> dict[str, tuple[int, ...]]:
     """The ranks of the world in each process group of this process; empty for a group of all ranks."""
     groups = {name: sys.modules[C10D_MODULE]._world.pg_group_ranks[group] for group, name in _groups()}
     world_size = max(map(len, groups.values()), default=0)  # size of the default group
@@ -109,7 +109,7 @@ def has_op_in_flight() -> bool:
     return any(status["last_enqueued_collective"] > status["last_completed_collective"] for status in statuses)
 
 
-def pending_ops(groups: Mapping[str, GroupRecord]) -> set[tuple[str, int]]:
+def pending_op_ids(groups: Mapping[str, GroupRecord]) -> set[tuple[str, int]]:
     """The operations of torch in flight, by group and number. Messages have NCCL's numbers, negated: -1, -2, ..."""
     entries = [entry for dump in _flight_recorder_dumps(collectives=True) for entry in dump.get("entries", ())]
     messages = {(e["process_group"][0], -e["p2p_seq_id"]) for e in entries if e["is_p2p"] and not e["retired"]}

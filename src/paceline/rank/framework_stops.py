@@ -27,7 +27,7 @@ import torch
 
 from paceline.rank.imports import hide_from_warnings
 from paceline.rank.probes import wrap_function
-from paceline.rank.stops import ResumableTraining, StepStopHandler, read_main_script
+from paceline.rank.stops import ResumeRecordFile, StepStopHandler, read_main_script
 from paceline.runs import reading, writing
 from paceline.runs.reading import numbered_files
 from paceline.seeding import generator_states, restore_generator_states
@@ -70,7 +70,7 @@ def patch_hf_trainer(stops: StepStopHandler, module: str) -> None:
     trainer_class.train = train
 
 
-def _checkpoint_of_stop(stops: StepStopHandler, training: ResumableTraining) -> Path | None:
+def _checkpoint_of_stop(stops: StepStopHandler, training: ResumeRecordFile) -> Path | None:
     """The newest whole checkpoint of this training; None if it was not stopped."""
     if (record := training.stopped) is None:
         training.check_same_checkpoint(None)
@@ -102,7 +102,7 @@ def _is_whole(checkpoint: Path, training: str, world_sizes: set[int]) -> bool:
     return is_own and len(random_states) in world_sizes and not is_over
 
 
-def _trainer_callback(stops: StepStopHandler, trainer: Any, training: ResumableTraining) -> Any:
+def _trainer_callback(stops: StepStopHandler, trainer: Any, training: ResumeRecordFile) -> Any:
     base: Any = sys.modules["transformers.trainer_callback"].TrainerCallback
 
     class StopAfterStep(base):
@@ -218,7 +218,7 @@ def _lightning_callback(stops: StepStopHandler, package: str) -> Any:
     end_quietly: Any = sys.modules[f"{package}.utilities.exceptions"]._TunerExitException
 
     class StopAfterStep(base):
-        def __init__(self, training: ResumableTraining) -> None:
+        def __init__(self, training: ResumeRecordFile) -> None:
             self.step, self.files_saved = 0, tuple[str, ...]()
             self._training, self._random_file = training, ""
             self._is_resumable = False

@@ -23,8 +23,8 @@ from typing import Any, BinaryIO, ClassVar, Self
 import msgspec
 
 from paceline.errors import ExitCode, StallError, UsageError
-from paceline.host.procfs import GUARD_THREAD, open_files, proc_net_address, read_tcp_table
-from paceline.host.reach import is_loopback, sign_tcp_packets
+from paceline.host.procfs import GUARD_THREAD, open_descriptors, proc_net_address, read_tcp_table
+from paceline.host.tcp import is_loopback, set_tcp_md5_key
 from paceline.protocol.control import WorkerSpec
 from paceline.protocol.evidence import Phase, WorkerAnswer, is_lost_peer_error
 from paceline.protocol.status_page import RELEASED, SIGNAL_SAFE, STACK_SIGNAL, WATCHED, StatusPage, make_status_page
@@ -223,7 +223,7 @@ class StatusThread:
             and not flight_recorder.graph_capture.is_set()
             and (self._still > 0 or not flight_recorder.has_op_in_flight())
         ):
-            pending = flight_recorder.pending_ops(self._groups()) if flight_recorder.has_op_in_flight() else ()
+            pending = flight_recorder.pending_op_ids(self._groups()) if flight_recorder.has_op_in_flight() else ()
             for group in enqueued:
                 group.end_enqueued(pending, page)
         counts = (sum(flight_recorder.sequence_numbers().values()), page.get("ops"))
@@ -241,7 +241,7 @@ class StatusThread:
         stacks = flight_recorder.collect_thread_stacks(self._main)
         answer = WorkerAnswer(
             ops=tuple(flight_recorder.merge_recent_ops(self._page.recent_ops(), groups, stacks[0] if stacks else None)),
-            groups={group.name: group.members for group in groups.values()} | flight_recorder.group_members(),
+            groups={group.name: group.members for group in groups.values()} | flight_recorder.ranks_by_group(),
             titles=flight_recorder.group_descriptions(),
             stacks=stacks,
         )
@@ -339,9 +339,9 @@ class ProcessGroupSockets:
                         "can connect to them, which wastes memory and time, but they cannot act as a rank",
                         file=sys.stderr,
                     )
-                if users := foreign_socket_users(new_sockets.values()):
+                if users := foreign_peer_users(new_sockets.values()):
                     if self._tolerated is None:
-                        raise foreign_user_error(users)
+                        raise other_users_error(users)
                     self._tolerated.append(users)
             return group
 
@@ -382,7 +382,7 @@ def non_loopback_connections(descriptors: Collection[int]) -> list[ConnectionEnd
 
 def list_open_sockets() -> dict[str, int]:
     """All sockets of this process: inode -> a descriptor of it."""
-    return {target: descriptor for descriptor, target in open_files().items() if target.startswith("socket:")}
+    return {target: descriptor for descriptor, target in open_descriptors().items() if target.startswith("socket:")}
 
 
 def abort_nccl(distributed: ModuleType) -> None:
@@ -407,13 +407,13 @@ def _is_nccl(distributed: ModuleType, group: Any) -> bool:
 def block_new_connections(descriptors: Collection[int]) -> bool:
     """Have the kernel drop new connections to our listening ports. False if it does not support this."""
     return all(
-        sign_tcp_packets(sock, os.urandom(16))  # no process knows this key
+        set_tcp_md5_key(sock, os.urandom(16))  # no process knows this key
         for sock in _tcp_sockets(descriptors)
         if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     )
 
 
-def foreign_socket_users(descriptors: Collection[int]) -> list[str]:
+def foreign_peer_users(descriptors: Collection[int]) -> list[str]:
     ends: dict[tuple[str, str], None] = {}
     for sock in _tcp_sockets(descriptors):
         with suppress(OSError):  # it only listens
@@ -425,7 +425,7 @@ def foreign_socket_users(descriptors: Collection[int]) -> list[str]:
     return [user_name(user) for user in sorted({users[end] for end in ends if end in users} - {os.geteuid()})]
 
 
-def foreign_user_error(users: list[str]) -> UsageError:
+def other_users_error(users: list[str]) -> UsageError:
     return UsageError(code="stranger-in-group", users=users, host=os.uname().nodename)
 
 

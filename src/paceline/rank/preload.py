@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from paceline.host.procfs import die_with_parent, open_files
+from paceline.host.procfs import die_with_parent, open_descriptors
 from paceline.protocol import control
 from paceline.rank.collective_recorder import ARGUMENT_RULES, C10D_MODULE
 from paceline.rank.guard import HangGuard
@@ -91,7 +91,7 @@ def why_fork_is_unsafe(known: set[int]) -> str:
         if time.monotonic() > deadline:
             return f"has {threads} threads after its imports"
         time.sleep(0.005)
-    if opened := [link for descriptor, link in sorted(open_files().items()) if descriptor not in known]:
+    if opened := [link for descriptor, link in sorted(open_descriptors().items()) if descriptor not in known]:
         return f"has opened files while importing: {', '.join(opened)}"
     cuda: Any = sys.modules.get("torch.cuda")
     if cuda is not None and cuda.is_initialized():

@@ -25,7 +25,7 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # pyright
 
 from paceline.errors import TrainingError, UsageError
 from paceline.host.procfs import describe_port_owner
-from paceline.host.reach import why_unreachable
+from paceline.host.tcp import why_unreachable
 from paceline.protocol.control import WorkerSpec, restart_count
 from paceline.rank.environment import launcher_job_id
 

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from paceline.protocol.code_locations import (
     PACKAGE_FOLDERS,
     SITE_CHARS,
-    Activity,
+    FrameActivity,
     activity_of_source_file,
     format_call_site,
     format_location,
@@ -57,7 +57,7 @@ class Site(Struct, frozen=True):
 @cache
 def code_owner(filename: str) -> CodeOwner:
     if filename.startswith(_PACKAGE_DIR + "/"):
-        is_helper = activity_of_source_file(short_filename(filename)) in (Activity.GUARD, Activity.WAITS)
+        is_helper = activity_of_source_file(short_filename(filename)) in (FrameActivity.GUARD, FrameActivity.WAITS)
         return CodeOwner.NOBODY if is_helper else CodeOwner.OURS
     if "/site-packages/torch/" in filename or "/torch/distributed/" in filename:
         return CodeOwner.NOBODY

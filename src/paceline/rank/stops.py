@@ -74,7 +74,7 @@ class StepStopHandler:
         self.rank, self._pid = int(os.environ.get("RANK", "0")), os.getpid()
         self._steps, self._fence = 0, threading.Lock()
         self.begun = self._warned = False
-        self._trainings: dict[Path, ResumableTraining] = {}  # by folder
+        self._trainings: dict[Path, ResumeRecordFile] = {}  # by folder
 
     def watch_frameworks(self) -> None:
         for module, hook in FRAMEWORKS.items():
@@ -134,7 +134,7 @@ class StepStopHandler:
         self.say(f"stopped and saved {where}; {resumes}")
         raise SystemExit(int(ExitCode.SAVED))
 
-    def register_training(self, folder: Path) -> ResumableTraining | None:
+    def register_training(self, folder: Path) -> ResumeRecordFile | None:
         """The training that begins and saves in this folder. None if this command has trained in it before.
 
         A later training could not resume: the same command begins with the first one, which saves in this folder again.
@@ -143,7 +143,7 @@ class StepStopHandler:
             first.forget()
             self.warn(f"it trains in {folder} more than once, and only its first training there resumes")
             return None
-        self._trainings[folder] = ResumableTraining(self, folder)
+        self._trainings[folder] = ResumeRecordFile(self, folder)
         return self._trainings[folder]
 
     def remove_resume_records(self) -> None:
@@ -161,7 +161,7 @@ class StepStopHandler:
             self.say(f"warning: a stop at the time limit loses the progress of this script: {reason}")
 
 
-class ResumableTraining:
+class ResumeRecordFile:
     """The first training of this command in a folder, and the stop from which it resumes."""
 
     def __init__(self, stops: StepStopHandler, folder: Path) -> None:

@@ -27,7 +27,7 @@ from paceline.host.gpus import (
 from paceline.protocol.balance import assign_virtual_ranks
 from paceline.protocol.control import WorkerSpec
 from paceline.rank.environment import read_rank_variables, translate_slurm_mpi_variables
-from paceline.rank.guard import ConnectionEnd, HangGuard, abort_nccl, foreign_user_error
+from paceline.rank.guard import ConnectionEnd, HangGuard, abort_nccl, other_users_error
 from paceline.rank.rendezvous import MEETING_SECONDS, rendezvous
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
@@ -225,7 +225,7 @@ def _make_group(world: World, timeout: timedelta, meeting_seconds: float) -> Non
             return
         foreign_users += foreign
         dist.destroy_process_group()
-    raise foreign_user_error(foreign_users[0]) if foreign_users else UsageError(code="stranger-at-another-rank")
+    raise other_users_error(foreign_users[0]) if foreign_users else UsageError(code="stranger-at-another-rank")
 
 
 def _has_foreign_users(

@@ -10,7 +10,7 @@ from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import plural
-from paceline.report.run import PHASES, RankLog, RunData
+from paceline.report.run import PHASES, RankEvents, RunData
 from paceline.runs.console import remove_control_characters
 from paceline.runs.events import Evaluated, TracedStep
 from paceline.runs.machine import NodeUtilization
@@ -77,7 +77,7 @@ def round_for_figure(number: float) -> float | None:
     return round(number, 2) if abs(number) >= 1e6 else float(f"{number:.6g}")
 
 
-def _x_axis_values(log: RankLog) -> list[list[float]]:
+def _x_axis_values(log: RankEvents) -> list[list[float]]:
     """Samples, minutes since the beginning, and steps, of the rows that count."""
     began = log.start_events[0].unix_time if log.start_events else 0.0
     return [
@@ -87,7 +87,7 @@ def _x_axis_values(log: RankLog) -> list[list[float]]:
     ]
 
 
-def _rates(log: RankLog) -> list[float]:
+def _rates(log: RankEvents) -> list[float]:
     steps, window, rates = log.steps, max(1, len(log.valid_rows) // 200), list[float]()
     for number in range(0, len(log.valid_rows), window):
         rows = log.valid_rows[number : number + window]
@@ -96,7 +96,7 @@ def _rates(log: RankLog) -> list[float]:
     return rates
 
 
-CURVES: tuple[tuple[str, str, str, str, Callable[[RankLog], list[float]], bool], ...] = (
+CURVES: tuple[tuple[str, str, str, str, Callable[[RankEvents], list[float]], bool], ...] = (
     ("loss", "Loss", "The loss of each step's global batch.", "loss",
      lambda log: [log.steps.loss[row] for row in log.valid_rows], True),
     ("throughput", "Throughput", "Samples of the global batch per second, during steps.", "samples/s",

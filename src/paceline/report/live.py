@@ -1,7 +1,7 @@
 """The live state of a run: each rank's phase, speed and waiting, from the new records in the run folder.
 
-The head agent of a run writes the state of each rank on request (`LiveState` in protocol/evidence.py). Without it, only
-the events of the ranks are available: their last step, and the time since then.
+The coordinator of a run writes the state of each rank on request (`LiveSamples` in protocol/evidence.py). Without it,
+only the events of the ranks are available: their last step, and the time since then.
 """
 
 import os
@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from paceline.guard.detectors import WORK_PHASES, PhaseSecondsByRank, find_slow_rank
-from paceline.protocol.evidence import LIVE, MAX_LIVE_BYTES, WATCHED_FILE, LiveState, Phase, WorkerSample
+from paceline.protocol.evidence import LIVE, MAX_LIVE_BYTES, WATCHED_FILE, LiveSamples, Phase, RankSample
 from paceline.runs import writing
 from paceline.runs.console import shorten
 from paceline.runs.events import Checkpointed, Event, Started, Step, decode_event, event_files
@@ -90,7 +90,7 @@ class RankHistory:
         self._work: deque[float] = deque(maxlen=MAX_HISTORY)
         self._last: Step | None = None
 
-    def add_live(self, rank: WorkerSample) -> None:
+    def add_live(self, rank: RankSample) -> None:
         """Add a state from the agent."""
         ended = (
             "lost" if rank.lost_reason else "" if rank.code is None else f"ended: {rank.code}" if rank.code else "done"
@@ -194,8 +194,8 @@ class LiveReader:
             slow_rank_message=slow.warning_text if slow is not None else "",
         )
 
-    def _read_live(self, attempt: Path) -> LiveState | None:
-        live = read_json_if_readable(attempt / LIVE, LiveState, limit_bytes=MAX_LIVE_BYTES)
+    def _read_live(self, attempt: Path) -> LiveSamples | None:
+        live = read_json_if_readable(attempt / LIVE, LiveSamples, limit_bytes=MAX_LIVE_BYTES)
         if live is None:
             return None
         now = time.monotonic()

@@ -37,7 +37,7 @@ class LineFilter:
     pattern: re.Pattern[str] | None = None
 
 
-def rank_logs(attempt: Path) -> dict[int, Path]:
+def rank_log_files(attempt: Path) -> dict[int, Path]:
     return numbered_files(attempt, _LOG)
 
 

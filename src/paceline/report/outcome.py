@@ -9,7 +9,7 @@ from statistics import median
 from paceline.errors import ExitCode
 from paceline.report import step_parts
 from paceline.report.figures import COLOURS, Figure
-from paceline.report.run import RankLog, RunData, pick_evenly
+from paceline.report.run import RankEvents, RunData, pick_evenly
 from paceline.report.step_parts import PhaseSeconds, StepParts
 from paceline.runs.console import remove_control_characters
 from paceline.runs.events import Checkpointed, Ended, Evaluated, Notice, RolledBack, Skipped
@@ -191,7 +191,7 @@ def find_bottleneck(run: RunData) -> Bottleneck:
     return Bottleneck(first + second, advice + more_advice, shares, parts)
 
 
-def _common_steps(logs: Sequence[RankLog]) -> list[dict[int, PhaseSeconds]]:
+def _common_steps(logs: Sequence[RankEvents]) -> list[dict[int, PhaseSeconds]]:
     """Some steps that all ranks of the newest start have recorded after the warm-up, if possible consecutive ones."""
     rows = step_parts.rows_by_common_step(logs, logs[0].start_events[-1].start_step + WARM_UP)
     follow = [n for n, of in rows.items() if all(log.steps.follows[row] for log, row in zip(logs, of, strict=True))]
@@ -200,7 +200,7 @@ def _common_steps(logs: Sequence[RankLog]) -> list[dict[int, PhaseSeconds]]:
 
 
 def _step_summary(
-    run: RunData, parts: StepParts, shares: dict[str, float], logs: Sequence[RankLog]
+    run: RunData, parts: StepParts, shares: dict[str, float], logs: Sequence[RankEvents]
 ) -> tuple[str, list[str]]:
     size, computing_share, causes, advice = len(logs), shares[COMPUTING], list[str](), list[str]()
     for share, cause in sorted(((share, cause) for cause, share in shares.items() if cause != COMPUTING), reverse=True):
@@ -236,7 +236,7 @@ def _joined(causes: Sequence[str]) -> str:
     return causes[0] if len(causes) == 1 else f"{', '.join(causes[:-1])} and {causes[-1]}"
 
 
-def _cause(run: RunData, cause: str, share: float, parts: StepParts, logs: Sequence[RankLog]) -> tuple[str, str]:
+def _cause(run: RunData, cause: str, share: float, parts: StepParts, logs: Sequence[RankEvents]) -> tuple[str, str]:
     rank, hosts = parts.slowest, {*run.hosts.values()}
     where = f" on {run.hosts[rank]}" if rank is not None and len(hosts) > 1 else ""
     if cause == EXCHANGE:
@@ -275,7 +275,7 @@ def gradient_bytes_per_rank(run: RunData) -> int:
     return memory.gradient_bytes if memory else 0
 
 
-def _slow_reason(run: RunData, rank: int, logs: Sequence[RankLog]) -> str:
+def _slow_reason(run: RunData, rank: int, logs: Sequence[RankEvents]) -> str:
     records = [record for of_node in run.machines.values() for record in of_node]
     cores = {log.rank: [record.ranks[log.rank].cores for record in records if log.rank in record.ranks] for log in logs}
     got = {other: median(used) for other, used in cores.items() if used}

@@ -16,8 +16,8 @@ from markupsafe import Markup
 
 from paceline.errors import plural
 from paceline.report import figures, outcome
-from paceline.report.analysis import figures_from_logs
 from paceline.report.figures import Diagram, Figure
+from paceline.report.log_analysis import figures_from_logs
 from paceline.report.outcome import Bottleneck
 from paceline.report.run import RunData
 from paceline.runs.console import format_duration, format_timestamp, remove_control_characters
@@ -107,7 +107,7 @@ def _sections(runs: Sequence[RunData], bottleneck: Bottleneck, drawings: Sequenc
         Section("memory", "Memory", tables=[*memory_table(run)]),
         Section("machines", "Machines", [*figures.device_figures(run)]),
         Section("happened", "Events", [*outcome.timeline_figures(events)], [*event_table(events)]),
-        Section("samples", "Samples", tables=[*samples_table(run)]),
+        Section("samples", "Samples", tables=[*epoch_table(run)]),
         Section("repeat", "Reproduce", tables=[*settings_tables(run)],
                 codes=[repeat_command(run)] if run.settings else []),
     ]  # fmt: skip
@@ -273,7 +273,7 @@ def memory_table(run: RunData) -> Iterable[Table]:
     yield Table("Memory of a rank", ["strategy", *MEMORY_KINDS, "total"], rows, caption, numbers=True)
 
 
-def samples_table(run: RunData) -> Iterable[Table]:
+def epoch_table(run: RunData) -> Iterable[Table]:
     samples, steps = Counter[int](), Counter[int]()
     for log in run.ranks.values():
         for row in log.valid_rows:

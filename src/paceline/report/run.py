@@ -25,14 +25,14 @@ from paceline.runs.events import (
     FlopsCounted,
     MemoryBreakdown,
     RolledBack,
-    Samples,
+    SampleIndices,
     Started,
     Step,
     TracedStep,
     decode_event,
     event_files,
 )
-from paceline.runs.folder import CONFIG, attempt_dirs, failure_files
+from paceline.runs.folder import CONFIG, attempt_dirs, failure_file_names
 from paceline.runs.machine import ClockOffset, NodeUtilization, decode_record, node_log_files
 from paceline.runs.reading import list_folders, read_json, read_lines, read_toml
 from paceline.runs.summary import Summary, read_summary
@@ -79,7 +79,7 @@ class StepColumns:
 
 
 @dataclass
-class RankLog:
+class RankEvents:
     """The events of one rank over all starts."""
 
     rank: int
@@ -91,7 +91,7 @@ class RankLog:
     discarded: int = 0
     idle_seconds: float = 0.0  # between starts
     virtual_ranks: tuple[int, int] | None = None  # the virtual ranks [a, b) that it computes
-    samples: list[Samples] = field(default_factory=list[Samples])  # of the first step that lists them
+    samples: list[SampleIndices] = field(default_factory=list[SampleIndices])  # of the first step that lists them
     memory: MemoryBreakdown | None = None  # the newest
     traced: dict[int, TracedStep] = field(default_factory=dict[int, TracedStep])
     events: list[tuple[float, Event]] = field(default_factory=list[tuple[float, Event]])
@@ -109,7 +109,7 @@ class RankLog:
                 self._after_step = event.steps == 1
                 self.valid_rows.append(len(steps.step) - 1)
                 self.virtual_ranks = event.share
-            case Samples():
+            case SampleIndices():
                 if not self.samples or (self.samples[0].step == event.step and len(self.samples) < MAX_LISTED):
                     self.samples.append(event)
             case FlopsCounted():
@@ -158,7 +158,7 @@ class RunData:
     """The settings of config.toml, without the names of the tables."""
     environment: dict[str, Any] = field(default_factory=dict[str, Any])
     summary: Summary | None = None
-    ranks: dict[int, RankLog] = field(default_factory=dict[int, RankLog])
+    ranks: dict[int, RankEvents] = field(default_factory=dict[int, RankEvents])
     machines: dict[int, list[NodeUtilization]] = field(default_factory=dict[int, list[NodeUtilization]])
     # the newest clock offset of each node
     clock_offsets: dict[int, ClockOffset] = field(default_factory=dict[int, ClockOffset])
@@ -173,7 +173,7 @@ class RunData:
         return remove_control_characters(self.folder.name)[:120] or str(self.folder)
 
     @property
-    def first_rank_log(self) -> RankLog | None:
+    def first_rank_log(self) -> RankEvents | None:
         """The lowest rank with events. It provides the global values."""
         return next((log for log in self.ranks.values() if log.start_events), None)
 
@@ -196,7 +196,7 @@ class RunData:
         of_summary = self.summary.strategy if self.summary else None
         return str(of_summary or self.settings.get("strategy") or "")
 
-    def newest_rank_logs(self) -> list[RankLog]:
+    def newest_rank_logs(self) -> list[RankEvents]:
         logs = (self.ranks.get(rank) for rank in range(self.world_size))
         return [log for log in logs if log is not None and log.start_events]
 
@@ -231,7 +231,7 @@ def load_rank_events(run: RunData) -> None:
     with _recording_errors(run, "events"):
         files = event_files(run.folder)
         for rank in [*files][:MAX_RANKS]:
-            run.ranks[rank] = log = RankLog(rank, min(MAX_EVENTS, MAX_TRACED // len(files)))
+            run.ranks[rank] = log = RankEvents(rank, min(MAX_EVENTS, MAX_TRACED // len(files)))
             with _recording_errors(run, files[rank].name):
                 for line in _lines(files[rank], MAX_BYTES // len(files)):
                     if (event := decode_event(line)) is not None:
@@ -253,7 +253,7 @@ def _read_starts(run: RunData) -> None:
         for number, attempt in attempt_dirs(run.folder).items():
             run.starts += 1
             run.notices += read_notices(attempt)
-            for record in failure_files(attempt):
+            for record in failure_file_names(attempt):
                 with _recording_errors(run, f"attempt-{number}/{record}"):
                     run.failures.append(read_json(attempt / record, Failure))
             for name in list_folders(attempt):

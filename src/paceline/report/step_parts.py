@@ -20,7 +20,7 @@ backward is waiting. docs/scaling.md explains the parts.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from paceline.report.run import PHASES, RankLog
+from paceline.report.run import PHASES, RankEvents
 
 WORK_PHASES: tuple[str, ...] = ("data", "forward", "backward", "optimizer", "between")
 MIN_BACKWARD_WAIT_RATIO = 1.05  # ratio to a backward without waiting; less is noise
@@ -70,16 +70,16 @@ class StepParts:
     """Seconds in all steps, by the rank that waited and the slowest rank of the step, for which it waited."""
 
 
-def rows_by_common_step(logs: Sequence[RankLog], after: int) -> dict[int, list[int]]:
+def rows_by_common_step(logs: Sequence[RankEvents], after: int) -> dict[int, list[int]]:
     rows = [{log.steps.step[row]: row for row in log.valid_rows if log.steps.step[row] > after} for log in logs]
     return {step: [of[step] for of in rows] for step in sorted(set(rows[0]).intersection(*rows[1:]))}
 
 
-def phase_seconds_by_rank(logs: Sequence[RankLog], rows: Sequence[int]) -> dict[int, PhaseSeconds]:
+def phase_seconds_by_rank(logs: Sequence[RankEvents], rows: Sequence[int]) -> dict[int, PhaseSeconds]:
     return {log.rank: _phase_seconds(log, row) for log, row in zip(logs, rows, strict=True)}
 
 
-def _phase_seconds(log: RankLog, row: int) -> PhaseSeconds:
+def _phase_seconds(log: RankEvents, row: int) -> PhaseSeconds:
     """The seconds from the end of one synchronisation to the end of the next, which all ranks reach together.
 
     The interval has the optimizer of the step before: a rank that is late in it delays the others in this step. The

@@ -17,7 +17,7 @@ from paceline.errors import PacelineError
 from paceline.report.live import RunSnapshot
 from paceline.report.watch_lines import COLUMNS, ORDERS, Column, notes_text, progress_line, title_line
 from paceline.runs.console import shorten
-from paceline.runs.summary import LIVE_STATES, RunState
+from paceline.runs.summary import LIVE_STATES, StatusReport
 
 EVERY_SECONDS = 1.0
 ROWS_PER_DRAW = 32  # higher terminals skip some updates, because a row takes half a millisecond
@@ -27,7 +27,7 @@ ROWS_PER_DRAW = 32  # higher terminals skip some updates, because a row takes ha
 class KeyActions:
     """The actions of the keys. An action may take seconds. It raises PacelineError or OSError if it fails."""
 
-    read_state: Callable[[], tuple[RunSnapshot, RunState]]
+    read_state: Callable[[], tuple[RunSnapshot, StatusReport]]
     request_stack: Callable[[int], str]
     read_log: Callable[[int], str]
     save: Callable[[], str]
@@ -103,7 +103,7 @@ class WatchApp(App[None]):
         self._shown: list[tuple[int, list[Text]]] = []  # the rows of the table: rank, cells
         self._titles: list[str] = []  # of its columns
         self._widths: list[int] = []
-        self.seen: tuple[RunSnapshot, RunState] | None = None  # the last state
+        self.seen: tuple[RunSnapshot, StatusReport] | None = None  # the last state
         self.failure: BaseException | None = None  # the error that ended the app
 
     def compose(self) -> ComposeResult:

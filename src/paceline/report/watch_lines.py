@@ -10,8 +10,8 @@ from rich.text import Text
 from paceline.report.live import RankSnapshot, RunSnapshot
 from paceline.runs.console import format_duration, format_size, shorten, sparkline
 from paceline.runs.machine import GpuUtilization
-from paceline.runs.summary import LIVE_STATES, RunState
-from paceline.runs.utilization import format_speed
+from paceline.runs.summary import LIVE_STATES, StatusReport
+from paceline.runs.utilization import speed_texts
 
 MIN_NO_PROGRESS_SECONDS = 5.0  # shorter times without progress are normal
 MIN_WAITING_FRACTION = 0.02
@@ -19,7 +19,7 @@ PHASE_STYLES = {"sync": "yellow", "data": "magenta", "evaluate": "cyan", "checkp
 STATE_STYLES = {"running": "cyan", "queued": "cyan", "done": "green", "saved": "yellow", "failed": "red", "lost": "red"}
 
 
-def title_line(state: RunState) -> Text:
+def title_line(state: StatusReport) -> Text:
     text = Text(shorten(state.name, 60), "bold")
     parts = [shorten(part, 40) for part in (Path(state.task).name, state.strategy) if part]
     ranks = f"{state.world_size} ranks" if state.world_size else ""
@@ -30,7 +30,7 @@ def title_line(state: RunState) -> Text:
     return text
 
 
-def progress_line(now: RunSnapshot, state: RunState, width: int = 0) -> Text:
+def progress_line(now: RunSnapshot, state: StatusReport, width: int = 0) -> Text:
     """Step, loss, speed and metrics, with a curve of the loss if it fits into `width`."""
     step = now.step if now.step is not None else state.step
     parts: list[str] = []
@@ -43,7 +43,7 @@ def progress_line(now: RunSnapshot, state: RunState, width: int = 0) -> Text:
     running = state.state == "running"
     if now.samples_per_second and running:
         parts.append(f"{now.samples_per_second:,.0f} samples/s")
-        parts += format_speed(state)
+        parts += speed_texts(state)
     if now.steps_per_second and running and state.total_steps and step is not None:
         parts.append(f"{format_duration(max(0, state.total_steps - step) / now.steps_per_second)} left")
     saved = now.saved_step if now.saved_step is not None else state.checkpoint_step
@@ -146,7 +146,7 @@ ORDERS: tuple[tuple[str, Callable[[RankSnapshot], tuple[float, ...]]], ...] = (
 )
 
 
-def summary_line(now: RunSnapshot, state: RunState) -> str:
+def summary_line(now: RunSnapshot, state: StatusReport) -> str:
     running = [rank for rank in now.ranks if not rank.end_description]
     ranks = [rank for rank in running if rank.no_progress_seconds >= MIN_NO_PROGRESS_SECONDS]
     is_live = state.state in (*LIVE_STATES, "unknown")

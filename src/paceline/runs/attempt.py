@@ -58,7 +58,7 @@ class NodeStatus(msgspec.Struct, frozen=True):
     words: str = ""
 
 
-class NodesStatus(msgspec.Struct, frozen=True):
+class ElasticNodes(msgspec.Struct, frozen=True):
     """The nodes of a run that was started with --nodes LEAST:MOST."""
 
     least: int
@@ -76,13 +76,13 @@ class NodesStatus(msgspec.Struct, frozen=True):
         return remove_control_characters("; ".join(groups))
 
 
-def write_nodes_status(attempt_dir: Path, nodes: NodesStatus) -> None:
+def write_nodes_status(attempt_dir: Path, nodes: ElasticNodes) -> None:
     with suppress(OSError):
         writing.replace_file(attempt_dir / NODES, msgspec.json.encode(nodes))
 
 
-def read_nodes(attempt_dir: Path) -> NodesStatus | None:
-    return read_json_if_readable(attempt_dir / NODES, NodesStatus)
+def read_nodes(attempt_dir: Path) -> ElasticNodes | None:
+    return read_json_if_readable(attempt_dir / NODES, ElasticNodes)
 
 
 class ScriptNotice(msgspec.Struct, frozen=True, omit_defaults=True):

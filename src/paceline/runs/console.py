@@ -123,7 +123,7 @@ def format_duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.1f} s"
     hours = round(seconds) // 3600
-    return f"{hours // 24} d {hours % 24} h" if hours >= 48 else format_clock(seconds)
+    return f"{hours // 24} d {hours % 24} h" if hours >= 48 else format_hms(seconds)
 
 
 def shorten(text: str, most: int) -> str:
@@ -131,7 +131,7 @@ def shorten(text: str, most: int) -> str:
     return line if len(line) <= most else f"{line[: max(0, most - 1)]}…"
 
 
-def format_clock(seconds: float) -> str:
+def format_hms(seconds: float) -> str:
     """4:05, 3:20:00."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)

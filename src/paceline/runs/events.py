@@ -74,7 +74,7 @@ class Skipped(Event, frozen=True, tag="skipped"):
     samples: list[Count]  # the cause, on all ranks, if known
 
 
-class UnloggedStep(Event, frozen=True, tag="vouched"):
+class SingleRankSave(Event, frozen=True, tag="vouched"):
     """This rank alone saves the state after `step`. `ranks` took part in it, but ended before they logged it."""
 
     step: Count
@@ -88,7 +88,7 @@ class RolledBack(Event, frozen=True, tag="rolled-back"):
     to: Count
 
 
-class Samples(Event, frozen=True, tag="samples"):
+class SampleIndices(Event, frozen=True, tag="samples"):
     """The samples of a virtual rank's micro-batch (written with --record-samples)."""
 
     step: Count
@@ -117,7 +117,7 @@ class Checkpointed(Event, frozen=True, tag="checkpointed"):
     size_bytes: Count
 
 
-class Snapshotted(Event, frozen=True, tag="snapshotted"):
+class SnapshotTotals(Event, frozen=True, tag="snapshotted"):
     """All snapshots in memory of this rank."""
 
     count: Count
@@ -167,7 +167,7 @@ class Ended(Event, frozen=True, tag="ended"):
 
 
 _KnownEvent = (
-    Started | Step | Skipped | RolledBack | UnloggedStep | Samples | Evaluated | Checkpointed | Snapshotted
+    Started | Step | Skipped | RolledBack | SingleRankSave | SampleIndices | Evaluated | Checkpointed | SnapshotTotals
     | MemoryBreakdown | FlopsCounted | TracedStep | Notice | Ended
 )  # fmt: skip
 _decode = msgspec.json.Decoder(_KnownEvent).decode

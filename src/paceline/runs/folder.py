@@ -174,7 +174,7 @@ def attempt_number(folder: Path, kind: str = "attempt") -> int:
     return int(match[1]) if match else 0
 
 
-def failure_files(attempt: Path) -> list[str]:
+def failure_file_names(attempt: Path) -> list[str]:
     return sorted(name for name in list_names(attempt) if FAILURE_FILE.fullmatch(name))
 
 

@@ -85,7 +85,7 @@ def open_file(path: Path, *, folder: bool = False, must_be_ours: bool = False) -
         os.close(descriptor)
 
 
-def other_writers(folder: Path) -> str:
+def describe_writers(folder: Path) -> str:
     """A message with the other users who can change the files in `folder`; empty if there are none."""
     with open_file(folder, folder=True) as opened:
         return opened.other_writers_message
@@ -109,7 +109,7 @@ def _other_writers_message(folder: Path) -> str:
 
     Our folder may have been writable earlier: other users may own an entry, or can write into a subfolder.
     """
-    if writers := other_writers(folder):
+    if writers := describe_writers(folder):
         return writers
     with open_file(folder, folder=True) as opened, os.scandir(opened.descriptor) as entries:
         for entry in entries:

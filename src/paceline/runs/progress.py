@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Self, TextIO
 import msgspec
 
 from paceline.runs import writing
-from paceline.runs.console import format_clock
+from paceline.runs.console import format_hms
 from paceline.runs.reading import read_json
 
 WARMUP_STEPS = 5  # allocators, kernel selection and lazy imports make the first steps slow
@@ -73,7 +73,7 @@ class ProgressDisplay:
             )
 
 
-class Throughput:
+class ThroughputMeter:
     """Samples per second of the global batch over a window of steps, without a warm-up and without pauses.
 
     It also has the fraction of the step time spent waiting for data. There warm-up steps count only in a short run.
@@ -141,7 +141,7 @@ class ProgressRecord(msgspec.Struct, frozen=True):
 
 def format_rate(rate: float | None, samples_left: int | None) -> str:
     """The samples per second, and with `samples_left` the remaining time. `rate` is None during the warm-up."""
-    remaining = f"  {format_clock(samples_left / rate)} left" if rate and samples_left is not None else ""
+    remaining = f"  {format_hms(samples_left / rate)} left" if rate and samples_left is not None else ""
     return f"{rate:,.0f} samples/s{remaining}" if rate else "warming up"
 
 
@@ -159,7 +159,7 @@ class ProgressWriter:
                 writing.replace_file(self._path, msgspec.json.encode(report()))
 
 
-class ProgressLine:
+class ProgressViewer:
     """Shows the output of the ranks, and below it their progress, which a ProgressWriter writes to `path`."""
 
     def __init__(self, path: Path, stream: TextIO) -> None:

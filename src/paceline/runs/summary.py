@@ -56,7 +56,7 @@ State = Literal["not started", "queued", "running", "done", "saved", "failed", "
 LIVE_STATES = ("queued", "running")
 
 
-class RunState(msgspec.Struct, frozen=True, kw_only=True):
+class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     """The output of `paceline status --json`, and of `paceline runs --json` for each run."""
 
     run_dir: str

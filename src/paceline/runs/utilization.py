@@ -29,7 +29,7 @@ def throughput_and_mfu(
     return {name: value for name, value in values.items() if value > 0}
 
 
-def format_speed(record: object) -> list[str]:
+def speed_texts(record: object) -> list[str]:
     """'12,345 tokens/s', 'MFU 38.2%' and 'goodput 95.1%' from the attributes of a record. Unknown ones are missing."""
     formats = {"tokens_per_second": "{:,.0f} tokens/s", "mfu": "MFU {:.1%}", "goodput": "goodput {:.1%}"}
     return [text.format(value) for name, text in formats.items() if (value := getattr(record, name, None))]

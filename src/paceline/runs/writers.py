@@ -84,7 +84,7 @@ class EventWriter(JsonLinesFile):
         self._close()
 
 
-class BoundedWriter(JsonLinesFile):
+class SizeLimitedWriter(JsonLinesFile):
     """Appends records from any thread. After an error it prints a warning once, and stops writing.
 
     Thinning drops every second record of the older half. After days, the file has all records of the last minutes, and

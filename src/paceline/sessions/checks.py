@@ -17,12 +17,12 @@ from torch.nn.modules.module import (
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from paceline.collectives.control import all_gather_object, error_for_this_rank, raise_on_all_ranks
+from paceline.collectives.control import all_gather_object, error_on_one_rank, raise_on_all_ranks
 from paceline.data.fingerprint import UNSTABLE_DATASET_TEXT
 from paceline.errors import UsageError
 from paceline.rank.world import World
 from paceline.seeding import preserve_generator_states
-from paceline.sessions.containers import find_all_instances
+from paceline.sessions.containers import find_live_instances
 from paceline.sessions.loader import Loader
 from paceline.sessions.prepared import COMPARED_VALUE_NAMES, unprepared_parameters_error
 from paceline.sessions.session_step import LoopPosition, SessionStep
@@ -74,7 +74,7 @@ class LoopChecks:
         texts = [str(rank_fingerprint) for rank_fingerprint, _ in by_rank]
         if len({*texts}) > 1:
             differences = "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(texts))
-            raise error_for_this_rank(UsageError(code="data-differ", what=differences), self._world)
+            raise error_on_one_rank(UsageError(code="data-differ", what=differences), self._world)
         # a stream has no number of samples
         can_probe = "samples" in fingerprint and UNSTABLE_DATASET_TEXT not in fingerprint.values()
         can_probe = can_probe and not any(is_slow for _, is_slow in by_rank)
@@ -185,7 +185,7 @@ class LoopChecks:
                 f"rank {rank}: " + ", ".join(f"{count:g} (weight {weight:g})" for count, weight, _ in rank_means)
                 for rank, rank_means in enumerate(by_rank)
             )
-            raise error_for_this_rank(UsageError(code="weights-not-of-targets", what=counts), self._world)
+            raise error_on_one_rank(UsageError(code="weights-not-of-targets", what=counts), self._world)
 
 
 class UnpreparedTensorTracker:
@@ -208,11 +208,11 @@ class UnpreparedTensorTracker:
 
     def record_versions(self, leaves: Sequence[Tensor]) -> None:
         self._seen = {id(leaf): (weakref.ref(leaf), leaf._version) for leaf in leaves}  # pyright: ignore[reportPrivateUsage]
-        tensors = find_all_instances(Tensor) if leaves else []
+        tensors = find_live_instances(Tensor) if leaves else []
         others = (t for t in tensors if t.requires_grad and t.is_leaf and id(t) not in self._seen)
         self._others = {id(tensor): weakref.ref(tensor) for tensor in others}
 
 
 def check_no_grad_scaler(code: str) -> None:
-    if any(scaler.is_enabled() for scaler in find_all_instances(torch.amp.GradScaler)):
+    if any(scaler.is_enabled() for scaler in find_live_instances(torch.amp.GradScaler)):
         raise UsageError(code=code)

@@ -27,7 +27,7 @@ from paceline.train.compute_settings import apply_autocast
 from paceline.train.optimizer import as_single_optimizer
 
 if TYPE_CHECKING:
-    from paceline.train.adapters import Adapters
+    from paceline.train.adapters import InitialAdapters
 
 OptimizersLike = Sequence[Optimizer] | Callable[[Iterable[nn.Parameter]], Sequence[Optimizer]]
 OptimizerLike = Optimizer | MakeOptimizer
@@ -122,20 +122,20 @@ def prepare_model(
         return PreparedModel(replica, resolve_schedulers(replica.optimizers, scheduler), number, gate, adapters)
 
 
-def _adapters_of(model: nn.Module) -> "Adapters | None":
+def _adapters_of(model: nn.Module) -> "InitialAdapters | None":
     if "peft" not in sys.modules:  # a script that has not imported it has no adapter
         return None
-    from paceline.train.adapters import Adapters
+    from paceline.train.adapters import InitialAdapters
 
-    return Adapters.of(model)
+    return InitialAdapters.of(model)
 
 
-def _adapters_from(gathered: Any) -> "Adapters | None":
+def _adapters_from(gathered: Any) -> "InitialAdapters | None":
     if gathered is None:
         return None
-    from paceline.train.adapters import Adapters
+    from paceline.train.adapters import InitialAdapters
 
-    return msgspec.convert(gathered, Adapters)
+    return msgspec.convert(gathered, InitialAdapters)
 
 
 def prepare_optimizer(part: PreparedModel, optimizer: Any, scheduler: Any, world: World) -> Optimizer:

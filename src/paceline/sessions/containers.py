@@ -113,7 +113,7 @@ def tensors_of_models(models: Iterable[torch.nn.Module]) -> Iterator[Tensor]:
         yield from model.buffers()
 
 
-def find_all_instances(kind: type) -> list[Any]:
+def find_live_instances(kind: type) -> list[Any]:
     """All instances of a class in this process, including objects that are frozen for forks. Takes about 0.1 s."""
     classes = [kind]
     for cls in classes:

@@ -10,10 +10,10 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from paceline.collectives.communicator import make_communicator
-from paceline.collectives.control import check_equal, error_for_this_rank, raise_on_all_ranks
+from paceline.collectives.control import check_equal, error_on_one_rank, raise_on_all_ranks
 from paceline.compute.flops import Utilization
-from paceline.config.choices import CheckpointIntervals, parse_checkpoint_interval, untested_torch_notice
-from paceline.config.definition import check_same_definition
+from paceline.config.choices import CheckpointIntervals, parse_checkpoint_interval, untested_torch_notices
+from paceline.config.definition import check_definition_changes
 from paceline.config.strategies import check_can_audit, check_can_balance
 from paceline.data.workers import explain_lost_workers
 from paceline.errors import PacelineError, UsageError
@@ -65,7 +65,7 @@ class SessionRun:
         make_communicator()
         enter(use_deterministic_kernels() if config.is_exact else nullcontext())
         num_threads = config.threads or (DEFAULT_THREADS if config.is_exact else None)
-        notices = [] if WorkerSpec.from_environment() else untested_torch_notice()
+        notices = [] if WorkerSpec.from_environment() else untested_torch_notices()
         notices += set_threads(num_threads, world, write=format_argument)
         self.precision, precision_notices = resolve_session_precision(config.precision, world)
         """The precision of the models; None: as the script sets it."""
@@ -79,12 +79,12 @@ class SessionRun:
         """The values that `TrainingLoop` has saved in the checkpoint of a resume."""
         saved = origin.trainer_state.definition if origin else {}
         with raise_on_all_ranks(world):
-            check_same_definition(saved, {"task": config.program_name}, (), origin.location_text if origin else "")
+            check_definition_changes(saved, {"task": config.program_name}, (), origin.location_text if origin else "")
         saved_ranks = saved.get("virtual_ranks")
         self.virtual_ranks = virtual_ranks = config.virtual_ranks or saved_ranks or world.size
         if virtual_ranks < world.size:
             code = "too-few-virtual-ranks" if config.virtual_ranks else "more-ranks-than-at-the-start"
-            raise error_for_this_rank(UsageError(code=code, value=virtual_ranks, ranks=world.size), world)
+            raise error_on_one_rank(UsageError(code=code, value=virtual_ranks, ranks=world.size), world)
         if (spec := WorkerSpec.from_environment()) is not None and spec.balance:
             with raise_on_all_ranks(world):
                 check_balance(spec.balance, config, virtual_ranks, world)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
-from paceline.collectives.control import all_gather_object, check_equal, error_for_this_rank
+from paceline.collectives.control import all_gather_object, check_equal, error_on_one_rank
 from paceline.data.fingerprint import data_fingerprint, hash_probe_samples
 from paceline.data.loader import (
     LoadingOptions,
@@ -29,7 +29,7 @@ from paceline.rank.world import World
 from paceline.seeding import preserve_generator_states
 from paceline.sessions.order import (
     DataLoaderEpochPlan,
-    SampleOrder,
+    EpochBatches,
     SamplerStateTracker,
     check_not_sharded,
     covers_each_sample_once,
@@ -70,7 +70,7 @@ class Loader:
     ) -> None:
         self._run, self.plan, self.loading, self.existing = run, plan, loading, existing
         self.dataset = dataset
-        self.order: SampleOrder | None = None
+        self.order: EpochBatches | None = None
         self.dealt: BatchPlan | None = None  # the plan of the current training epoch; None for a stream
         self._streams: dict[str, Any] = {}  # random streams and state of the sampler at the start of the epoch
         self._sampler = None if existing is None else SamplerStateTracker(existing)
@@ -158,7 +158,7 @@ class Loader:
             by_rank: list[tuple[int, dict[str, Any]]] = all_gather_object((steps, state), world)
             if len({length for length, _ in by_rank}) > 1:
                 lengths = ", ".join(f"{length} on rank {rank}" for rank, (length, _) in enumerate(by_rank))
-                raise error_for_this_rank(
+                raise error_on_one_rank(
                     UsageError(
                         code="order-differs", what=f"the lengths of their DataLoaders differ: {lengths} batches"
                     ),
@@ -168,7 +168,7 @@ class Loader:
             if any(values != attributes[0] for values in attributes):
                 names = {name for values in attributes for name in values}
                 differing = min(name for name in names if len({str(values.get(name)) for values in attributes}) > 1)
-                raise error_for_this_rank(
+                raise error_on_one_rank(
                     UsageError(code="order-differs", what=f"the attribute {differing} differs between ranks"), world
                 )
             saved_position = by_rank[0][1]
@@ -177,7 +177,7 @@ class Loader:
         else:
             self._sampler.restore(saved_position.get("sampler", {}))
         restore_global_random_states(saved_position)
-        order = SampleOrder(self.existing, short, draws_seed=self._sampler.begin_epoch())
+        order = EpochBatches(self.existing, short, draws_seed=self._sampler.begin_epoch())
         if "at_checkpoint" in saved_position:  # an evaluation in the epoch may have drawn from them
             order.has_batch(saved_position["drawn"] - 1)
             restore_global_random_states(saved_position["at_checkpoint"])
@@ -185,7 +185,7 @@ class Loader:
             self._streams = {name: value for name, value in saved_position.items() if name not in CHECKPOINT_KEYS}
             self.order = order
         if "order" in saved_position and order.hash_at(start - 1) != saved_position["order"]:
-            raise error_for_this_rank(
+            raise error_on_one_rank(
                 UsageError(code="resumed-order-differs", what=type(self.existing.sampler).__name__, batch=start), world
             )
         if "at_checkpoint" in saved_position:  # changes by the loop during the epoch

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.collectives.control import all_gather_object, check_equal, error_for_this_rank, raise_on_all_ranks
+from paceline.collectives.control import all_gather_object, check_equal, error_on_one_rank, raise_on_all_ranks
 from paceline.config.choices import current_setting_name
-from paceline.config.definition import EXACT_ONLY_SETTINGS, check_same_definition
+from paceline.config.definition import EXACT_ONLY_SETTINGS, check_definition_changes
 from paceline.data.fingerprint import UNSTABLE_DATASET_TEXT
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan, plan_rank_micro_batches
@@ -33,8 +33,8 @@ from paceline.sessions.state import SessionState, copy_json_values
 from paceline.stepping.totals import ControlFlags
 from paceline.stepping.trained_model import make_loss_scale
 from paceline.train.determinism import hardware_facts
-from paceline.train.step_record import PhaseClock, StepRecord, phase_events
-from paceline.train.wording import batch_line, describe_audit_interval, report_hint
+from paceline.train.step_record import PhaseClock, StepRecord, make_phase_events
+from paceline.train.wording import batch_line, describe_audits, report_hint
 
 if TYPE_CHECKING:
     from paceline.runs.summary import Summary
@@ -58,7 +58,7 @@ class TrainingLoop:
         """Continue at the checkpoint from which `run` resumes, or begin."""
         self._config, self._run, self._state = config, run, state
         page, progress, saved = run.guard.page, run.progress, run.loop_state
-        page.on_device = on_device = phase_events(run.world.device)
+        page.on_device = on_device = make_phase_events(run.world.device)
         self._clock, self._page = PhaseClock(page, on_device), page
         self.step = SessionStep(
             run.world, run.virtual_ranks, page.enter, votes=progress.votes, order=progress.order,
@@ -277,7 +277,7 @@ class TrainingLoop:
         if error is None:
             return None
         from paceline.compute.memory import is_out_of_memory
-        from paceline.train.memory import explain_out_of_memory
+        from paceline.train.memory import out_of_memory_error
 
         micro_step, search = self.step.micro_step or self.step.left, self.search
         in_trial = search is not None and not search.is_found  # the generator of the loop may be closed already
@@ -289,7 +289,7 @@ class TrainingLoop:
             samples = search.size if in_trial else samples
         where, replicas = "a trial" if in_trial else str(self.position), [part.replica for part in self._state.models]
         compute = self.step.make_forward_retry(micro_step, error) if micro_step and search is None else None
-        return explain_out_of_memory(replicas, self._run.world, where, samples, compute, search)
+        return out_of_memory_error(replicas, self._run.world, where, samples, compute, search)
 
     def _begin_loop(self, loader: Loader) -> BatchPlan | None:
         """Draw the epoch of the loop that begins. None: the loop had ended before the checkpoint of a resume."""
@@ -305,9 +305,9 @@ class TrainingLoop:
         if self.step.audits is not None:
             if loader.is_stream or len(self._state.models) > 1:
                 code = "audit-of-stream" if loader.is_stream else "audit-of-several-models"
-                raise error_for_this_rank(UsageError(code=code), self._run.world)
+                raise error_on_one_rank(UsageError(code=code), self._run.world)
             if loader.loading.worker_init_fn is not None:
-                raise error_for_this_rank(UsageError(code="audit-with-worker-init"), self._run.world)
+                raise error_on_one_rank(UsageError(code="audit-with-worker-init"), self._run.world)
             self.step.audits.set_batch_source(loader.reload_micro_batch, plan)
         self._resumed, self.position.batch, self._loader, self._at_end = None, start, loader, False
         self.step.left = None
@@ -364,7 +364,8 @@ class TrainingLoop:
         words = f"strategy {config.strategy}; {plan.epoch_size_text}; {batch_line(plan, run.world.size)}"
         run.print(f"{config.program_name}: {processes}, {words}")
         if config.audit_every is not None and run.observer is None:
-            run.print(describe_audit_interval(config.audit_every, run.world))
+            for line in describe_audits(config.audit_every, config.on_audit, run.world):
+                run.print(line)
         models = [model for part in state.models for model in (part.replica.model, part.replica.module)]
         if run.observer is None and progress.use.given and not config.is_exact:
             from paceline.compute.flops import can_count_flops
@@ -381,9 +382,9 @@ class TrainingLoop:
             if place.attempt_dir is not None:
                 settings = {"task": config.program_name, **run.definition, **batch, "epochs": self._epochs or 1}
                 run_folder.move_summary_to_attempt(place.folder, place.attempt)
-                from paceline.config.settings import dump_settings_that_are_set  # most sessions have no folder
+                from paceline.config.settings import settings_to_toml  # most sessions have no folder
 
-                text = dump_settings_that_are_set(settings | config.operational_settings)
+                text = settings_to_toml(settings | config.operational_settings)
                 run_folder.write_settings(place.folder, text)
         progress.open_run(
             state.models, plan, run.share, self._facts,
@@ -406,7 +407,7 @@ class TrainingLoop:
         if origin is not None and self._saved_data is not None:
             # the definition is that of the first loop; the interrupted loop may be a different one
             try:
-                check_same_definition(self._saved_data, self._data, (), origin.location_text)
+                check_definition_changes(self._saved_data, self._data, (), origin.location_text)
             except UsageError as error:
                 raise UsageError.from_error(error, after=f" {CHANGED_DATA_ADVICE}") from None
             saved = {current_setting_name(name): value for name, value in origin.trainer_state.definition.items()}
@@ -419,7 +420,7 @@ class TrainingLoop:
         if origin is not None:
             with raise_on_all_ranks(world):
                 ignored = EXACT_ONLY_SETTINGS if self._run.observer else ()
-                check_same_definition(origin.trainer_state.definition, definition, ignored, origin.location_text)
+                check_definition_changes(origin.trainer_state.definition, definition, ignored, origin.location_text)
                 if (num_saved := len(self._state.saved_models)) != len(models):
                     raise UsageError(
                         code="models-differ", where=origin.location_text, saved=num_saved, prepared=len(models)
@@ -608,10 +609,10 @@ def _counters() -> dict[str, float]:
 
 def _check_micro_batches_not_counted() -> None:
     """Raise an error if the loop around the generator that calls this function takes a number of micro-batches."""
-    from paceline.sessions.unsaved import find_resuming_call, find_wrapping_iterators
+    from paceline.sessions.unsaved import find_next_call, find_wrapping_iterators
 
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-    if counting := find_resuming_call(frame) or {*find_wrapping_iterators(frame)} & {"islice", "zip"}:
+    if counting := find_next_call(frame) or {*find_wrapping_iterators(frame)} & {"islice", "zip"}:
         raise UsageError(code="micro-batches-counted", how=", ".join(sorted(counting)))
 
 

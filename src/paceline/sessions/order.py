@@ -37,7 +37,7 @@ def consume_base_seed(loader: DataLoader[Any]) -> None:
     torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
 
 
-class SampleOrder:
+class EpochBatches:
     """The batches of one epoch, drawn on demand."""
 
     def __init__(
@@ -122,7 +122,7 @@ def _indices(batch: Any) -> Tensor:
 @dataclass(frozen=True)
 class DataLoaderEpochPlan(BatchPlan):
     own_order = True
-    order: SampleOrder | None = None
+    order: EpochBatches | None = None
     steps: int = 1
 
     @property

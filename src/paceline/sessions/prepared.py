@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from paceline.checkpoint.shards import checksum
-from paceline.checkpoint.state import PrefixedSource, Source, TensorShard, read_matching_tensor
+from paceline.checkpoint.state import PrefixedSource, StateSource, TensorShard, read_matching_tensor
 from paceline.collectives.buckets import is_present
-from paceline.collectives.control import Deferred, all_gather_object, error_for_this_rank
+from paceline.collectives.control import Deferred, all_gather_object, error_on_one_rank
 from paceline.errors import UsageError
 from paceline.sessions.session_step import SessionStep, is_mode_dependent
 from paceline.sessions.sharded_tensors import ShardedGradientPlaceholder, distribute_like, local_shard
@@ -36,14 +36,14 @@ from paceline.strategies.validation import check_optimizer_parameters
 from paceline.train.json_values import (
     as_json,
     from_json,
-    load_optimizer_json_state,
-    optimizer_json_state,
+    hyperparameters_json,
+    load_hyperparameters_json,
     param_group_settings,
     restore_type,
 )
 
 if TYPE_CHECKING:
-    from paceline.train.adapters import Adapters
+    from paceline.train.adapters import InitialAdapters
 
 NO_OTHER_BACKWARD = (
     ". Or it was torch.autograd.grad, for example for a gradient penalty: strategy 'fsdp' gathers the weights only "
@@ -78,7 +78,7 @@ class PreparedOptimizer:
         """Its state without tensors, as JSON: settings, additional entries, and the state of the scheduler."""
         state = self.optimizer.state_dict() if self._extra else {}
         extra = {key: as_json(state[key], "optimizer") for key in self._extra}
-        settings = optimizer_json_state(self.optimizer, self.scheduler)
+        settings = hyperparameters_json(self.optimizer, self.scheduler)
         classes = {"class": type(self.optimizer).__name__, "scheduler_class": type(self.scheduler).__name__}
         return {**settings, **classes, "given": self._given, "extra": extra}
 
@@ -100,7 +100,7 @@ class PreparedOptimizer:
         ]
         if num_groups > len(groups):
             raise UsageError(code="parameter-groups-differ", saved=len(groups), number=self.number + 1, have=num_groups)
-        load_optimizer_json_state(self.optimizer, self.scheduler, {**saved, "groups": as_json(groups[:num_groups])})
+        load_hyperparameters_json(self.optimizer, self.scheduler, {**saved, "groups": as_json(groups[:num_groups])})
         if self._extra:
             extra = {key: from_json(value) for key, value in saved.get("extra", {}).items()}
             self.optimizer.load_state_dict({**self.optimizer.state_dict(), **extra})
@@ -171,7 +171,7 @@ class PreparedModel(ModelInTraining):
         schedulers: Sequence[Any],
         number: int,
         gate: SessionStep,
-        adapters: "Adapters | None" = None,
+        adapters: "InitialAdapters | None" = None,
     ) -> None:
         """`number` counts the models from 0; `gate` is the step of the session; `schedulers`: of each optimizer."""
         super().__init__(replica, number, gate.loss_scale)
@@ -361,11 +361,13 @@ class PreparedModel(ModelInTraining):
         # gradients that the loop adds up over several batches
         gradients = self.replica.gradients() if self._waiting else ()
         added = self.optimizers[len(self.replica.optimizers) :]
-        others = [shard for opt in added for shard in optimizers.optimizer_shards(self.replica.model, opt.optimizer)]
+        others = [
+            shard for opt in added for shard in optimizers.full_optimizer_state(self.replica.model, opt.optimizer)
+        ]
         gradient_shards = [replace(shard, name=f"{self.prefix}gradient/{shard.name}") for shard in gradients]
         return super().state() + [replace(shard, name=self.prefix + shard.name) for shard in others] + gradient_shards
 
-    def load(self, source: Source) -> None:
+    def load(self, source: StateSource) -> None:
         source = PrefixedSource(source, self.prefix) if self.prefix else source
         self.replica.load(source)
         for name, parameter in self.replica.model.named_parameters():
@@ -446,7 +448,7 @@ class PreparedModel(ModelInTraining):
             self._digests = {i: _digest(self._parameters[i].grad) for i in indices}
             self._digest = hash(tuple(self._digests.items()))
         if is_early and (differing := self.first_differing_gradient()):
-            raise error_for_this_rank(UsageError(code="gradients-differ", what=differing), self.replica.world)
+            raise error_on_one_rank(UsageError(code="gradients-differ", what=differing), self.replica.world)
         return gradients
 
     def _changed_since(self) -> list[int]:

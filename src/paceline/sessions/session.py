@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from paceline.collectives.control import all_gather_tensors, error_for_this_rank, raise_on_all_ranks, sum_over_ranks
+from paceline.collectives.control import all_gather_tensors, error_on_one_rank, raise_on_all_ranks, sum_over_ranks
 from paceline.config.strategies import StrategyName
 from paceline.data.loader import LoadingOptions
 from paceline.data.plan import LastBatch
@@ -425,7 +425,7 @@ class Session:
         part, target = self._part(model), Path(path)
         if adapter and part.adapters is None:
             error = UsageError(code="no-adapter", kind=type(part.replica.model).__name__)
-            raise error_for_this_rank(error, self.world)
+            raise error_on_one_rank(error, self.world)
         if self._observer is not None:
             return
         if adapter and part.adapters is not None:
@@ -529,7 +529,7 @@ class Session:
         parts: list[Tensor] = all_gather_tensors(values, self.world, "tensors of the loop", where=moment)
         shapes = [([*part.shape], str(part.dtype)) for part in parts]
         if len({(tuple(shape[1:]), dtype) for shape, dtype in shapes}) > 1:
-            raise error_for_this_rank(UsageError(code="gather-shapes-differ", shapes=shapes), self.world)
+            raise error_on_one_rank(UsageError(code="gather-shapes-differ", shapes=shapes), self.world)
         return concatenate_in_sample_order(parts, virtual_rank_order(self._evaluation.samples, self.size))
 
     def _check_collective_position(self) -> tuple[int, ...]:

@@ -147,10 +147,10 @@ class SessionStep(Step):
         It cannot repeat the code of the loop. None: this rank does not know the call of the model, or needs others.
         """
         from paceline.stepping.nonfinite import select_samples
-        from paceline.train.memory import can_compute_alone
+        from paceline.train.memory import has_no_collectives
 
         replica = self.parts[0].replica
-        if len(self.parts) > 1 or not can_compute_alone(replica):
+        if len(self.parts) > 1 or not has_no_collectives(replica):
             return None
         batch, samples, module = failed.batch, len(failed.work.indices), replica.module
         arguments, is_released = _release_failed_call(error, module)

@@ -20,10 +20,7 @@ WHOLE_TENSOR_METHODS = (
 class ShardedGradientPlaceholder(torch.Tensor):
     """Placeholder for a gradient that is sharded over ranks. A computation with it raises UsageError."""
 
-    reason = (
-        "on a gradient that is sharded over ranks: under this strategy each rank holds only a shard of it. To clip, "
-        "call s.clip_grad_norm(max_norm). To clear, call optimizer.zero_grad()"
-    )
+    error_code = "sharded-gradient-used"
 
     @classmethod
     def of(cls, tensor: Tensor) -> Tensor:
@@ -35,21 +32,18 @@ class ShardedGradientPlaceholder(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.detach.default:
             return args[0]
-        raise UsageError(code="sharded-parameter-used", func=func, reason=cls.reason)
+        raise UsageError(code=cls.error_code, func=func)
 
 
 class InvalidatedParameter(ShardedGradientPlaceholder):
     """Placeholder for a parameter of the model before it was sharded, which would keep its initial values."""
 
-    reason = (
-        "on a parameter from before s.prepare: strategy 'fsdp' has sharded it, and the model now has a different one. "
-        "Take model.parameters() after s.prepare"
-    )
+    error_code = "replaced-parameter-used"
 
     @property
     def grad(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Raise UsageError: otherwise it would silently be None."""
-        raise UsageError(code="sharded-gradient-used", reason=self.reason)
+        raise UsageError(code=self.error_code, func=".grad")
 
 
 def invalidate_replaced_parameters(before: Iterable[nn.Parameter], model: nn.Module) -> None:
@@ -62,14 +56,14 @@ def invalidate_replaced_parameters(before: Iterable[nn.Parameter], model: nn.Mod
         if id(parameter) not in current:
             torch.utils.swap_tensors(parameter, InvalidatedParameter.of(parameter))
             model.__dict__["__deepcopy__"] = raise_on_copy
-            patch_dtensor_conversions()
+            forbid_shard_conversions()
 
 
 def raise_on_copy(_: object) -> NoReturn:
     raise UsageError(code="sharded-model-copied")
 
 
-def patch_dtensor_conversions() -> None:
+def forbid_shard_conversions() -> None:
     """Let DTensor raise UsageError if a shard would be used as the whole: as a number, an array, or in a file."""
     from torch.distributed.tensor import DTensor
 

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.checkpoint.shards import make_shard_layout
-from paceline.checkpoint.state import Source, TensorShard
-from paceline.collectives.control import all_gather_object, error_for_this_rank, raise_on_all_ranks
+from paceline.checkpoint.state import StateSource, TensorShard
+from paceline.collectives.control import all_gather_object, error_on_one_rank, raise_on_all_ranks
 from paceline.errors import UsageError
 from paceline.rank.world import World
 from paceline.sessions.containers import (
     GeneratorStateAdapter,
     RegisteredContainer,
-    find_all_instances,
+    find_live_instances,
     storage_addresses,
     tensors_of_models,
 )
@@ -142,7 +142,7 @@ class SessionState:
         prepared = {id(part.optimizer) for part in optimizers}
 
         def has_unknown() -> bool:
-            schedulers = (scheduler for scheduler in find_all_instances(LRScheduler) if id(scheduler) not in known_ids)
+            schedulers = (scheduler for scheduler in find_live_instances(LRScheduler) if id(scheduler) not in known_ids)
             return any(id(vars(scheduler).get("optimizer")) in prepared for scheduler in schedulers)
 
         if has_unknown() and (gc.collect() or True) and has_unknown():  # the first may be garbage
@@ -192,7 +192,7 @@ class SessionState:
         if world is not None and states:
             by_rank = all_gather_object(states, world)
             if differing := [name for name in states if any(other[name] != states[name] for other in by_rank)]:
-                raise error_for_this_rank(UsageError(code="registered-differs", name=differing[0]), world)
+                raise error_on_one_rank(UsageError(code="registered-differs", name=differing[0]), world)
         samplers = {str(n): loader.sampler_state for n, loader in enumerate(self._loaders) if loader is not current}
         loaders = {number: state for number, state in samplers.items() if state is not None}
         accumulations = {str(n): loader.found_accumulation for n, loader in enumerate(self._loaders)}
@@ -229,7 +229,7 @@ def _held(path: str, tensor: Any) -> list[TensorShard]:
     return [TensorShard(path, shard, tensor.shape, start, replicated=False)] if shard.numel() else []
 
 
-def _joined(value: Any, source: Source) -> Any:
+def _joined(value: Any, source: StateSource) -> Any:
     if isinstance(value, Mapping):
         if TENSOR_KEY in value:
             tensor = source.tensor(value[TENSOR_KEY])

@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 
 from paceline.data.loader import LoadingOptions
 from paceline.data.plan import BatchPlan, LastBatch
-from paceline.data.streams import ENDLESS_NUM_SAMPLES, StreamPlan
+from paceline.data.streams import ENDLESS_NUM_SAMPLES, StreamBatchPlan
 from paceline.errors import UsageError
 from paceline.rank.world import World
 from paceline.sessions.lifecycle import SessionRun
@@ -39,7 +39,7 @@ def make_stream_loader(
     if split and loading.num_workers > 1:
         raise UsageError(code="stream-in-processes", value=loading.num_workers)
     parts = run.virtual_ranks if split else max(1, loading.num_workers)
-    plan = StreamPlan(
+    plan = StreamBatchPlan(
         ENDLESS_NUM_SAMPLES, batch, run.virtual_ranks, accumulation, run.definition["seed"], False, last_batch,
         parts_of_stream=parts, is_split=split, sets_epoch=sets_epoch,
     )  # fmt: skip
@@ -49,7 +49,7 @@ def make_stream_loader(
 class StreamLoader(GlobalBatchStream, Loader):
     """Batches of a stream, which has no length."""
 
-    plan: StreamPlan  # pyright: ignore[reportIncompatibleVariableOverride]
+    plan: StreamBatchPlan  # pyright: ignore[reportIncompatibleVariableOverride]
 
     is_stream = True
 
@@ -58,7 +58,7 @@ class StreamLoader(GlobalBatchStream, Loader):
         iterate: IterateLoader,
         stream: Any,
         run: SessionRun,
-        plan: StreamPlan,
+        plan: StreamBatchPlan,
         loading: LoadingOptions,
         dataloader: DataLoader[Any] | None,
     ) -> None:

@@ -28,7 +28,7 @@ from paceline.errors import UsageError
 from paceline.rank.sites import LIBRARY, USER, code_owner
 from paceline.sessions.containers import (
     container_elements,
-    find_all_instances,
+    find_live_instances,
     has_storage_address,
     storage_address,
     storage_addresses,
@@ -88,7 +88,7 @@ class UnsavedStateSearch:
     def _search_modules(self, roots: list[nn.Module], known: list[Any]) -> None:
         objects = [obj for obj in (*roots, *known) if isinstance(obj, nn.Module)]
         known_modules = {id(module) for obj in objects for module in obj.modules()}
-        modules = (module for module in find_all_instances(nn.Module) if "_parameters" in vars(module))
+        modules = (module for module in find_live_instances(nn.Module) if "_parameters" in vars(module))
         others = [module for module in modules if id(module) not in known_modules]
         for other in others:
             fingerprint, previous = _fingerprint(other), self._modules.get(id(other))
@@ -202,7 +202,7 @@ def find_wrapping_iterators(frame: FrameType) -> list[str]:
     return [name for name in found if name != GeneratorType.__name__]
 
 
-def find_resuming_call(frame: FrameType) -> set[str]:
+def find_next_call(frame: FrameType) -> set[str]:
     """{"next"} if the user resumes a running generator by a call, also through other generators and iterators."""
     caller = frame.f_back
     while caller is not None:

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.checkpoint.shards import CHECKSUM_FACTOR, checksum
 from paceline.collectives.communicator import get_communicator
-from paceline.collectives.control import all_gather_object, error_for_this_rank
+from paceline.collectives.control import all_gather_object, error_on_one_rank
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan, MicroBatchPlan
 from paceline.errors import ExitCode, FaultyRankError, PacelineError, TrainingError, UsageError
@@ -183,7 +183,7 @@ class StepAuditor:
         unproven = self._unproven
         never_equal = [rank for rank, before in unproven.items() if again[rank] not in before]
         if 2 * len(never_equal) >= self._world.size:
-            return error_for_this_rank(UsageError(code="audit-not-repeatable", ranks=never_equal), self._world)
+            return error_on_one_rank(UsageError(code="audit-not-repeatable", ranks=never_equal), self._world)
         times = "always" if never_equal else "once"
         return self._wrong_numbers(where, never_equal or [*unproven], is_decided=True, times=times)
 
@@ -194,7 +194,7 @@ class StepAuditor:
             where=where, ranks=[f"{rank} ({hosts[rank]})" for rank in ranks], times=times,
             since=self._agreed.get(ranks[0], "the start"),
         )  # fmt: skip
-        return error_for_this_rank(error, self._world, by=ranks[0])
+        return error_on_one_rank(error, self._world, by=ranks[0])
 
     def _gather(self) -> list[tuple[Digest, Digest, Cost]]:
         """The digests of each rank, (counted, repeated), since the last call."""

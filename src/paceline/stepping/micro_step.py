@@ -201,7 +201,7 @@ class WeightedLoss(Struct, frozen=True):
         return torch.add(total, value, alpha=self.factor, out=out)
 
 
-def make_weighted_loss(
+def weigh_loss(
     loss: Tensor, weight: float | Tensor | None, reduction: Reduction, micro_step: MicroStep
 ) -> WeightedLoss:
     """The loss with its weight, in float32 at least."""

@@ -86,7 +86,7 @@ def nonfinite_samples(values: Tensor, indices: Tensor) -> tuple[list[int], bool]
     return [] if is_finite else indices.tolist(), is_finite
 
 
-def find_nonfinite_losses(seen: BatchLosses, where: str, gather: control.GatherFunction) -> NonFiniteCause:
+def find_nonfinite_loss_cause(seen: BatchLosses, where: str, gather: control.GatherFunction) -> NonFiniteCause:
     """Find the ranks and samples whose losses are not finite (a collective of the ranks of `gather`)."""
     bad_indices: list[int] = []
     among = ""
@@ -245,7 +245,7 @@ class SkippedSteps:
                 code="too-many-not-finite", exit_code=ExitCode.NOT_FINITE, what=cause.message,
                 most=MAX_SKIPPED_STEPS, steps=SKIP_WINDOW_STEPS,
             )  # fmt: skip
-            raise control.error_for_this_rank(error, self._world, by=cause.first_rank)
+            raise control.error_on_one_rank(error, self._world, by=cause.first_rank)
         back = self._policy == "rollback" and not again
         self._say(f"step {step}: {cause.message}" if back else f"step {step} is skipped: {cause.message}")
         return back

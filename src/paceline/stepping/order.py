@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from paceline.collectives.control import all_gather_object, error_for_this_rank
+from paceline.collectives.control import all_gather_object, error_on_one_rank
 from paceline.errors import ExitCode, PacelineError, TrainingError
 from paceline.protocol.evidence import Op
 from paceline.protocol.marks import CallMismatch, compare_call_orders, compared_call_parts
@@ -73,7 +73,7 @@ class CollectiveOrderCheck:
         differing = {name: [by_name.get(name, 0) for by_name in numbers] for name in sorted(names)}
         differing = {name: values for name, values in differing.items() if len({*values}) > 1}
         if differing and self.explain is not None:
-            raise error_for_this_rank(self.explain(differing), self._world)
+            raise error_on_one_rank(self.explain(differing), self._world)
         histories = [msgspec.convert(ops, list[Op]) for _, ops in reports]
         outcome = compare_call_orders(histories, self._local, self._known)
         if isinstance(outcome, CallMismatch):
@@ -81,7 +81,7 @@ class CollectiveOrderCheck:
                 code="collectives-differ", exit_code=ExitCode.MISMATCH, place=str(where), what=outcome.words,
                 unchanged="" if late else PARAMETERS_UNCHANGED_TEXT,
             )  # fmt: skip
-            raise error_for_this_rank(error, self._world, by=min(outcome.minority_ranks, default=0))
+            raise error_on_one_rank(error, self._world, by=min(outcome.minority_ranks, default=0))
         self._hashes_itself = True
         if new := outcome - self._local:
             self._notice(

@@ -37,7 +37,7 @@ from torch import Tensor
 from paceline.collectives.control import (
     Deferred,
     PinnedNumberBuffers,
-    error_for_this_rank,
+    error_on_one_rank,
     is_async_device,
     make_world_gather,
     raise_on_all_ranks,
@@ -70,7 +70,7 @@ from paceline.stepping.micro_step import (
     Reduction,
     WeightedLoss,
     find_mean_divisor,
-    make_weighted_loss,
+    weigh_loss,
 )
 from paceline.stepping.order import CollectiveOrderCheck
 from paceline.stepping.totals import (
@@ -78,8 +78,8 @@ from paceline.stepping.totals import (
     ControlFlags,
     DeferredTotals,
     StepResult,
-    StepTotals,
     Totals,
+    TotalsReducer,
     UnreadStep,
 )
 from paceline.stepping.trained_model import ModelInTraining
@@ -165,7 +165,7 @@ class Step:
         """whether a step has begun and not ended"""
         self.updating = False
         """whether an update has begun, so that parameters may be between two steps"""
-        self._sums = StepTotals(world, virtual_ranks, votes, order, same_bits=exact and virtual_ranks > 1)
+        self._sums = TotalsReducer(world, virtual_ranks, votes, order, same_bits=exact and virtual_ranks > 1)
         self._world, self._is_single = world, world.size == virtual_ranks == 1
         self._enter, self._exact, self._way_out, self._may_skip = enter, exact, way_out, may_skip
         self._max_norm, self._forward, self.ahead = max_norm, forward, ahead or PrefetchTrigger()
@@ -243,7 +243,7 @@ class Step:
         micro_step.has_failed = True
         if self._host is not None:
             self._sums.read_awaited(self._enter, self._way_out)
-        weighed = make_weighted_loss(loss, weight, reduction, micro_step)
+        weighed = weigh_loss(loss, weight, reduction, micro_step)
         if micro_step.has_stepped:
             micro_step.phase, micro_step.has_stepped = micro_step.phase + 1, False
         if not self.has_one_body and micro_step.phase != self._pass:
@@ -552,12 +552,12 @@ class Step:
                 part.replica.restore_buffers()
         where = str(self._where)
         seen, gather = self._sums.seen, make_world_gather(self._world) if host is None else host.gather
-        cause = nonfinite.find_nonfinite_losses(seen, where, gather) if in_loss or host is not None else None
+        cause = nonfinite.find_nonfinite_loss_cause(seen, where, gather) if in_loss or host is not None else None
         if cause is None or not (in_loss or cause.samples):
             replicas, tick = {part.prefix: part.replica for part in reached}, partial(self._enter, Phase.BACKWARD)
             cause = nonfinite.find_nonfinite_gradient_cause(replicas, seen, self._forward, where, tick, gather)
         if not self._may_skip:
-            raise error_for_this_rank(nonfinite.nonfinite_error(cause, self._way_out), self._world, by=cause.first_rank)
+            raise error_on_one_rank(nonfinite.nonfinite_error(cause, self._way_out), self._world, by=cause.first_rank)
         return cause
 
     def _backward_nothing(self, retain_graph: bool) -> None:

@@ -17,7 +17,7 @@ from paceline.collectives.communicator import get_communicator
 from paceline.collectives.control import (
     Deferred,
     PinnedNumberBuffers,
-    error_for_this_rank,
+    error_on_one_rank,
     is_async_device,
     resolve_deferred,
 )
@@ -27,7 +27,7 @@ from paceline.errors import ExitCode, ReportedByPeer, TrainingError, UsageError
 from paceline.protocol.evidence import Phase
 from paceline.rank.world import World
 from paceline.stepping.micro_step import MicroStep, Reduction, WeightedLoss
-from paceline.stepping.nonfinite import BatchLosses, NonFiniteCause, find_nonfinite_losses, nonfinite_error
+from paceline.stepping.nonfinite import BatchLosses, NonFiniteCause, find_nonfinite_loss_cause, nonfinite_error
 from paceline.stepping.order import CollectiveOrderCheck
 
 
@@ -117,7 +117,7 @@ class UnreadStep:
         return found_inf == 0
 
 
-class StepTotals:
+class TotalsReducer:
     """The totals of a step: counted on this rank, summed over all ranks, awaited before or after the update."""
 
     def __init__(
@@ -307,7 +307,7 @@ class StepTotals:
                 if all(math.isfinite(float(_number(loss))) for loss in self._losses):
                     raise ReportedByPeer("another rank tells whose loss is not finite", ExitCode.NOT_FINITE)
                 # other hosts may have left already: each rank reports for itself
-                cause = find_nonfinite_losses(self.seen, str(self._where), lambda value: {self._world.rank: value})
+                cause = find_nonfinite_loss_cause(self.seen, str(self._where), lambda value: {self._world.rank: value})
                 raise nonfinite_error(cause, way_out, late=True)
             if self.result.total_weight != samples:
                 raise TrainingError(
@@ -325,10 +325,10 @@ class StepTotals:
             if self._order is not None:
                 self._order.check(votes[NUM_VOTES:], self._where, late=late)
         if self._world.size > 1 and scales != self._said_scale * self._world.size:
-            raise error_for_this_rank(UsageError(code="loss-forms-differ", place=str(self._where)), self._world)
+            raise error_on_one_rank(UsageError(code="loss-forms-differ", place=str(self._where)), self._world)
         weight_total = totals.total_weight if self._counted_before is None else self._counted_before
         if weight_total == 0:
-            raise error_for_this_rank(UsageError(code="loss-weights-zero", place=str(self._where)), self._world)
+            raise error_on_one_rank(UsageError(code="loss-weights-zero", place=str(self._where)), self._world)
         if self._is_weight_known and weight_total != self._samples:
             place = str(self._where)
             raise TrainingError(code="loss-weight-wrong", place=place, weight=weight_total, samples=self._samples)

@@ -7,12 +7,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.state import Source, TensorShard, load_shard
+from paceline.checkpoint.state import StateSource, TensorShard, load_shard
 
 PREFIX = "ema/"
 
 
-class WeightAverage:
+class EmaWeights:
     """The average of this rank's shards of the parameters. It has the same bits with every strategy.
 
     Each update computes `decay * average + (1 - decay) * weights`. The initial value is the current weights.
@@ -37,7 +37,7 @@ class WeightAverage:
         return [replace(shard, name=PREFIX + shard.name.removeprefix("model/"), tensor=value) for shard, value in pairs]
 
     @torch.no_grad()
-    def load(self, source: Source) -> None:
+    def load(self, source: StateSource) -> None:
         self.reset()
         for shard in self.state() if [*source.names(PREFIX)] else ():
             load_shard(source, shard)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.checkpoint.state import Source, TensorShard, load_shard, unsharded_parameter_shards
+from paceline.checkpoint.state import StateSource, TensorShard, load_shard, unsharded_parameter_shards
 from paceline.collectives.buckets import trainable_parameters
 from paceline.collectives.control import Deferred, scale_and_check_gradients
-from paceline.collectives.norm import scale_to_norm, scale_to_norm_on_device, unsharded_grad_norm
+from paceline.collectives.norm import clip_to_norm, clip_to_norm_on_device, unsharded_grad_norm
 from paceline.collectives.torch_communicator import print_on_rank_0
 from paceline.errors import UsageError
 from paceline.rank.world import World
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from paceline.data.loader import MicroBatch
     from paceline.data.plan import MicroBatchPlan
     from paceline.parallel.pipeline import Pipeline
-    from paceline.strategies.average import WeightAverage
+    from paceline.strategies.average import EmaWeights
     from paceline.strategies.model_parallel import WholeModelView
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -92,7 +92,7 @@ class Strategy:
         self.parameters = trainable_parameters(model)
         self.parts: WholeModelView | None = None
         """set by `join`"""
-        self.average: WeightAverage | None = None
+        self.average: EmaWeights | None = None
         self._named = [*model.named_parameters()]
         self._frozen = {name: p for name, p in self._named if not p.requires_grad}
         self._inside: ExitStack | None = None
@@ -271,7 +271,7 @@ class Strategy:
         """
         tensors = [shard.tensor for shard in self._gradients()]
         norm = self._gradient_norm(tensors) if self.parts is None else self.parts.gradient_norm(self.gradients())
-        return norm.map(lambda total_norm: scale_to_norm(tensors, total_norm, max_norm))
+        return norm.map(lambda total_norm: clip_to_norm(tensors, total_norm, max_norm))
 
     def _gradient_norm(self, tensors: list[Tensor]) -> Deferred[float]:
         return unsharded_grad_norm(tensors)
@@ -286,7 +286,7 @@ class Strategy:
         """
         tensors = [shard.tensor for shard in self._gradients()]
         norm = self._norm_on_device(tensors)
-        scale_to_norm_on_device(tensors, norm, max_norm)
+        clip_to_norm_on_device(tensors, norm, max_norm)
         return norm
 
     def _norm_on_device(self, tensors: list[Tensor]) -> Tensor:
@@ -378,9 +378,9 @@ class Strategy:
         return unsharded_parameter_shards(self.model.named_parameters())
 
     def _optimizer_shards(self) -> list[TensorShard]:
-        return optimizers.optimizer_shards(self.model, self.optimizer)
+        return optimizers.full_optimizer_state(self.model, self.optimizer)
 
-    def load(self, source: Source) -> None:
+    def load(self, source: StateSource) -> None:
         """Restore a state, which may come from any strategy and any number of ranks.
 
         Args:
@@ -391,16 +391,17 @@ class Strategy:
             self.average.load(source)
 
     @torch.no_grad()
-    def _load(self, source: Source) -> None:
-        for shard in self._parameter_shards():
+    def _load(self, source: StateSource) -> None:
+        shards = self._parameter_shards()
+        for shard in shards:
             load_shard(source, shard)
-        if self.local_step_node is None and (nodes := optimizers.load_node_average(source, self._parameter_shards())):
+        if self.local_step_node is None and (nodes := optimizers.load_mean_parameters(source, shards)):
             now = "and this run synchronises all nodes in each step"
             print_on_rank_0(optimizers.describe_resume_from_mean(nodes, now))
         self.buffers.load(source)
         self._load_optimizer(source)
 
-    def _load_optimizer(self, source: Source) -> None:
+    def _load_optimizer(self, source: StateSource) -> None:
         optimizers.load_optimizer(self.model, self.optimizer, source)
 
 

@@ -4,7 +4,7 @@ from typing import Unpack
 
 from torch import Tensor, nn
 
-from paceline.checkpoint.state import Source
+from paceline.checkpoint.state import StateSource
 from paceline.collectives.buckets import grad_of
 from paceline.collectives.control import Deferred, scale_and_check_gradients
 from paceline.collectives.reducer import check_gradients, make_reducer
@@ -60,7 +60,7 @@ class Bucketed(Strategy):
         check_gradients(self.parameters, [*map(grad_of, self.parameters)], self._numels, self._names)
         return scale_and_check_gradients(self.parameters, 1 / divisor, self.world.device)
 
-    def _load(self, source: Source) -> None:
+    def _load(self, source: StateSource) -> None:
         super()._load(source)
         saved = source.tensor("feedback/division")
         if saved is not None and any(not name.endswith("/used") for name in source.names("feedback/0/")):

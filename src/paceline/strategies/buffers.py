@@ -32,20 +32,20 @@ from paceline.checkpoint.buffer_reductions import (
     from_float64,
     infer_reduction,
     infer_saved_reduction,
-    load_buffer_history,
+    load_change_counts,
     may_depend_on_sample_count,
     observe_buffer,
-    reduce_buffer,
+    reduce_in_process,
     reductions_for_dtype,
 )
-from paceline.checkpoint.state import Source, TensorShard, read_matching_tensor
+from paceline.checkpoint.state import StateSource, TensorShard, read_matching_tensor
 from paceline.collectives.batchnorm import SyncBatchNorm
 from paceline.collectives.communicator import get_communicator
-from paceline.collectives.control import all_gather_object, error_for_this_rank
+from paceline.collectives.control import all_gather_object, error_on_one_rank
 from paceline.collectives.replicate import broadcast
 from paceline.collectives.sum_tree import LeafPartition, add_optional
 from paceline.collectives.torch_collectives import TreeAllReduce
-from paceline.compute.forward import disable_cuda_graph_recording
+from paceline.compute.forward import no_cuda_graphs
 from paceline.errors import TrainingError, UsageError
 from paceline.rank.world import World
 
@@ -276,7 +276,7 @@ class VirtualRankBuffers:
             ]
         return shards
 
-    def load(self, source: Source) -> None:
+    def load(self, source: StateSource) -> None:
         """Load the buffers of this rank's virtual ranks. A virtual rank without saved buffers has had no sample yet."""
         self._of, self._seen = {}, {}
         self._counted.clear()
@@ -292,15 +292,15 @@ class VirtualRankBuffers:
                     name: self._read(source, of_name[0], name) if of_name else self._initial[name].clone()
                     for name, of_name in found.items()
                 }
-                self._seen[virtual_rank] = {n: load_buffer_history(source, virtual_rank, n) for n in self._integers}
+                self._seen[virtual_rank] = {n: load_change_counts(source, virtual_rank, n) for n in self._integers}
         if self._custom and self._has_other_ranks(saved):
             self._start_from(self._merged_in(source, saved))
         self._put(next(iter(self._of.values()), self._initial))
 
-    def _read(self, source: Source, full: str, name: str, *, any_type: bool = True) -> Tensor:
+    def _read(self, source: StateSource, full: str, name: str, *, any_type: bool = True) -> Tensor:
         return read_matching_tensor(source, full, self._initial[name], any_type=any_type).to(self._world.device)
 
-    def _initial_values(self, source: Source, saved: _SavedNames) -> _Buffers:
+    def _initial_values(self, source: StateSource, saved: _SavedNames) -> _Buffers:
         values: _Buffers = {}
         for full in source.names("reduction/"):
             match = _SAVED_REDUCTION.fullmatch(full)
@@ -318,7 +318,7 @@ class VirtualRankBuffers:
             return any(virtual_rank >= self._virtual_ranks for virtual_rank in ranks)
         return ranks != {share.start for share in self._world.shares(self._virtual_ranks)}
 
-    def _merged_in(self, source: Source, saved: _SavedNames) -> _Buffers:
+    def _merged_in(self, source: StateSource, saved: _SavedNames) -> _Buffers:
         merged: _Buffers = {}
         for name in self._custom:
             initial = self._initial[name]
@@ -328,7 +328,7 @@ class VirtualRankBuffers:
                 reduction = infer_saved_reduction(source, name, values, initial)
             if not reduction:
                 raise self._undeclared(name)
-            merged[name] = reduce_buffer(values, reduction, initial, max(values) + 1) if values else initial
+            merged[name] = reduce_in_process(values, reduction, initial, max(values) + 1) if values else initial
         return merged
 
     def _start_from(self, values: _Buffers) -> None:
@@ -386,14 +386,14 @@ class VirtualRankBuffers:
         """An integer sum, a maximum or a minimum: over this rank's virtual ranks, then over ranks (a collective)."""
         own, values = self._initial[name], {v: buffers[name] for v, buffers in self._of.items()}
         if values:
-            own = reduce_buffer(values, reduction, own, self._virtual_ranks)
+            own = reduce_in_process(values, reduction, own, self._virtual_ranks)
         if self._world.size > 1:
             has_samples = torch.tensor([bool(values)], dtype=torch.uint8, device=self._world.device)
             sent = torch.cat([has_samples, own.flatten().view(torch.uint8)])
             rows = get_communicator(self._world.group).start_all_gather(sent, "reduced buffers")()
             # cloned, because a view must be aligned
             values = {i: row[1:].clone().view(own.dtype).view(own.shape) for i, row in enumerate(rows) if row[0]}
-            own = reduce_buffer(values, reduction, self._initial[name], self._virtual_ranks)
+            own = reduce_in_process(values, reduction, self._initial[name], self._virtual_ranks)
         return own
 
     def _infer(self, *, early: bool = False) -> bool:
@@ -406,7 +406,7 @@ class VirtualRankBuffers:
         reports = all_gather_object([assigned, observed_here], self._world)
         for name in sorted({name for digests, _ in reports for name in digests}):
             if len({digests.get(name) for digests, _ in reports}) > 1:
-                raise error_for_this_rank(self._error("buffer-set-differently", name), self._world)
+                raise error_on_one_rank(self._error("buffer-set-differently", name), self._world)
         ranks: list[dict[str, Any]] = [values for _, by_virtual_rank in reports for values in by_virtual_rank.values()]
         for name in self._open:
             values = [msgspec.convert(by_name[name], BufferObservation) for by_name in ranks]
@@ -416,7 +416,7 @@ class VirtualRankBuffers:
             by_chance = early or name in self._differed
             self._decided[name] = infer_reduction(self._initial[name], values, by_chance=by_chance)
             if not self._decided[name]:
-                raise error_for_this_rank(self._undeclared(name, equal=len(digests) == 1), self._world)
+                raise error_on_one_rank(self._undeclared(name, equal=len(digests) == 1), self._world)
             if any(value.by_samples is False for value in values):
                 self._independent.add(name)
         return bool(ranks)
@@ -533,7 +533,7 @@ def partition_virtual_ranks(world: World, virtual_ranks: int) -> LeafPartition:
     return LeafPartition([(share.start, share.stop) for share in world.shares(virtual_ranks)], world.rank)
 
 
-def _saved_names(source: Source) -> _SavedNames:
+def _saved_names(source: StateSource) -> _SavedNames:
     saved: dict[str, dict[int | None, str]] = defaultdict(dict)
     for full in source.names("buffers/"):
         if match := _SAVED_BUFFER.fullmatch(full):
@@ -641,7 +641,7 @@ def ignore_dummy_batch(model: nn.Module, parameters: list[nn.Parameter]) -> Gene
     for module in synchronised:
         module.counted = False
     try:
-        with disable_cuda_graph_recording():
+        with no_cuda_graphs():
             yield
     finally:
         for module in synchronised:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.checkpoint.export import saved_names_by_state_dict_name
-from paceline.checkpoint.state import Source, TensorShard, unsharded_parameter_shards
+from paceline.checkpoint.state import StateSource, TensorShard, unsharded_parameter_shards
 from paceline.collectives.buckets import divide_in_place, sparse_gradient_error
 from paceline.collectives.communicator import get_communicator
 from paceline.collectives.control import Deferred, sum_over_ranks, to_device_async
@@ -30,7 +30,7 @@ from paceline.collectives.owners import LocalShard, ParameterOwners, replace_opt
 from paceline.collectives.replicate import broadcast_module
 from paceline.collectives.shards import check_assigned_tensor
 from paceline.compute.blocks import keep_parameters_unsharded, register_backward_callback, shard_blocks
-from paceline.compute.precision import autocast_rounded_weights
+from paceline.compute.precision import find_autocast_weights
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import MicroBatchPlan
 from paceline.errors import UsageError
@@ -90,7 +90,7 @@ class FSDP(Strategy):
         check_optimizer_parameters(model, optimizer)
         names = {parameter: name for name, parameter in model.named_parameters()}
         groups = [[[names[p] for p in g["params"]] for g in opt.param_groups] for opt in each_optimizer(optimizer)]
-        self._blocks = shard_blocks(model, wrap, world, flag="fsdp_wrap", rounded=autocast_rounded_weights(model))
+        self._blocks = shard_blocks(model, wrap, world, flag="fsdp_wrap", rounded=find_autocast_weights(model))
         for name, block in self._blocks.items():
             custom: Any = block  # the argument types are in a private module of torch
             custom.set_custom_all_gather(_AllGather(name))
@@ -136,7 +136,7 @@ class FSDP(Strategy):
         shards = self._shards
         return shards.mark_duplicates(optimizer_shards_of_pieces(self._updated, self.optimizer, shards.unsharded))
 
-    def _load_optimizer(self, source: Source) -> None:
+    def _load_optimizer(self, source: StateSource) -> None:
         load_saved_optimizer_state(self._updated, self.optimizer, source, self._shards.unsharded)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from paceline.checkpoint.state import (
     PrefixedSource,
-    Source,
+    StateSource,
     TensorShard,
     load_shard,
     read_matching_tensor,
@@ -25,7 +25,7 @@ from paceline.checkpoint.state import (
 )
 from paceline.collectives.buckets import trainable_parameters
 from paceline.collectives.communicator import make_communicator
-from paceline.collectives.control import error_for_this_rank, sum_over_ranks
+from paceline.collectives.control import error_on_one_rank, sum_over_ranks
 from paceline.collectives.hosts import NodeTopology
 from paceline.collectives.inter_node import InterNodeAllReduce
 from paceline.collectives.reducer import make_node_reducer
@@ -57,7 +57,7 @@ def inter_node_strategy(
     hosts = _node_topology(options, model, world)
     if hosts is None:
         return None
-    strategy = LocalSteps if options.get("local_steps") else InterNodeStrategy
+    strategy = LocalSGDStrategy if options.get("local_steps") else InterNodeStrategy
     return strategy(model, make_optimizer, world, hosts, virtual_ranks, options)
 
 
@@ -65,7 +65,7 @@ def _node_topology(options: InterNodeOptions, model: nn.Module, world: World) ->
     """The nodes of `world`. None if no option is set, or if there is one node; then a message explains it."""
     values: dict[str, Any] = {name: options.get(name) for name in SLOW_NETWORK_SETTINGS}
     if error := find_network_settings_error(values):
-        raise error_for_this_rank(error, world)
+        raise error_on_one_rank(error, world)
     option_names = [name for name in ("compress", "local_steps") if values[name] is not None]
     if not option_names:
         return None
@@ -75,7 +75,7 @@ def _node_topology(options: InterNodeOptions, model: nn.Module, world: World) ->
         return hosts
     if world.size > 1 and exchange.kind != "shared":
         error = UsageError(code="no-shared-memory-on-nodes", setting=option_names[0], most=MAX_TENSORS)
-        raise error_for_this_rank(error, world)
+        raise error_on_one_rank(error, world)
     flags = " ".join(format_option(name, values[name]) for name in option_names)
     print_on_rank_0(f"{flags} has no effect: all ranks are on one node")
     return None
@@ -118,7 +118,7 @@ class InterNodeStrategy(Strategy):
         shards = [TensorShard(self._prefix + name, tensor, replicated=False) for name, tensor in residuals]
         return [*super()._state(), TensorShard("feedback/division", self._division), *shards]
 
-    def _load(self, source: Source) -> None:
+    def _load(self, source: StateSource) -> None:
         super()._load(source)
         self._across.reset_residual()
         saved = source.tensor("feedback/division")
@@ -133,7 +133,7 @@ class InterNodeStrategy(Strategy):
             )
 
 
-class LocalSteps(InterNodeStrategy):
+class LocalSGDStrategy(InterNodeStrategy):
     """Each node trains separately between outer steps. A hook of the optimizer counts the local steps.
 
     In a checkpoint `model/` has the last common parameters and `optimizer/` the state of node 0, so that every strategy
@@ -217,7 +217,7 @@ class LocalSteps(InterNodeStrategy):
         local = unsharded_parameter_shards(zip(names, self.parameters, strict=True))
         prefix = f"hosts/{hosts.node_index}/"
         shards = [replace(shard, name=prefix + shard.name) for shard in local] if int(self._steps) else []
-        of_optimizer = optimizers.optimizer_shards(self.model, self.optimizer)
+        of_optimizer = optimizers.full_optimizer_state(self.model, self.optimizer)
         shards += (
             [replace(shard, name=prefix + shard.name) for shard in of_optimizer] if hosts.node_index else of_optimizer
         )
@@ -227,7 +227,7 @@ class LocalSteps(InterNodeStrategy):
         counts = TensorShard("outer/steps", self._steps), TensorShard("outer/hosts", torch.tensor([hosts.node_count]))
         return [*own_shards, *counts, *momentum]
 
-    def _load_optimizer(self, source: Source) -> None:
+    def _load_optimizer(self, source: StateSource) -> None:
         """Load `_optimizer_shards`, or the state of a different strategy or number of nodes. Load `model/` first."""
         self._steps.zero_()
         for velocity in self._velocity:
@@ -239,7 +239,7 @@ class LocalSteps(InterNodeStrategy):
         has_state = any(True for _ in source.names(prefix + "optimizer/"))
         optimizers.load_optimizer(self.model, self.optimizer, PrefixedSource(source, prefix) if has_state else source)
         if saved is None or int(saved) != self._hosts.node_count:
-            optimizers.load_node_average(source, self._parameter_shards())
+            optimizers.load_mean_parameters(source, self._parameter_shards())
             if saved is not None:
                 mean = optimizers.describe_resume_from_mean(int(saved), f"now there are {self._hosts.node_count}")
                 print_on_rank_0(f"{mean}. A new node starts with the optimizer state of node 0")

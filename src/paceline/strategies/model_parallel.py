@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from paceline.checkpoint.export import saved_names_by_state_dict_name
 from paceline.checkpoint.shards import (
-    LocalShardSource,
     ParameterShard,
+    SlicedSource,
     find_parameter_shard_of_tensor,
     gather_full_state,
 )
-from paceline.checkpoint.state import Source, TensorShard
+from paceline.checkpoint.state import StateSource, TensorShard
 from paceline.collectives.control import Deferred, sum_over_ranks
 from paceline.rank.world import World
 
@@ -75,8 +75,8 @@ class WholeModelView:
         shards = [shard for shard in whole if shard.name.removeprefix("model/") in self._shards]
         return {**weights(), **full_weights(self._model, shards, self._world)}
 
-    def local_shard_source(self, source: Source) -> Source:
-        return LocalShardSource(source, self._shards)
+    def local_shard_source(self, source: StateSource) -> StateSource:
+        return SlicedSource(source, self._shards)
 
 
 def full_weights(model: nn.Module, shards: Sequence[TensorShard], world: World) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from paceline.checkpoint.state import PrefixedSource, Source, TensorShard, load_shard
+from paceline.checkpoint.state import PrefixedSource, StateSource, TensorShard, load_shard
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def can_skip_step_on_device(optimizer: Optimizer) -> bool:
 # ---- the state of an optimizer
 
 
-def optimizer_shards(model: nn.Module, optimizer: Optimizer) -> list[TensorShard]:
+def full_optimizer_state(model: nn.Module, optimizer: Optimizer) -> list[TensorShard]:
     """The whole state of `optimizer`. None values are skipped, because the optimizer creates them again."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     shards: list[TensorShard] = []
@@ -107,7 +107,7 @@ def optimizer_state_tensors(name: str, state: Mapping[str, Any]) -> Iterator[tup
             raise UsageError(code="optimizer-keeps-object", kind=type(value).__name__, key=key, name=name)
 
 
-def load_optimizer(model: nn.Module, optimizer: Optimizer, source: Source) -> None:
+def load_optimizer(model: nn.Module, optimizer: Optimizer, source: StateSource) -> None:
     """Load the whole state of `optimizer`. A parameter without state has not been trained yet."""
     load_saved_optimizer_state({}, optimizer, source, dict(model.named_parameters()))
 
@@ -123,7 +123,7 @@ def set_parameter_states(
 def optimizer_shards_of_pieces(
     pieces: Mapping[str, LocalShard], optimizer: Optimizer, unsharded: Mapping[str, nn.Parameter] | None = None
 ) -> list[TensorShard]:
-    """As `optimizer_shards`, for an optimizer of `pieces` of parameters, by name, and of `unsharded` ones.
+    """As `full_optimizer_state`, for an optimizer of `pieces` of parameters, by name, and of `unsharded` ones.
 
     A piece may be a whole parameter that this rank alone updates.
     """
@@ -144,7 +144,7 @@ def optimizer_shards_of_pieces(
 def load_saved_optimizer_state(
     pieces: Mapping[str, LocalShard],
     optimizer: Optimizer,
-    source: Source,
+    source: StateSource,
     unsharded: Mapping[str, nn.Parameter] | None = None,
 ) -> None:
     named = {**(unsharded or {}), **{name: piece.parameter for name, piece in pieces.items()}}
@@ -156,7 +156,7 @@ def load_saved_optimizer_state(
         set_parameter_states(own, opt, states)
 
 
-def read_saved_parameter_state(source: Source, name: str, piece: LocalShard | None = None) -> dict[str, Any]:
+def read_saved_parameter_state(source: StateSource, name: str, piece: LocalShard | None = None) -> dict[str, Any]:
     """The saved state of parameter `name`, by key: whole tensors, or those of a piece. Counters are always whole."""
     state: dict[str, Any] = {}
     prefix = f"optimizer/{name}/"
@@ -197,7 +197,7 @@ def _on_device(optimizer: Optimizer, parameter: nn.Parameter, state: dict[str, A
     return {key: placed(key, value) if isinstance(value, Tensor) else value for key, value in state.items()}
 
 
-def load_node_average(source: Source, parameters: Sequence[TensorShard]) -> int:
+def load_mean_parameters(source: StateSource, parameters: Sequence[TensorShard]) -> int:
     """Load the mean over nodes into trainable parameters, if the state was saved between two outer steps.
 
     Returns the number of nodes that took local steps in the saved run; 0 if none did.

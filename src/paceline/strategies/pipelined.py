@@ -60,7 +60,7 @@ def plan_stages(make_chain: Callable[[], LayerChain], stages: int, names: Sequen
     return msgspec.convert(all_gather_object(plan, world)[0], StagePlan)
 
 
-def make_pipeline_stage(
+def make_stage_strategy(
     strategy: Callable[..., Strategy],
     model: nn.Module,
     make_optimizer: MakeOptimizer,

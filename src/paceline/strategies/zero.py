@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 from torch import Tensor, nn
 
-from paceline.checkpoint.state import Source, TensorShard
+from paceline.checkpoint.state import StateSource, TensorShard
 from paceline.collectives.buckets import trainable_parameters
 from paceline.collectives.control import Deferred
 from paceline.collectives.norm import ShardedNorm
@@ -66,5 +66,5 @@ class Zero(Strategy):
     def _optimizer_shards(self) -> list[TensorShard]:
         return optimizers.optimizer_shards_of_pieces(self._updated, self.optimizer)
 
-    def _load_optimizer(self, source: Source) -> None:
+    def _load_optimizer(self, source: StateSource) -> None:
         optimizers.load_saved_optimizer_state(self._updated, self.optimizer, source)

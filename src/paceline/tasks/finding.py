@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError, UsageError, unknown_name_error
-from paceline.runs.owners import other_writers
+from paceline.runs.owners import describe_writers
 
 MAX_FILES = 1000  # of a folder that are checked
 NONE_FOUND = "(none found)"
@@ -32,7 +32,7 @@ def check_reference(kind: str, name: str) -> None:
             line = f"{file}:{error.lineno}: {(error.text or '').strip()}"
             raise UsageError(code="syntax-error", line=line, reason=error.msg) from None
         check_defined(kind, name, tree)
-    if writers := other_writers(folder.resolve()):
+    if writers := describe_writers(folder.resolve()):
         print(
             f"paceline: {writers}. The {kind} can import modules from this folder, so these users can run code as you",
             file=sys.stderr,

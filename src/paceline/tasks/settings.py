@@ -58,7 +58,7 @@ def convert_settings(task: str, settings: list[Setting] | None, values: Mapping[
     return {name: _converted(task, by_name[name], value) for name, value in values.items()}
 
 
-def all_settings(task: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def complete_task_args(task: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """All settings of a task, including those with default values, in the form of a run's definition."""
     settings = parse_settings_from_source(task)
     defaults = {s.name: _literal(s.default) for s in settings or () if s.default is not None}

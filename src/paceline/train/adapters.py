@@ -22,7 +22,7 @@ from paceline.checkpoint.shards import hash_tensors
 from paceline.errors import UsageError, first_few
 from paceline.runs import writing
 from paceline.runs.reading import is_file
-from paceline.train.weights import load, save
+from paceline.train.weights import read_weight_file, save
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"  # the names that peft reads
 BASE = "paceline.base_sha256"
@@ -38,7 +38,7 @@ class AdapterFiles(msgspec.Struct, frozen=True):
     base_sha256: str
 
 
-class Adapters(msgspec.Struct, frozen=True):
+class InitialAdapters(msgspec.Struct, frozen=True):
     """The adapters of a model before its training. A checkpoint contains it."""
 
     files: dict[str, AdapterFiles]  # by the name of the adapter, as in peft
@@ -111,7 +111,7 @@ class Adapters(msgspec.Struct, frozen=True):
         """The tensors that `write` has written, by their names in the model. With `ours`, only files of this user."""
         weights: dict[str, Tensor] = {}
         for adapter, file in self.files.items():
-            tensors = load(_folder(folder, adapter) / WEIGHTS_FILE, require_trusted_owner=ours)
+            tensors = read_weight_file(_folder(folder, adapter) / WEIGHTS_FILE, require_trusted_owner=ours)
             weights |= {full: tensors[name] for name, full in file.tensors.items()}
         return weights
 
@@ -182,7 +182,7 @@ def load_adapter(model: nn.Module, folder: str | os.PathLike[str], **options: An
     if is_file(path := Path(folder, WEIGHTS_FILE)):  # else it is a name on the Hub
         with safe_open(path, "pt") as file:
             expected = (file.metadata() or {}).get(BASE)
-    adapter, adapters = loaded.active_adapter, Adapters.of(loaded)
+    adapter, adapters = loaded.active_adapter, InitialAdapters.of(loaded)
     assert adapters is not None
     if expected not in (None, found := adapters.files[adapter].base_sha256):
         raise UsageError(code="adapter-of-another-base", folder=folder, saved=expected, found=found)

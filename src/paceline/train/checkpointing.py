@@ -27,11 +27,11 @@ from paceline.checkpoint.manager import Checkpoints, MessageCallback, PublishCla
 from paceline.checkpoint.memory_snapshots import InterNodeExchange, SnapshotWriter, inherited_memory_files
 from paceline.checkpoint.resume import find_newest_state
 from paceline.checkpoint.shards import ShardFileLayout, make_shard_layout, select_shards_to_save, serialize_shard_file
-from paceline.checkpoint.state import ResumePoint, RunLocation, TensorShard, TrainerState
-from paceline.collectives.control import all_gather_object, error_for_this_rank, raise_on_all_ranks
+from paceline.checkpoint.state import LockedRun, ResumePoint, TensorShard, TrainerState
+from paceline.collectives.control import all_gather_object, error_on_one_rank, raise_on_all_ranks
 from paceline.config.choices import CheckpointIntervals
 from paceline.errors import ExitCode, PacelineError, TrainingError, UsageError
-from paceline.protocol.control import WorkerSpec, has_separate_folder, transfer
+from paceline.protocol.control import WorkerSpec, has_separate_folder, request_transfer
 from paceline.protocol.evidence import Phase
 from paceline.rank.guard import HangGuard
 from paceline.rank.world import World
@@ -221,7 +221,7 @@ class CheckpointWriter:
                 # of the same step before a rollback: only node 0 has begun with an empty folder
                 (writing.folder / shard_name(self._world.rank, self._world.size)).unlink(missing_ok=True)
             file = _write_shard(writing.folder, buffer, shard, self._world.rank, self._world.size)
-            if failure := transfer("send", writing.folder / file.name, self._on_transfer):
+            if failure := request_transfer("send", writing.folder / file.name, self._on_transfer):
                 raise TrainingError(code="shard-not-sent", reason=failure)
             writing.shard = file
         except Exception as error:  # rank 0 reports any error
@@ -293,7 +293,7 @@ def check_space(holder: CheckpointedModels, checkpoints: Checkpoints, keep: int)
                 code="no-space-for-checkpoints", host=host, folder=checkpoints.root, usable=usable, needed=needed_bytes,
                 count=keep + 1, size=size_bytes, keep_checkpoints=keep,
             )  # fmt: skip
-            raise error_for_this_rank(error, world)
+            raise error_on_one_rank(error, world)
 
 
 def _num_states(optimizer: Optimizer) -> int:
@@ -309,7 +309,7 @@ class CheckpointManager:
     """Compares replicas, takes snapshots and saves checkpoints. All ranks make all calls at the same steps."""
 
     def __init__(
-        self, holder: CheckpointedModels, place: RunLocation, origin: ResumePoint | None,
+        self, holder: CheckpointedModels, place: LockedRun, origin: ResumePoint | None,
         intervals: CheckpointIntervals, *, writer: EventWriter, say: MessageCallback, enter: Callable[[Phase], object],
     ) -> None:  # fmt: skip
         """Claim the folder of checkpoints for this start of the run (collective)."""
@@ -327,7 +327,7 @@ class CheckpointManager:
                     and origin.memory_file_descriptors
                     and (unwritten := self._ranks_missing_step(origin.step))
                 ):
-                    writer.write(events.UnloggedStep(origin.step, unwritten))  # on behalf of the previous start
+                    writer.write(events.SingleRankSave(origin.step, unwritten))  # on behalf of the previous start
         check_space(holder, self._checkpoints, intervals.keep)
         self._checkpoint_writer = CheckpointWriter(
             self._checkpoints, self._world, holder.virtual_ranks, self._claim,
@@ -396,7 +396,7 @@ class CheckpointManager:
         self.wait()
         if self._snapshots:
             size = self._snapshot_bytes
-            self._writer.write(events.Snapshotted(self._snapshots, self._snapshot_seconds, size))
+            self._writer.write(events.SnapshotTotals(self._snapshots, self._snapshot_seconds, size))
         self.failed = all_gather_object(self._checkpoint_writer.failed, self._world)[0]
 
     def wait(self) -> float:
@@ -431,7 +431,7 @@ class CheckpointManager:
         self._enter(Phase.CHECKPOINT)  # the agent does not kill a rank that makes progress
         try:
             if unwritten := self._ranks_missing_step(step):
-                self._writer.write(events.UnloggedStep(step, unwritten))
+                self._writer.write(events.SingleRankSave(step, unwritten))
             self._writer.flush()
             path = save_on_one_rank(
                 self._holder, step, trainer_state, self._checkpoints, self._claim,

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from paceline.checkpoint.shards import checksum
 from paceline.checkpoint.state import TensorShard
-from paceline.collectives.control import all_gather_object, error_for_this_rank
+from paceline.collectives.control import all_gather_object, error_on_one_rank
 from paceline.errors import ExitCode, TrainingError, UsageError, first_few
 from paceline.rank.world import World
 from paceline.train.json_values import param_group_settings
@@ -48,7 +48,7 @@ def check_replicas(state: Sequence[TensorShard], world: World, step: int, optimi
         return
     if all(name.startswith(REGISTERED_PREFIX) for name in different):
         named = first_few([name.removeprefix(REGISTERED_PREFIX) for name in different], MAX_NAMED)
-        raise error_for_this_rank(UsageError(code="registered-differs-between-ranks", named=named), world)
+        raise error_on_one_rank(UsageError(code="registered-differs-between-ranks", named=named), world)
     names, where = first_few([*different], MAX_NAMED), _minority_text(different)
     groups = [group for optimizer in optimizers for group in param_group_settings(optimizer)]
     local_settings = [f"{name}={value}" for group in groups for name, value in group.items()]
@@ -58,7 +58,7 @@ def check_replicas(state: Sequence[TensorShard], world: World, step: int, optimi
         code="replicas-differ-by-settings" if settings else "replicas-differ",
         exit_code=ExitCode.DIVERGED, step=step, names=names, where=where, settings=settings,
     )  # fmt: skip
-    raise error_for_this_rank(error, world)
+    raise error_on_one_rank(error, world)
 
 
 def _minority_text(different: dict[str, dict[int, int]]) -> str:
@@ -90,7 +90,7 @@ def check_user_code(world: World) -> None:
             differing.append(f"{name} ({versions})")
     if differing:
         modules = first_few(differing, MAX_MODULES, "; ")
-        raise error_for_this_rank(UsageError(code="code-differs", modules=modules), world)
+        raise error_on_one_rank(UsageError(code="code-differs", modules=modules), world)
 
 
 def _user_code() -> dict[str, str]:

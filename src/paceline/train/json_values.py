@@ -47,12 +47,12 @@ def param_group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
-def optimizer_json_state(optimizer: Optimizer, scheduler: Any) -> dict[str, Any]:
+def hyperparameters_json(optimizer: Optimizer, scheduler: Any) -> dict[str, Any]:
     state = None if scheduler is None else scheduler.state_dict()
     return {"groups": as_json(param_group_settings(optimizer)), "scheduler": as_json(state)}
 
 
-def load_optimizer_json_state(optimizer: Optimizer, scheduler: Any, numbers: Mapping[str, Any]) -> None:
+def load_hyperparameters_json(optimizer: Optimizer, scheduler: Any, numbers: Mapping[str, Any]) -> None:
     for group, saved in zip(optimizer.param_groups, from_json(numbers["groups"]), strict=True):
         for name, value in saved.items():
             group[name] = restore_type(group.get(name), value)

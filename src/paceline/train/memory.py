@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from paceline.collectives.batchnorm import SyncBatchNorm
-from paceline.collectives.control import error_for_this_rank
+from paceline.collectives.control import error_on_one_rank
 from paceline.compute.memory import MemoryMeter, SavedForBackward, is_out_of_memory, storage_bytes
 from paceline.errors import PacelineError, TrainingError, UsageError, plural
 from paceline.rank.world import World
@@ -53,11 +53,9 @@ class MicroBatchSearch:
         states = 0 if memory.optimizer_bytes else OPTIMIZER_STATES
         later_bytes = states * storage_bytes(p for group in groups for p in group["params"])
         self.state_bytes = held_bytes + later_bytes + memory.gradient_bytes
-        on_cpu = world.device.type == "cpu"
-        copy_bytes = CPU_OTHER_BYTES + held_bytes + later_bytes if on_cpu else 0  # the copy that a checkpoint writes
         self.meter = MemoryMeter(world.device, world.local_size)
-        self._free_bytes = self.meter.free_bytes - later_bytes - copy_bytes
-        self._usable_bytes = (CPU_HEADROOM if on_cpu else GPU_HEADROOM) * self._free_bytes
+        self._free_bytes = _free_bytes(self.meter, world, held_bytes + later_bytes) - later_bytes
+        self._usable_bytes = _headroom(world) * self._free_bytes
         self._trials = [(0, memory.gradient_bytes)]  # (samples, peak bytes)
         self._most, self._has_failed = portion, False
         self.is_found, self.size = False, 0
@@ -80,7 +78,7 @@ class MicroBatchSearch:
         size = min(sizes)
         if size < self.smallest:
             error = self.error_of_smallest()
-            raise error_for_this_rank(error, self._world, by=sizes.index(size)) if len(sizes) > 1 else error
+            raise error_on_one_rank(error, self._world, by=sizes.index(size)) if len(sizes) > 1 else error
         self.is_found, self.size = size == self.size, size
         return 0 if self.is_found else size
 
@@ -156,6 +154,36 @@ def _sizes(
     return {"ranks": ranks, "by_balance": one, **{name: size / 2**20 for name, size in by_bytes.items()}}
 
 
+def _free_bytes(meter: MemoryMeter, world: World, state_bytes: int) -> int:
+    """The free memory, on the CPU without the copy of the state that a checkpoint writes."""
+    return meter.free_bytes - (CPU_OTHER_BYTES + state_bytes if world.device.type == "cpu" else 0)
+
+
+def _headroom(world: World) -> float:
+    return CPU_HEADROOM if world.device.type == "cpu" else GPU_HEADROOM
+
+
+def max_virtual_ranks(replicas: Sequence[Strategy], world: World, virtual_ranks: int) -> int:
+    """The largest number of virtual ranks that the memory of this rank allows, for `--balance auto`.
+
+    Call it after the first step: then only the sums and copies of `extra_virtual_rank_bytes` grow with the number, and
+    on the CPU the copy that a checkpoint writes. A rank has between log2(n) and 2 log2(n) sums, which depends on the
+    position of its virtual ranks in the tree.
+    """
+    memory, own = memory_breakdown(replicas), len(world.share(virtual_ranks))
+    sum_bytes = sum(storage_bytes(replica.parameters) for replica in replicas if replica.keeps_partial_sums)
+    meter = MemoryMeter(world.device, world.local_size)
+    free_bytes = _free_bytes(meter, world, memory.weight_bytes + memory.optimizer_bytes)
+    usable_bytes = _headroom(world) * free_bytes - meter.peak()
+
+    def fits(count: int) -> bool:
+        sums = 2 * (count.bit_length() - 1) - (own.bit_length() - 1)
+        copies = 2 * (count - own) + (count if world.device.type == "cpu" else 0)
+        return sums * sum_bytes + copies * memory.buffer_bytes <= usable_bytes
+
+    return max(filter(fits, range(own + 1, virtual_ranks + 1)), default=own)
+
+
 def extra_virtual_rank_bytes(replica: Strategy) -> int:
     """The memory that a rank with several virtual ranks would save with one of them; see docs/balance.md.
 
@@ -168,7 +196,7 @@ def extra_virtual_rank_bytes(replica: Strategy) -> int:
     return sums * storage_bytes(replica.parameters) + 2 * (count - 1) * storage_bytes(replica.model.buffers())
 
 
-def compute_smallest_batch(compute: Callable[[int], Result], model: nn.Module, world: World) -> Result:
+def try_smallest_batch(compute: Callable[[int], Result], model: nn.Module, world: World) -> Result:
     """`compute` forward and backward of two samples, or of one if two do not fit into the free memory."""
     meter, saved = MemoryMeter(world.device, world.local_size), SavedForBackward([model])
     for samples in (2, 1):
@@ -187,13 +215,13 @@ def compute_smallest_batch(compute: Callable[[int], Result], model: nn.Module, w
     raise UsageError(code="micro-batch-of-one", samples=1, **fields)
 
 
-def can_compute_alone(replica: Strategy) -> bool:
+def has_no_collectives(replica: Strategy) -> bool:
     """Whether forward and backward have no collective, so that a rank can repeat them."""
     has_sync = any(isinstance(module, SyncBatchNorm) for module in replica.model.modules())
     return not (has_sync or replica.in_lockstep or replica.parts is not None or replica.pipeline is not None)
 
 
-def explain_out_of_memory(
+def out_of_memory_error(
     replicas: Sequence[Strategy], world: World, where: str, samples: int,
     compute: Callable[[int], None] | None = None, search: MicroBatchSearch | None = None,
 ) -> PacelineError:  # fmt: skip

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from paceline.errors import UsageError
 from paceline.strategies.base import MakeOptimizer
 from paceline.strategies.optimizers import OptimizerSequence, each_optimizer
-from paceline.train.json_values import load_optimizer_json_state, optimizer_json_state, param_group_settings
+from paceline.train.json_values import hyperparameters_json, load_hyperparameters_json, param_group_settings
 
 if TYPE_CHECKING:
     from paceline.config.settings import OptimizerConfig
@@ -196,12 +196,12 @@ class TaskSchedule:
         return float(optimizer.param_groups[0]["lr"])  # the scheduler has already set all rates
 
     def json_state(self) -> dict[str, Any]:
-        first, *others = (optimizer_json_state(*pair) for pair in self._pairs())
+        first, *others = (hyperparameters_json(*pair) for pair in self._pairs())
         return {**first, "others": others} if others else first
 
     def load(self, numbers: Mapping[str, Any]) -> None:
         for pair, saved in zip(self._pairs(), [numbers, *numbers.get("others", ())], strict=True):
-            load_optimizer_json_state(*pair, saved)
+            load_hyperparameters_json(*pair, saved)
 
     def _pairs(self) -> Iterable[tuple[Optimizer, Any]]:
         return zip_longest(self._optimizers, self._schedulers)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from paceline.checkpoint.shards import ParameterShard
-from paceline.collectives.control import all_gather_object, error_for_this_rank, raise_on_all_ranks
+from paceline.collectives.control import all_gather_object, error_on_one_rank, raise_on_all_ranks
 from paceline.collectives.replicate import broadcast_module
 from paceline.config.mesh import MODEL_DIMENSIONS
 from paceline.data.loader import LoadingOptions, fetch_inputs_and_targets
@@ -26,7 +26,7 @@ from paceline.strategies.base import MakeOptimizer, Strategy
 from paceline.strategies.model_parallel import WholeModelView
 from paceline.strategies.optimizer_scope import find_update_scope
 from paceline.strategies.optimizers import each_optimizer, parameters_by_optimizer
-from paceline.strategies.pipelined import StagePlan, make_pipeline_stage, plan_stages
+from paceline.strategies.pipelined import StagePlan, make_stage_strategy, plan_stages
 from paceline.tasks.task import Task, call_model
 from paceline.train.evaluate import eval_mode
 from paceline.train.step import weighted_loss_sum
@@ -70,7 +70,7 @@ class ModelParallelPlan:
             else:
                 part.join(WholeModelView(model, world, self.shards), world)
             return part
-        replica = make_pipeline_stage(
+        replica = make_stage_strategy(
             strategy, model, maker, world, self.stage_plan, schedule=self.schedule, virtual_ranks=virtual_ranks
         )  # fmt: skip
         self.check_trial_loss(replica)
@@ -99,7 +99,7 @@ def parallelize_model(
         and world.device.type == "cuda"
         and any(world.along(n).size > 1 for n in MODEL_DIMENSIONS)
     ):
-        raise error_for_this_rank(UsageError(code="mesh-over-gloo", mesh=world.mesh), world)
+        raise error_on_one_rank(UsageError(code="mesh-over-gloo", mesh=world.mesh), world)
     trial = partial(_first_samples, task, model, dataset, loading)
     if world.along("tensor").size > 1:
         samples = min(TRIAL_SAMPLES, len(dataset))  # pyright: ignore[reportArgumentType]
@@ -130,7 +130,7 @@ def _shard_layers(
         reason = f"{sharding.used_elsewhere[0]} is sharded, and the model uses it outside its layer"
         advice = "Set it to 'whole' in Task(parallelize=...), or use a different strategy"
         error = UsageError(code="fsdp-of-used-elsewhere", mesh=world.mesh, reason=reason, advice=advice)
-        raise error_for_this_rank(error, world)
+        raise error_on_one_rank(error, world)
     lines = sharding.format_table(model, samples, plan.global_batch // world.data.size)
     tensor_group = world.along("tensor")
     if tensor_group.local_size < tensor_group.size:

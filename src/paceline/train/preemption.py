@@ -16,7 +16,7 @@ from paceline.rank.guard import HangGuard
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
-class StopRequest:
+class StopSignalHandler:
     def __init__(self, *, announce: bool = False) -> None:
         self._announce, self._pid = announce, os.getpid()
         self.by: str | None = None
@@ -39,12 +39,12 @@ class StopRequest:
 
 
 @contextmanager
-def record_stop_signals(*, announce: bool = False) -> Generator[StopRequest]:
+def record_stop_signals(*, announce: bool = False) -> Generator[StopSignalHandler]:
     """Record signals that request a stop, instead of ending the process. Ignored signals (nohup) stay ignored.
 
     In a thread other than the main thread it does nothing, because Python handles signals in the main thread only.
     """
-    request = StopRequest(announce=announce)
+    request = StopSignalHandler(announce=announce)
     if threading.current_thread() is not threading.main_thread():
         yield request
         return

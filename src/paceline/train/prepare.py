@@ -16,14 +16,14 @@ from paceline.collectives.batchnorm import convert_sync_batchnorm
 from paceline.collectives.control import (
     all_gather_object,
     check_equal,
-    error_for_this_rank,
+    error_on_one_rank,
     new_group,
     raise_on_all_ranks,
 )
 from paceline.compute.compiling import compile_model, use_cuda_graphs
 from paceline.compute.flops import FlopCounter
 from paceline.compute.forward import checkpoint_activations
-from paceline.compute.precision import MIN_BF16_SPEEDUP, autocast_forward, bf16_unsupported_reason, time_alternatives
+from paceline.compute.precision import MIN_BF16_SPEEDUP, autocast_wrapper, bf16_unsupported_reason, time_alternatives
 from paceline.compute.resources import tune_malloc
 from paceline.config.definition import make_run_definition
 from paceline.config.settings import (
@@ -47,7 +47,7 @@ from paceline.data.loader import (
     split_inputs_and_targets,
 )
 from paceline.data.plan import BatchPlan
-from paceline.data.streams import ENDLESS_NUM_SAMPLES, StreamPlan, is_stream
+from paceline.data.streams import ENDLESS_NUM_SAMPLES, StreamBatchPlan, is_stream
 from paceline.data.workers import check_shared_memory_size
 from paceline.errors import UsageError
 from paceline.host.cgroup import free_memory
@@ -55,15 +55,15 @@ from paceline.rank.world import World
 from paceline.seeding import derive_seed, fork_rng_with_seed, preserve_generator_states
 from paceline.stepping.trained_model import make_loss_scale
 from paceline.strategies import STRATEGIES, Strategy
-from paceline.strategies.average import WeightAverage
+from paceline.strategies.average import EmaWeights
 from paceline.strategies.base import MakeOptimizer
 from paceline.tasks.registry import load_task
-from paceline.tasks.settings import all_settings
+from paceline.tasks.settings import complete_task_args
 from paceline.tasks.task import SPLITS, Split, Task, call_model
 from paceline.train.compute_settings import apply_autocast, set_precision
 from paceline.train.determinism import convert_missing_kernel_error, hardware_facts
 from paceline.train.evaluate import eval_mode, try_evaluation
-from paceline.train.memory import MicroBatchSearch, can_compute_alone, compute_smallest_batch
+from paceline.train.memory import MicroBatchSearch, has_no_collectives, try_smallest_batch
 from paceline.train.optimizer import (
     LRSchedule,
     configured_optimizer_maker,
@@ -101,7 +101,7 @@ class TrainingComponents:
     allocator: Allocator = "system"
     notices: list[str] = field(default_factory=list[str])
     """Lines for the user."""
-    weight_average: WeightAverage | None = None
+    weight_average: EmaWeights | None = None
     stream: GlobalBatchStream | None = None
     """The training data, if they are a stream. `train_set` then has its first samples."""
     flop_count: FlopCounter | None = None
@@ -151,14 +151,14 @@ def prepare(config: TrainConfig, world: World) -> TrainingComponents:
         count = None if config.compute.peak_tflops == 0 else FlopCounter()
         if count is not None and config.compute.compile:  # the counter cannot see the operations of compiled code
             try_loss_on_first_samples(task, model, train_set, in_process, count=count)
-    precision, allocator, notices = resolve_compute(config.compute, model, task, train_set, loading, largest, world)
+    precision, allocator, notices = set_up_compute(config.compute, model, task, train_set, loading, largest, world)
     config = replace(config, compute=replace(config.compute, precision=precision))
     with raise_on_all_ranks(world):
         workers, ranks = config.data.num_workers, world.local_size
         check_size = partial(check_shared_memory_size, largest_batch=largest, num_workers=workers, local_ranks=ranks)
         count_once = None if config.compute.compile else count
         check = partial(try_loss_on_first_samples, task, model, train_set, in_process, check_size, count_once)
-        sample_bytes = compute_smallest_batch(check, model, world)
+        sample_bytes = try_smallest_batch(check, model, world)
         with preserve_generator_states():  # an error in the evaluation must not appear only after the first epoch
             for split in list(sets)[1:]:
                 try_evaluation(model, sets[split], task.loss, task.metrics, in_process)
@@ -175,12 +175,12 @@ def prepare(config: TrainConfig, world: World) -> TrainingComponents:
     with raise_on_all_ranks(world):
         schedule = make_lr_schedule(o, peak_lr, task, replica.optimizer, total_steps)
     task_settings = {"make_optimizer": optimizer_text, "make_schedule": schedule.described}
-    task_settings |= all_settings(str(config.task), task_options(config))
+    task_settings |= complete_task_args(str(config.task), task_options(config))
     check_equal("the task's settings, optimizer and schedule", task_settings, world)
     train_set = sets.pop("train")
-    average = replica.average = None if o.ema is None else WeightAverage(replica.state(), o.ema)
+    average = replica.average = None if o.ema is None else EmaWeights(replica.state(), o.ema)
     if config.data.micro_batch is not None:
-        plan, notice = plan_largest_micro_batches(config, task, replica, train_set, plan, share, loading)
+        plan, notice = search_largest_micro_batch(config, task, replica, train_set, plan, share, loading)
         notices.append(notice)
         config = replace(config, data=replace(config.data, accumulation=plan.accumulation, micro_batch=None))
     facts = {"data": data, "hardware": hardware_facts(world.device)}
@@ -216,11 +216,13 @@ def make_data_stream(
         if schedule != "constant" and task.make_optimizer is None:
             raise UsageError(code="stream-schedule-without-steps", value=schedule)
     batch, virtual_ranks, last_batch = shape.global_batch, shape.virtual_ranks, config.data.last_batch
-    plan = StreamPlan(ENDLESS_NUM_SAMPLES, batch, virtual_ranks, shape.accumulation, config.run.seed, False, last_batch)
+    plan = StreamBatchPlan(
+        ENDLESS_NUM_SAMPLES, batch, virtual_ranks, shape.accumulation, config.run.seed, False, last_batch
+    )
     return GlobalBatchStream(data, plan, loading, world, print)
 
 
-def plan_largest_micro_batches(
+def search_largest_micro_batch(
     config: TrainConfig, task: Task, replica: Strategy, dataset: Dataset[Any], plan: BatchPlan, share: range,
     loading: LoadingOptions,
 ) -> tuple[BatchPlan, str]:  # fmt: skip
@@ -229,7 +231,7 @@ def plan_largest_micro_batches(
     search = MicroBatchSearch([replica], world, portion, partial(all_gather_object, world=world))
     steps = TaskSteps(replica, task.loss, scale=make_loss_scale(config.compute.precision))
     merged = len(share) if config.model.batchnorm == "sync" else 1
-    is_alone = can_compute_alone(replica)
+    is_alone = has_no_collectives(replica)
     replica.model.train()
     with raise_on_all_ranks(world), preserve_generator_states():
         index = index_of_largest_sample(dataset, plan.seed, loading)
@@ -279,11 +281,11 @@ def make_configured_strategy(
             if setting in options:
                 flag = setting.replace("_", "-")
                 error = UsageError(code="option-of-another-strategy", flag=flag, owner=owner, name=name)
-                raise error_for_this_rank(error, world)
+                raise error_on_one_rank(error, world)
         keywords = {keyword: options.get(setting) for setting, keyword in STRATEGY_INFO[name].factory_kwargs.items()}
         return parallelism.make_strategy(partial(STRATEGIES[name], **keywords), model, maker, world, virtual_ranks)
     except (TypeError, ValueError) as error:  # raised on all ranks: an unsupported layer, or models that differ
-        raise error_for_this_rank(UsageError(str(error)), world) from None
+        raise error_on_one_rank(UsageError(str(error)), world) from None
 
 
 def try_loss_on_first_samples(
@@ -327,7 +329,7 @@ def try_loss_on_first_samples(
     return max(0, used_bytes) // len(indices)
 
 
-def resolve_compute(
+def set_up_compute(
     config: ComputeConfig, model: nn.Module, task: Task, dataset: Dataset[Any], loading: LoadingOptions, samples: int,
     world: World,
 ) -> tuple[Precision, Allocator, list[str]]:  # fmt: skip
@@ -376,7 +378,7 @@ def _measure_precisions(
 ) -> dict[str, float]:
     """Seconds of forward and backward on the first `samples` samples, by precision. The model does not change."""
     indices = torch.arange(min(samples, len(dataset)))  # pyright: ignore[reportArgumentType]
-    forward_in_bf16 = autocast_forward(model, loading.device, torch.bfloat16)
+    forward_in_bf16 = autocast_wrapper(model, loading.device, torch.bfloat16)
     with preserve_generator_states(), eval_mode(model), torch.enable_grad():
         (batch,) = fetch_inputs_and_targets(dataset, [(0, indices)], 0, replace(loading, num_workers=0))
 

@@ -13,20 +13,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.checkpoint.shards import hash_tensors
-from paceline.checkpoint.state import ResumePoint, RunLocation, TensorShard, TrainerState
-from paceline.collectives.control import all_gather_object, check_equal, error_for_this_rank
+from paceline.checkpoint.state import LockedRun, ResumePoint, TensorShard, TrainerState
+from paceline.collectives.control import all_gather_object, check_equal, error_on_one_rank
 from paceline.compute.flops import Utilization
 from paceline.compute.resources import peak_resident_memory
+from paceline.config.choices import CheckpointIntervals
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan
 from paceline.errors import ExitCode, PacelineError, TrainingError
+from paceline.protocol.balance import AUTO
+from paceline.protocol.control import WorkerSpec
 from paceline.protocol.evidence import Phase
 from paceline.protocol.status_page import PHASE_TIMES, PHASE_TIMES_OF_STEPS, REGROUPS, SAVES_ASKED, STEP
 from paceline.rank.guard import HangGuard
 from paceline.rank.world import World
 from paceline.runs import events
 from paceline.runs.folder import ADAPTER, WEIGHTS
-from paceline.runs.progress import Throughput
+from paceline.runs.progress import ThroughputMeter
 from paceline.runs.summary import Summary, finite_metrics, write_summary
 from paceline.runs.utilization import goodput
 from paceline.runs.writing import remove
@@ -34,12 +37,11 @@ from paceline.stepping.nonfinite import NonFinitePolicy, SkippedSteps
 from paceline.stepping.order import CollectiveOrderCheck
 from paceline.stepping.totals import ControlFlags
 from paceline.stepping.trained_model import ModelInTraining
-from paceline.train.preemption import StopRequest
+from paceline.train.preemption import StopSignalHandler
 from paceline.train.records import RunRecorder, StepTraces
 from paceline.train.step_record import StepRecord
 
 if TYPE_CHECKING:
-    from paceline.config.choices import CheckpointIntervals
     from paceline.train.checkpointing import CheckpointManager
     from paceline.train.streaming import GlobalBatchStream
 
@@ -52,7 +54,7 @@ class TrainingProgress(RunRecorder):
     """The state that the loop over steps shares with the work between steps."""
 
     def __init__(
-        self, place: RunLocation | None, origin: ResumePoint | None, world: World, intervals: CheckpointIntervals,
+        self, place: LockedRun | None, origin: ResumePoint | None, world: World, intervals: CheckpointIntervals,
         not_finite: NonFinitePolicy, show: Callable[[str], None],
     ) -> None:  # fmt: skip
         super().__init__(place, world, show)
@@ -61,9 +63,9 @@ class TrainingProgress(RunRecorder):
         self.order = CollectiveOrderCheck(
             world, self._guard.ledger.take_order_hash, self._guard.ledger.last_ordered_calls, self.say
         )
-        self.request: StopRequest | None = None
+        self.request: StopSignalHandler | None = None
         self._skipped, self._not_finite = SkippedSteps(not_finite, world, self.say), not_finite
-        self.throughput, self._traces = Throughput(), StepTraces(self._guard.page)
+        self.throughput, self._traces = ThroughputMeter(), StepTraces(self._guard.page)
         self.use = Utilization(world)
         self._began, self._costs = time.perf_counter(), dict[str, Any]()
         self._checkpoints: CheckpointManager | None = None
@@ -148,9 +150,14 @@ class TrainingProgress(RunRecorder):
         if tracked or self.is_open:
             self.log_step(record, samples, self._share, listed=self._listed, tracked=tracked)
         if self.is_open:
-            self.write_optional(self._traces.take_due(record, self._replicas if self.step == self.start + 1 else ()))
-            if self._world.rank == 0 and self.step == self.start + 1 and (flops := self.use.count.per_sample):
+            is_first = self.step == self.start + 1
+            self.write_optional(self._traces.take_due(record, self._replicas if is_first else ()))
+            if self._world.rank == 0 and is_first and (flops := self.use.count.per_sample):
                 self.write_optional([events.FlopsCounted(flops, self.use.devices, self.use.peak_tflops())])
+            if is_first and (spec := WorkerSpec.from_environment()) is not None and spec.balance == AUTO:
+                from paceline.train.memory import max_virtual_ranks  # most runs do not need it
+
+                page.put("max_virtual_ranks", max_virtual_ranks(self._replicas, self._world, self._plan.virtual_ranks))
 
     def rollback_point(self, record: StepRecord) -> ResumePoint | None:
         """The older state to restore if the step was skipped and the policy is `rollback` (then collective)."""
@@ -234,9 +241,7 @@ class TrainingProgress(RunRecorder):
         if stopped and failure:
             weights, save_weights = self._replicas[0].weights(), self._weight_files.save_with_fallback_folders
             failure += f"; {save_weights(weights, self.place.folder)}" if is_first_rank else ""
-            raise error_for_this_rank(
-                TrainingError(code="stopped-unsaved", step=self.step, reason=failure), self._world
-            )
+            raise error_on_one_rank(TrainingError(code="stopped-unsaved", step=self.step, reason=failure), self._world)
         fields: dict[str, Any] = {}
         if not stopped:
             fields = {"weights_sha256": self._save_weights(self.place), "seconds": time.perf_counter() - self._began}
@@ -249,10 +254,10 @@ class TrainingProgress(RunRecorder):
             for line in lines(self.summarise(code, **fields)):
                 self.show(line)
         if failure:
-            raise error_for_this_rank(TrainingError(code="last-checkpoint-unsaved", reason=failure), self._world)
+            raise error_on_one_rank(TrainingError(code="last-checkpoint-unsaved", reason=failure), self._world)
         return code
 
-    def _save_weights(self, location: RunLocation) -> str:
+    def _save_weights(self, location: LockedRun) -> str:
         digests: list[str] = []
         for number, (replica, adapters) in enumerate(zip(self._replicas, self._adapters, strict=True), 1):
             with replica.use_merged_buffers():

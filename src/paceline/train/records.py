@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.checkpoint.state import RunLocation
+from paceline.checkpoint.state import LockedRun
 from paceline.collectives.control import all_gather_object
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan
@@ -38,14 +38,14 @@ FULLY_TRACED_STEP_BITS = 6  # the first 2**6 - 1 steps are all traced
 class RunRecorder:
     """Writes the records of this rank. Without a place (a session that has no run folder) it writes no files."""
 
-    def __init__(self, place: RunLocation | None, world: World, show: Callable[[str], None]) -> None:
+    def __init__(self, place: LockedRun | None, world: World, show: Callable[[str], None]) -> None:
         self.place, self.show, self._world = place, show, world
         self._writer: EventWriter | None = None
         self._tracking = TrackerQueue([], Path(), {}, self.say)
         self._machine: NodeUtilizationLogger | None = None
         self._listed_step = 0  # the last step whose samples are recorded
 
-    def open_writers(self, place: RunLocation, report_to: str | None) -> EventWriter:
+    def open_writers(self, place: LockedRun, report_to: str | None) -> EventWriter:
         self._writer = EventWriter(place.folder / f"events-{self._world.rank}.jsonl")
         self._tracking = TrackerQueue(
             parse_report_to(report_to) if self._world.rank == 0 else [], place.folder, place.definition, self.say
@@ -105,7 +105,7 @@ class RunRecorder:
         counted = [batch.work for batch in micro_batches if batch.work.is_counted]
         for work in counted or [micro_batches[0].work]:  # a rank without samples records that it has none
             indices: list[int] = work.indices.tolist() if counted else []
-            self.write(events.Samples(step, work.epoch, work.virtual_rank, work.micro_batch, indices))
+            self.write(events.SampleIndices(step, work.epoch, work.virtual_rank, work.micro_batch, indices))
 
     def log_step(self, record: StepRecord, samples: int, share: range, *, listed: bool, tracked: bool = False) -> None:
         result = record.result
@@ -167,7 +167,7 @@ class StepTraces:
         began, ended = borders[0][1], borders[-1][1]
         pairs = pairwise(borders)
         calls = [
-            (op.name or op.kind, round(at / 1e9 - began, 7), round(seconds, 7), parse_tensor_bytes(op.shape, op.dtype))
+            (op.name or op.kind, round(at / 1e9 - began, 7), round(seconds, 7), count_tensor_bytes(op.shape, op.dtype))
             for at, seconds, op in self._page.calls_since(int(began * 1e9))
             if at / 1e9 <= ended
         ]
@@ -184,7 +184,7 @@ def is_traced_step(step: int) -> bool:
     return step % (1 << max(0, step.bit_length() - FULLY_TRACED_STEP_BITS)) == 0
 
 
-def parse_tensor_bytes(shapes: str, dtypes: str) -> int:
+def count_tensor_bytes(shapes: str, dtypes: str) -> int:
     """Bytes of a collective's tensors, from the guard's texts, e.g. '[10, 3] [4]' and 'float32'; 0 if unknown."""
     width = max((int("".join(filter(str.isdigit, name)) or 0) // 8 for name in dtypes.split(", ")), default=0)
     shape_texts = shapes.removeprefix("[").removesuffix("]").split("] [") if shapes else []

@@ -14,12 +14,12 @@ import torch
 
 from paceline import __version__
 from paceline.checkpoint.resume import find_resume_point, lock_run_folder
-from paceline.checkpoint.state import ResumePoint, RunLocation
+from paceline.checkpoint.state import LockedRun, ResumePoint
 from paceline.collectives.communicator import get_communicator, make_communicator
-from paceline.collectives.control import check_equal, error_for_this_rank, raise_on_all_ranks
+from paceline.collectives.control import check_equal, error_on_one_rank, raise_on_all_ranks
 from paceline.config import definition
 from paceline.config.mesh import resolve_mesh
-from paceline.config.settings import TrainConfig, drop_start_only_settings, dump, load, resolve_defaults
+from paceline.config.settings import TrainConfig, config_to_toml, drop_start_only_settings, load, resolve_defaults
 from paceline.config.strategies import EXACT_STRATEGIES, check_can_audit
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.protocol.control import WorkerSpec, restart_count
@@ -76,7 +76,7 @@ def train(config: TrainConfig) -> tuple[Path, ExitCode]:
                 check_user_code(world)
                 if rehearsed_step is not None and 0 < parts.total_steps <= rehearsed_step:
                     error = UsageError(code="rehearsal-too-late", value=rehearsed_step, steps=parts.total_steps)
-                    raise error_for_this_rank(error, world)
+                    raise error_on_one_rank(error, world)
                 location = replace(location, definition=parts.definition)
                 if config.strategy in EXACT_STRATEGIES:
                     check_equal("processors and libraries", location.definition["hardware"], world)
@@ -107,7 +107,7 @@ def train(config: TrainConfig) -> tuple[Path, ExitCode]:
     return location.folder, code
 
 
-def restore_auto_settings(config: TrainConfig, place: RunLocation) -> TrainConfig:
+def restore_auto_settings(config: TrainConfig, place: LockedRun) -> TrainConfig:
     """Replace `--precision auto` and `--micro-batch auto` of a resumed run with what it found at its first start.
 
     With `--allow-change accumulation` a micro-batch is found again.
@@ -128,29 +128,29 @@ def restore_auto_settings(config: TrainConfig, place: RunLocation) -> TrainConfi
     return config
 
 
-def _write_settings(config: TrainConfig, location: RunLocation, parts: TrainingComponents) -> None:
+def _write_settings(config: TrainConfig, location: LockedRun, parts: TrainingComponents) -> None:
     assert location.attempt_dir is not None
     run_folder.move_summary_to_attempt(location.folder, location.attempt)
-    run_folder.write_settings(location.folder, dump(drop_start_only_settings(config)))
-    run_folder.write_settings(location.attempt_dir, dump(config))  # restarted workers read this file
+    run_folder.write_settings(location.folder, config_to_toml(drop_start_only_settings(config)))
+    run_folder.write_settings(location.attempt_dir, config_to_toml(config))  # restarted workers read this file
     environment = msgspec.json.encode(_environment(parts.replica.world))
     writing.replace_file(location.folder / "environment.json", msgspec.json.format(environment, indent=2))
 
 
-def _find_resume_point(config: TrainConfig, location: RunLocation, world: World) -> ResumePoint | None:
+def _find_resume_point(config: TrainConfig, location: LockedRun, world: World) -> ResumePoint | None:
     c = config.checkpoint
     origin = find_resume_point(location, world, resume=c.resume == "auto", trust=config.run.trust, restart=c.restart)
     if origin is not None:
         with raise_on_all_ranks(world):
             allowed = definition.parse_allowed_changes(c.allow_change)
-            changes = definition.check_same_definition(
+            changes = definition.check_definition_changes(
                 origin.trainer_state.definition, location.definition, allowed, origin.location_text
             )
         location.notices.extend(f"changed with --allow-change: {change}" for change in changes)
     return origin
 
 
-def _is_exact_so_far(config: TrainConfig, location: RunLocation, origin: ResumePoint | None) -> bool:
+def _is_exact_so_far(config: TrainConfig, location: LockedRun, origin: ResumePoint | None) -> bool:
     if config.strategy not in EXACT_STRATEGIES:
         return False
     if origin is None:

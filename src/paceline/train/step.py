@@ -22,7 +22,7 @@ from paceline.protocol.evidence import Phase
 from paceline.protocol.status_page import StatusPage
 from paceline.rank.guard import HangGuard
 from paceline.stepping.audit import StepAuditor
-from paceline.stepping.micro_step import MicroStep, make_weighted_loss, upcast_to_float32
+from paceline.stepping.micro_step import MicroStep, upcast_to_float32, weigh_loss
 from paceline.stepping.nonfinite import select_samples
 from paceline.stepping.order import CollectiveOrderCheck
 from paceline.stepping.step import PreviousStepNotAppliedError, Step
@@ -31,7 +31,7 @@ from paceline.stepping.trained_model import LossScale, ModelInTraining
 from paceline.strategies.base import Strategy
 from paceline.strategies.buffers import ignore_dummy_batch
 from paceline.tasks.task import Loss, call_model
-from paceline.train.memory import can_compute_alone, explain_out_of_memory
+from paceline.train.memory import has_no_collectives, out_of_memory_error
 from paceline.train.optimizer import LRSchedule
 from paceline.train.step_record import PhaseClock, PhaseEvents, StepRecord
 
@@ -213,7 +213,7 @@ class TaskSteps(Step):
         micro_step = MicroStep(batch, batch.work, is_last, [])
         losses, weights = compute_losses_and_weights(self._loss, outputs, batch.targets)
         self._sums.in_round = 0
-        weighed = make_weighted_loss(losses, weights, "mean", micro_step)
+        weighed = weigh_loss(losses, weights, "mean", micro_step)
         self._sums.add_loss(losses, weighed, "mean", micro_step, plain=False)
         return weighed.value
 
@@ -231,8 +231,8 @@ class TaskSteps(Step):
             work = replace(batch.work, is_counted=False, indices=batch.work.indices[:size])
             self.try_batch(replace(batch, inputs=inputs, targets=targets, work=work))
 
-        trial = compute if can_compute_alone(replica) else None
-        return explain_out_of_memory([replica], replica.world, where, samples, trial)
+        trial = compute if has_no_collectives(replica) else None
+        return out_of_memory_error([replica], replica.world, where, samples, trial)
 
 
 def train_step(

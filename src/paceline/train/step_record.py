@@ -92,7 +92,7 @@ class PhaseEvents:
         return spent
 
 
-def phase_events(device: torch.device) -> PhaseEvents | None:
+def make_phase_events(device: torch.device) -> PhaseEvents | None:
     if device.type == "cpu":
         return None
     recording = torch.cuda.is_current_stream_capturing if device.type == "cuda" else lambda: False

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from paceline.collectives.control import all_gather_object, check_equal, error_for_this_rank, raise_on_all_ranks
+from paceline.collectives.control import all_gather_object, check_equal, error_on_one_rank, raise_on_all_ranks
 from paceline.data.fingerprint import hash_samples
 from paceline.data.loader import LoadingOptions, MicroBatch
 from paceline.data.plan import MicroBatchPlan
@@ -16,8 +16,8 @@ from paceline.data.streams import (
     LocalBatch,
     LocalBatchReader,
     Position,
+    StreamBatchPlan,
     StreamMicroBatch,
-    StreamPlan,
     StreamReader,
     read_local_batches,
     shard_stream,
@@ -42,7 +42,7 @@ class GlobalBatchStream:
     """The `next_batch_samples` field of ControlFlags: the samples that this rank has for the next batch."""
 
     def __init__(
-        self, dataset: Any, plan: StreamPlan, loading: LoadingOptions, world: World, say: Callable[[str], None]
+        self, dataset: Any, plan: StreamBatchPlan, loading: LoadingOptions, world: World, say: Callable[[str], None]
     ) -> None:
         self.dataset, self.plan, self.loading = dataset, plan, loading
         self._world, self.say = world, say
@@ -227,4 +227,4 @@ class GlobalBatchStream:
             raise self._error("streams-differ", ranks=different)
 
     def _error(self, code: str, **fields: Any) -> PacelineError:
-        return error_for_this_rank((TrainingError if self._trained else UsageError)(code=code, **fields), self._world)
+        return error_on_one_rank((TrainingError if self._trained else UsageError)(code=code, **fields), self._world)

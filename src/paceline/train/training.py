@@ -6,7 +6,7 @@ from contextlib import closing
 from functools import partial
 from typing import Any
 
-from paceline.checkpoint.state import ResumePoint, RunLocation
+from paceline.checkpoint.state import LockedRun, ResumePoint
 from paceline.collectives.control import is_async_device
 from paceline.compute.flops import Utilization
 from paceline.config.choices import CheckpointIntervals, parse_checkpoint_interval
@@ -28,16 +28,16 @@ from paceline.train.preemption import record_stop_signals
 from paceline.train.prepare import TrainingComponents
 from paceline.train.progress import TrainingProgress
 from paceline.train.step import fit
-from paceline.train.step_record import StepRecord, phase_events
-from paceline.train.wording import closing_lines, data_wait_lines, opening_lines, stopped_line, summary_facts
+from paceline.train.step_record import StepRecord, make_phase_events
+from paceline.train.wording import closing_lines, data_wait_lines, opening_lines, stopped_line, summary_values
 
 
 class TaskTrainer:
-    def __init__(self, parts: TrainingComponents, place: RunLocation, origin: ResumePoint | None) -> None:
+    def __init__(self, parts: TrainingComponents, place: LockedRun, origin: ResumePoint | None) -> None:
         self._parts, self._place = parts, place
         self._world, self._config = parts.replica.world, parts.config
         self._page = HangGuard.of_process().page
-        self._page.on_device = self._on_device = phase_events(self._world.device)
+        self._page.on_device = self._on_device = make_phase_events(self._world.device)
         interval, is_shown = self._config.run.log_interval, self._world.rank == 0
         self._display = ProgressDisplay(total_steps=parts.total_steps, interval=interval, shown=is_shown)
         c, not_finite = self._config.checkpoint, self._config.guard.not_finite
@@ -74,7 +74,7 @@ class TaskTrainer:
             try:
                 progress.open_run(
                     [ModelInTraining(parts.replica)], parts.plan, parts.local_virtual_ranks,
-                    lambda: summary_facts(parts, self._place) | self._evaluator.summary_fields(), opening_lines(parts),
+                    lambda: summary_values(parts, self._place) | self._evaluator.summary_fields(), opening_lines(parts),
                     of=f" of {parts.total_steps}" if parts.total_steps else "", report_to=run.report_to,
                     listed=run.record_samples or parts.plan.own_order,
                 )  # fmt: skip

@@ -54,7 +54,7 @@ def save(
         raise OSError(f"{path} cannot be written: {error}") from error
 
 
-def load(path: Path, *, require_trusted_owner: bool) -> dict[str, Tensor]:
+def read_weight_file(path: Path, *, require_trusted_owner: bool) -> dict[str, Tensor]:
     """Load a file of `save`, with tied weights under all their names. Raises OSError if it is missing or damaged."""
     try:
         with (
@@ -140,7 +140,7 @@ def read_weights(path: Path, *, trust: bool, report: MessageCallback) -> dict[st
     try:
         if path.suffix != ".safetensors":
             return _state_dict_in(torch.load(path, map_location="cpu", weights_only=True), path)
-        return load(real_path(path), require_trusted_owner=False)  # safetensors cannot contain code
+        return read_weight_file(real_path(path), require_trusted_owner=False)  # safetensors cannot contain code
     except (OSError, UnpicklingError, RuntimeError, EOFError) as error:
         raise UsageError(code="init-from-unreadable", path=path, reason=str(error).splitlines()[0]) from None
 

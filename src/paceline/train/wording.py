@@ -1,17 +1,19 @@
 """The lines that a run prints at its start and end, and the fields of its summary."""
 
+import os
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.checkpoint.state import RunLocation
+from paceline.checkpoint.state import LockedRun
 from paceline.data.arrays import batch_gatherer
 from paceline.data.plan import BatchPlan
 from paceline.data.workers import has_batched_getitems
 from paceline.errors import plural
 from paceline.host.cgroup import usable_cores
+from paceline.protocol.control import WorkerSpec
 from paceline.rank.world import World, device_name
 from paceline.runs.summary import Summary, format_metrics
 from paceline.train.optimizer import scaled_lr
@@ -35,7 +37,7 @@ def opening_lines(parts: "TrainingComponents") -> list[str]:
         lines.append(line)
     lines += parts.notices
     if (every := config.guard.audit_every) is not None:
-        lines.append(describe_audit_interval(every, world))
+        lines += describe_audits(every, config.guard.on_audit, world)
     o = config.optimizer
     if o.lr_scaling != "none":
         peak_lr = scaled_lr(o.lr, o.lr_scaling, plan.global_batch, o.lr_base_batch)
@@ -52,10 +54,17 @@ def opening_lines(parts: "TrainingComponents") -> list[str]:
     return lines
 
 
-def describe_audit_interval(every: int, world: World) -> str:
+def describe_audits(every: int, on_audit: str, world: World) -> list[str]:
     if world.size == 1:
-        return "no audits, because one rank is left"
-    return f"audit every {'step' if every == 1 else f'{every} steps'}"
+        return ["no audits, because one rank is left"]
+    lines = [f"audit every {'step' if every == 1 else f'{every} steps'}"]
+    spec, nodes = WorkerSpec.from_environment(), int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    if on_audit == "exclude" and spec is not None and 1 < nodes <= spec.min_nodes:
+        lines.append(
+            f"WARNING: an audit cannot exclude a whole node, because --nodes {nodes}:MAX requires all {nodes} nodes "
+            "that train now. If it names one other than node 0, the run ends"
+        )
+    return lines
 
 
 def batch_line(plan: BatchPlan, world_size: int) -> str:
@@ -85,7 +94,7 @@ def report_hint(folder: Path) -> str:
     return f"see it: paceline report {shlex.quote(str(folder))}"
 
 
-def summary_facts(parts: "TrainingComponents", place: RunLocation) -> dict[str, Any]:
+def summary_values(parts: "TrainingComponents", place: LockedRun) -> dict[str, Any]:
     compute, facts = parts.config.compute, place.definition
     names = ("virtual_ranks", "global_batch", "accumulation", "threads_per_rank", "precision")
     bits = {name: facts[name] for name in names} | facts["hardware"]  # the same for 1 to virtual_ranks processes

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from paceline.host.facts import Address, Facts, ResourceLimit
+from paceline.host.facts import Address, NodeFacts, ResourceLimit
 from paceline.host.gpus import Gpu
 from paceline.lab.doctor.host import FactsAnswer, FolderProbeAnswer, LinkMeasurement
 from paceline.lab.doctor.survey import PlannedRun, Survey
@@ -13,10 +13,10 @@ from paceline.lab.doctor.survey import PlannedRun, Survey
 HOSTS = ("n1", "n2", "n3")
 
 
-def facts(name: str, /, **changes: Any) -> Facts:
+def facts(name: str, /, **changes: Any) -> NodeFacts:
     """One host as it should be, but for `changes`."""
     address = f"10.77.0.{name.removeprefix('n')}"
-    healthy = Facts(
+    healthy = NodeFacts(
         host=name,
         pid=1000,
         python="3.11.7",

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from paceline.lab.doctor import host as m
-from paceline.lab.doctor.survey import PROGRAM, start_program_on_each_host
+from paceline.lab.doctor.survey import PROGRAM, open_host_programs
 from paceline.launch.plan import Command
 
 HEALTHY = Command("n1", (sys.executable, *PROGRAM))
@@ -34,7 +34,7 @@ def stub(name: str, script: str) -> Command:
     ],
 )
 def test_a_bad_session_is_lost_alone_and_says_why(script: str, words: str) -> None:
-    with start_program_on_each_host([stub("n2", script), HEALTHY]) as programs:
+    with open_host_programs([stub("n2", script), HEALTHY]) as programs:
         answers = programs.ask(dict.fromkeys(("n1", "n2"), m.TimeRequest()), m.TimeAnswer, 2.0)
         assert list(answers) == ["n1"]
         assert any(part in programs.lost["n2"] for part in words.split("|")), programs.lost["n2"]
@@ -43,13 +43,13 @@ def test_a_bad_session_is_lost_alone_and_says_why(script: str, words: str) -> No
 
 def test_noise_of_a_login_shell_is_skipped() -> None:
     script = f"echo Welcome; echo; exec {shlex.join(HEALTHY.argv)}"
-    with start_program_on_each_host([stub("n2", script)]) as programs:
+    with open_host_programs([stub("n2", script)]) as programs:
         assert programs.ask({"n2": m.TimeRequest()}, m.TimeAnswer, 10.0)
         assert programs.lost == {}
 
 
 def test_a_program_that_is_not_there_is_told() -> None:
-    with start_program_on_each_host([Command("n2", ("/no/such/ssh", "n2"))]) as programs:
+    with open_host_programs([Command("n2", ("/no/such/ssh", "n2"))]) as programs:
         assert programs.ask({"n2": m.TimeRequest()}, m.TimeAnswer, 1.0) == {}
         assert "/no/such/ssh" in programs.lost["n2"] and os.strerror(errno.ENOENT) in programs.lost["n2"]
 
@@ -58,7 +58,7 @@ def test_all_hosts_are_asked_at_the_same_time(tmp_path: Path) -> None:
     """Each answers when all have been asked."""
     all_asked = f"while [ $(ls {tmp_path} | wc -l) -lt 5 ]; do sleep 0.05; done"
     slow = f"read line; touch {tmp_path}/$$; {all_asked}; echo '{{\"wall_seconds\": 1}}'; exec cat"
-    with start_program_on_each_host([stub(f"n{i}", slow) for i in range(5)]) as programs:
+    with open_host_programs([stub(f"n{i}", slow) for i in range(5)]) as programs:
         answers = programs.ask(
             {session.name: m.TimeRequest() for session in programs._sessions.all}, m.TimeAnswer, 15.0
         )
@@ -67,9 +67,9 @@ def test_all_hosts_are_asked_at_the_same_time(tmp_path: Path) -> None:
 
 DYING = """
 import os, sys, time
-from paceline.lab.doctor.survey import PROGRAM, start_program_on_each_host
+from paceline.lab.doctor.survey import PROGRAM, open_host_programs
 from paceline.launch.plan import Command
-with start_program_on_each_host([Command("n1", (sys.executable, *PROGRAM))]) as programs:
+with open_host_programs([Command("n1", (sys.executable, *PROGRAM))]) as programs:
     print(programs._sessions.all[0].process.pid, flush=True)
     time.sleep(60)
 """

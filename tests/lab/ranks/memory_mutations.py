@@ -17,12 +17,12 @@ from torch import Tensor
 
 from paceline.collectives import shm_collectives
 from paceline.collectives.buckets import divide
-from paceline.collectives.shared_memory import SharedMemory
+from paceline.collectives.shared_memory import SharedMemoryGroup
 from paceline.collectives.shm_collectives import (
     AsyncAllReduce,
-    Chunk,
     Results,
     SlotBuffers,
+    TensorChunk,
     TensorList,
     TensorSegment,
     TreeSum,
@@ -35,7 +35,7 @@ ODD_RANK = 1  # the one that does something wrong, where only one does
 MEMORY_MUTATIONS: list[Mutation] = []
 bug = partial(bug_of_reducer, strategies="bucketed exact", policies="none", to=MEMORY_MUTATIONS)
 Load = Callable[..., None]
-Take = Callable[[SlotBuffers, Chunk, int, int, Results], None]
+Take = Callable[[SlotBuffers, TensorChunk, int, int, Results], None]
 
 
 # right up to rounding, and so for `verify --bitwise` alone
@@ -57,7 +57,7 @@ def memory_other_order() -> AbstractContextManager[None]:
 def memory_chunk_left_out() -> AbstractContextManager[None]:
     original: Take = SlotBuffers.collect_results
 
-    def take(self: SlotBuffers, chunk: Chunk, slot: int, at: int, results: Results) -> None:
+    def take(self: SlotBuffers, chunk: TensorChunk, slot: int, at: int, results: Results) -> None:
         if chunk is not self.chunks[-1]:
             original(self, chunk, slot, at, results)
 
@@ -68,7 +68,7 @@ def memory_chunk_left_out() -> AbstractContextManager[None]:
 def memory_chunk_short() -> AbstractContextManager[None]:
     original: Take = SlotBuffers.collect_results
 
-    def take(self: SlotBuffers, chunk: Chunk, slot: int, at: int, results: Results) -> None:
+    def take(self: SlotBuffers, chunk: TensorChunk, slot: int, at: int, results: Results) -> None:
         piece = chunk.segments[-1]
         result = results[piece.tensor_index]
         end = TensorSegment(piece.tensor_index, piece.stop - 1, piece.stop)
@@ -96,9 +96,9 @@ def memory_divided_twice() -> AbstractContextManager[None]:
 @bug("a slot that is read before it is written anew", "gradient")
 def memory_share_stale() -> AbstractContextManager[None]:
     original: Load = SlotBuffers.write_chunk
-    kept: WeakKeyDictionary[SlotBuffers, dict[Chunk, Tensor]] = WeakKeyDictionary()
+    kept: WeakKeyDictionary[SlotBuffers, dict[TensorChunk, Tensor]] = WeakKeyDictionary()
 
-    def load(self: SlotBuffers, chunk: Chunk, own: Sequence[TensorList | None], slot: int, **more: bool) -> None:
+    def load(self: SlotBuffers, chunk: TensorChunk, own: Sequence[TensorList | None], slot: int, **more: bool) -> None:
         original(self, chunk, own, slot, **more)
         rank = self._memory.rank
         if rank == ODD_RANK:
@@ -141,7 +141,7 @@ def memory_none_as_zero() -> AbstractContextManager[None]:
 def memory_none_as_garbage() -> AbstractContextManager[None]:
     original: Load = SlotBuffers.write_chunk
 
-    def load(self: SlotBuffers, chunk: Chunk, own: Sequence[TensorList | None], slot: int, **more: bool) -> None:
+    def load(self: SlotBuffers, chunk: TensorChunk, own: Sequence[TensorList | None], slot: int, **more: bool) -> None:
         if any(tensor is not None for flat in own for tensor in flat or ()):
             original(self, chunk, own, slot, **more)
 
@@ -152,7 +152,7 @@ def memory_none_as_garbage() -> AbstractContextManager[None]:
 def memory_totals_short() -> AbstractContextManager[None]:
     original = AsyncAllReduce.__init__
 
-    def init(self: AsyncAllReduce, memory: SharedMemory, numbers: Sequence[float], name: str) -> None:
+    def init(self: AsyncAllReduce, memory: SharedMemoryGroup, numbers: Sequence[float], name: str) -> None:
         original(self, memory, [0.0] * len(numbers) if memory.rank == ODD_RANK else numbers, name)
 
     return planted((AsyncAllReduce, "__init__", init))
@@ -163,7 +163,7 @@ def memory_weights_late() -> AbstractContextManager[None]:
     original = shm_collectives.all_gather
     kept: dict[int, Tensor] = {}
 
-    def all_gather(memory: SharedMemory, mine: Tensor, out: Tensor, name: str) -> None:
+    def all_gather(memory: SharedMemoryGroup, mine: Tensor, out: Tensor, name: str) -> None:
         late = mine
         if mine.is_floating_point():  # no message
             late, kept[out.data_ptr()] = kept.get(out.data_ptr(), mine), mine.clone()

@@ -19,7 +19,7 @@ from tests.run_ranks import run_ranks
 from paceline.collectives import shm_collectives, shm_communicator
 from paceline.collectives.communicator import make_communicator
 from paceline.lab.ranks.verify import collect_bit_digests, verify
-from paceline.lab.verify import Case, Diagnosis, Result, VerifySpec
+from paceline.lab.verify import CaseResult, Divergence, StrategyCase, VerifySpec
 from paceline.protocol.control import SHARED_MEMORY
 from paceline.rank.world import World
 
@@ -32,14 +32,14 @@ OVER_TORCH = [CONTROL, *CONTROLS_OF_SCALE, *MUTATIONS]
 THROUGH_MEMORY = [IN_MEMORY, *MEMORY_MUTATIONS]
 
 
-def findings(rank: int, world_size: int, names: Sequence[str]) -> dict[str, list[Result]]:
+def findings(rank: int, world_size: int, names: Sequence[str]) -> dict[str, list[CaseResult]]:
     """Each named mutation's results for the strategies and policies it affects (run by every rank)."""
     os.environ[SHARED_MEMORY] = "off"  # these bugs are planted into the reducers over torch.distributed
     world = World(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
     return {m.name: _verified(m, world) for m in OVER_TORCH if m.name in names}
 
 
-def findings_in_memory(rank: int, world_size: int, names: Sequence[str]) -> dict[str, list[Result]]:
+def findings_in_memory(rank: int, world_size: int, names: Sequence[str]) -> dict[str, list[CaseResult]]:
     """The same for bugs in shared memory; the control, too, goes through it."""
     world = World(rank, world_size, rank, world_size, torch.device("cpu"), "gloo")
     shm_communicator.BULK_BYTES = BULK_BYTES
@@ -50,31 +50,31 @@ def findings_in_memory(rank: int, world_size: int, names: Sequence[str]) -> dict
         }
 
 
-def all_findings(names: Collection[str], folder: Path, timeout: float) -> dict[str, list[Result]]:
+def all_findings(names: Collection[str], folder: Path, timeout: float) -> dict[str, list[CaseResult]]:
     from tests.lab.ranks import mutation_table as in_module  # the ranks cannot import it from __main__
 
-    found: dict[str, list[Result]] = {}
+    found: dict[str, list[CaseResult]] = {}
     for function, mutations in ((in_module.findings, OVER_TORCH), (in_module.findings_in_memory, THROUGH_MEMORY)):
         if chosen := [m.name for m in mutations if m.name in names]:
             found |= run_ranks(function, WORLD_SIZE, folder, chosen, timeout=timeout)[0]
     return found
 
 
-def _verified(mutation: Mutation, world: World) -> list[Result]:
+def _verified(mutation: Mutation, world: World) -> list[CaseResult]:
     with mutation.plant():
         results = verify(_spec(mutation, world.size), world).results
     return [r for r in results if r.case.batchnorm in mutation.policies]
 
 
-def _bits_of(mutation: Mutation, world: World) -> list[Result]:
+def _bits_of(mutation: Mutation, world: World) -> list[CaseResult]:
     """What `verify --bitwise` sees: whether the bits are those that other world sizes have."""
     spec = _spec(mutation, world.size + 2)  # virtual ranks: with fewer, the tree is the order of ranks
     right = collect_bit_digests(spec, world)
     with mutation.plant():
         planted_one = collect_bit_digests(spec, world)
-    (name,), case = mutation.strategies, Case(mutation.strategies[0], world.size, "none", "sgd")
+    (name,), case = mutation.strategies, StrategyCase(mutation.strategies[0], world.size, "none", "sgd")
     differ = planted_one.bits != right.bits
-    return [Result(case, {}, [], 0.0, Diagnosis(0, "bits", name, "other bits") if differ else None)]
+    return [CaseResult(case, {}, [], 0.0, Divergence(0, "bits", name, "other bits") if differ else None)]
 
 
 def _spec(mutation: Mutation, virtual_ranks: int) -> VerifySpec:
@@ -82,7 +82,7 @@ def _spec(mutation: Mutation, virtual_ranks: int) -> VerifySpec:
                 CLIP_NORM, short_tail=True)  # fmt: skip
 
 
-def judge(mutation: Mutation, results: Sequence[Result]) -> str:
+def judge(mutation: Mutation, results: Sequence[CaseResult]) -> str:
     """'named', or what is wrong with the findings."""
     missed = [str(r.case) for r in results if r.finding is None]
     misnamed = [

@@ -34,7 +34,7 @@ from paceline.data import plan as shuffle_module
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import BatchPlan, MicroBatchPlan
 from paceline.seeding import SeededRngScope
-from paceline.stepping.totals import StepTotals, Totals
+from paceline.stepping.totals import Totals, TotalsReducer
 from paceline.stepping.trained_model import ModelInTraining
 from paceline.strategies import base
 from paceline.strategies import bucketed as bucketed_module
@@ -908,9 +908,9 @@ def weights_ignored() -> AbstractContextManager[None]:
 
 @bug("003: loss of rank 0", "loss")
 def own_loss_reported() -> AbstractContextManager[None]:
-    original = StepTotals.start
+    original = TotalsReducer.start
 
-    def start(self: StepTotals) -> Callable[[], Totals]:
+    def start(self: TotalsReducer) -> Callable[[], Totals]:
         loss, weight = float(sum(self._losses)), float(sum(self._weights))
         wait = original(self)
 
@@ -923,7 +923,7 @@ def own_loss_reported() -> AbstractContextManager[None]:
 
         return mine
 
-    return planted((StepTotals, "start", start))
+    return planted((TotalsReducer, "start", start))
 
 
 # ---- error -------------------------------------------------------------------------------------------------------

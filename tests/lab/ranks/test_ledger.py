@@ -15,11 +15,11 @@ from tests.errors import raises
 from tests.rendered import rendered
 
 from paceline.cli.ledger import main
-from paceline.config.settings import DataConfig, TrainConfig, dump
+from paceline.config.settings import DataConfig, TrainConfig, config_to_toml
 from paceline.data.plan import BatchPlan, fingerprint_indices, virtual_ranks_of
 from paceline.errors import UsageError
 from paceline.lab.ranks.ledger import LedgerReport, check_sample_use
-from paceline.runs.events import Ended, Event, RolledBack, Samples, Started, Step, UnloggedStep
+from paceline.runs.events import Ended, Event, RolledBack, SampleIndices, SingleRankSave, Started, Step
 from paceline.runs.writers import EventWriter, merge_consecutive_steps
 
 Place = tuple[int, int, int]
@@ -117,7 +117,7 @@ class History:
                         skipped=place in self.left_out)  # fmt: skip
             yield from [line] * self.copies.get(place, 1)
             if self.recorded and used:
-                yield Samples(step, epoch, self.shares[place][0], 0, used[::-1])
+                yield SampleIndices(step, epoch, self.shares[place][0], 0, used[::-1])
         if start.ended:
             yield Ended(max(steps, default=start.told_begin), 0.0)
 
@@ -399,7 +399,7 @@ def test_a_rank_that_another_vouches_for_had_what_the_plan_gives_to_nobody_else(
     history.write(tmp_path)
     assert named(check_sample_use(tmp_path, lambda n: PLAN).findings) >= {3}
     file = tmp_path / f"events-{min({0, 1, 2} - absent)}.jsonl"
-    lines, words = file.read_bytes().split(b"\n"), msgspec.json.encode(UnloggedStep(3, sorted(absent)))
+    lines, words = file.read_bytes().split(b"\n"), msgspec.json.encode(SingleRankSave(3, sorted(absent)))
     at = max(number for number, line in enumerate(lines) if b'"started"' in line)
     file.write_bytes(b"\n".join([*lines[:at], words, *lines[at:]]))
     found = check_sample_use(tmp_path, lambda n: PLAN)
@@ -455,7 +455,7 @@ def run_folder(folder: Path, history: History) -> Path:
         accumulation=plan.accumulation, global_batch=plan.global_batch, virtual_ranks=plan.virtual_ranks,
         last_batch=plan.last_batch,
     )  # fmt: skip
-    (folder / "config.toml").write_text(dump(TrainConfig(task="t", data=data)))
+    (folder / "config.toml").write_text(config_to_toml(TrainConfig(task="t", data=data)))
     history.write(folder)
     return folder
 
@@ -550,7 +550,7 @@ def test_what_would_take_for_ever_to_judge_is_refused(tmp_path, samples, per_epo
 
 def test_a_hosts_name_does_not_steer_the_terminal(tmp_path, capsys):
     (tmp_path / "config.toml").write_text(
-        dump(TrainConfig(task="mnist-cnn", data=DataConfig(global_batch=10, virtual_ranks=1)))
+        config_to_toml(TrainConfig(task="mnist-cnn", data=DataConfig(global_batch=10, virtual_ranks=1)))
     )
     with EventWriter(tmp_path / "events-0.jsonl") as writer:
         writer.write(Started(1, 0, 1, "\x1b[2J[/bold]n1", 1, "cpu", 0.0, num_samples=100, steps_per_epoch=10))
@@ -572,12 +572,12 @@ def test_a_hosts_name_does_not_steer_the_terminal(tmp_path, capsys):
 )
 def test_a_streams_samples_are_judged_by_their_numbers(tmp_path, capsys, parts, second, told):
     shape = DataConfig(global_batch=4, virtual_ranks=2, last_batch="drop")
-    (tmp_path / "config.toml").write_text(dump(TrainConfig(task="mine", data=shape)))
+    (tmp_path / "config.toml").write_text(config_to_toml(TrainConfig(task="mine", data=shape)))
     with EventWriter(tmp_path / "events-0.jsonl") as writer:
         writer.write(Started(1, 0, 1, "host", 1, "cpu", 0.0, own_order=True, stream_parts=parts))
         for step, used in ((1, [0, 1, 2, 3]), (2, second)):
             hashed = f"{fingerprint_indices(torch.tensor(used)):016x}"
-            writer.write(Samples(step, 0, 0, 0, used))
+            writer.write(SampleIndices(step, 0, 0, 0, used))
             writer.write(Step(step, 0, 1.0, len(used), 0.1, 0.1, 0.0, 0.0, None, (0, 2), len(used), hashed))
         writer.write(Ended(2, 0.0))
     assert main([str(tmp_path)]) == (told is not None)

@@ -14,10 +14,10 @@ from tests.errors import ended_with, raises
 from tests.lab.ranks import loops
 from tests.lab.ranks.loop_table import ENDS, RANKS, RIGHT, right, said_of, spec_of
 
-from paceline.lab.ranks.causes import Comparison
+from paceline.lab.ranks.causes import ErrorTracker
 from paceline.lab.ranks.loop_findings import make_verify_reports
 from paceline.lab.ranks.reference import StepValues
-from paceline.lab.verify import LOOP_CAUSES, Case, Result, VerifyReport, print_report
+from paceline.lab.verify import LOOP_CAUSES, CaseResult, StrategyCase, VerifyReport, print_report
 
 LOOPS = Path(loops.__file__)
 # three virtual ranks on one process show these as well as three ranks do
@@ -103,7 +103,7 @@ def test_a_loss_in_a_lower_precision_has_its_tolerance_and_padding_is_no_other_i
 def compared(error: float, precision: str, *, moved: float = 0.0) -> list[str]:
     """The kinds that differ, if all numbers are off by `error`."""
     want, got = (torch.full((3,), value, dtype=torch.float64) for value in (1.0, 1.0 + error))
-    comparison = Comparison(adaptive=True, precision=precision, max_rounding_move=moved)
+    comparison = ErrorTracker(adaptive=True, precision=precision, max_rounding_move=moved)
     seen = [StepValues(scalars={"loss": float(t[0])}, gradients={"w": t}, parameters={"w": t}) for t in (got, want)]
     return [one.kind for one in comparison.compare_step(*seen)]
 
@@ -116,9 +116,12 @@ def test_the_tolerance_is_that_of_the_precision() -> None:
 
 
 def test_what_was_not_compared_is_no_zero_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    comparison, seen = Comparison(adaptive=False), StepValues(scalars={"loss": 1.0})
+    comparison, seen = ErrorTracker(adaptive=False), StepValues(scalars={"loss": 1.0})
     assert comparison.compare_step(seen, seen) == [] and comparison.errors == {"loss": 0.0}
-    print_report(None, [VerifyReport(1, 0, 0, [Result(Case("dp", 1, "none", "SGD"), comparison.errors, [], 0.0)], [])])
+    print_report(
+        None,
+        [VerifyReport(1, 0, 0, [CaseResult(StrategyCase("dp", 1, "none", "SGD"), comparison.errors, [], 0.0)], [])],
+    )
     row = next(line for line in capsys.readouterr().out.splitlines() if "SGD" in line)
     assert re.findall(r"(?<= )[0-]+(?= )", row.partition("SGD")[2]) == ["0", "-", "-", "-", "-"]
 

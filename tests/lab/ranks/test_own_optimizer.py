@@ -14,7 +14,7 @@ from tests.run_ranks import run_ranks
 
 from paceline.lab.ranks import trial
 from paceline.lab.ranks.verify import collect_bit_digests, verify
-from paceline.lab.verify import Result, VerifySpec
+from paceline.lab.verify import CaseResult, VerifySpec
 from paceline.rank.world import World
 
 TASKS = Path(tasks_under_test.__file__)
@@ -64,7 +64,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run_ranks(verified, 2, tmp_path_factory.mktemp("own"))[0]
 
 
-def passed(results: list[Result]) -> list[tuple[str, str, bool]]:
+def passed(results: list[CaseResult]) -> list[tuple[str, str, bool]]:
     return [(r.case.strategy, r.case.optimizer, r.passed) for r in results]
 
 

@@ -16,7 +16,7 @@ from paceline.protocol.job import NodePlan
 
 RANK = """
 import os, socket, sys, time
-from paceline.protocol.control import Goodbye, Hello, send
+from paceline.protocol.control import RankExit, Hello, send
 from paceline.protocol.status_page import make_status_page
 agent = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 agent.connect(b"\\0" + sys.argv[1].encode())
@@ -43,7 +43,7 @@ def attached(*acts: str, may_end: bool = False) -> Generator[tuple[AttachedWorke
 
 
 def test_a_rank_says_how_it_ends_and_one_that_its_launcher_ends_is_a_victim() -> None:
-    leaves = "sys.stdin.read(); send(agent, Goodbye(7)); agent.recv(1); os._exit(7)"
+    leaves = "sys.stdin.read(); send(agent, RankExit(7)); agent.recv(1); os._exit(7)"
     with attached("time.sleep(600)", leaves) as (workers, ranks):
         ranks[1].stdin.close()
         while workers.worker_samples()[1].code is None:
@@ -61,5 +61,5 @@ def test_a_rank_says_how_it_ends_and_one_that_its_launcher_ends_is_a_victim() ->
 def test_ranks_are_ended_only_if_the_plan_allows_it(*, may_end: bool) -> None:
     with attached("time.sleep(600)", may_end=may_end) as (workers, ranks):
         workers.stop(0.0)
-        workers.sweep()
+        workers.kill_sessions()
         assert bool(workers.left) is not may_end and ranks[0].poll() == (-signal.SIGKILL if may_end else None)

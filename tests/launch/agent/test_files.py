@@ -24,7 +24,7 @@ from paceline.launch.agent import channel, files
 from paceline.launch.agent.files import BlockingLink, FileClient, FileServer, SeparateRunFolder
 from paceline.launch.agent.follower import COORDINATOR_STOP_SECONDS, Follower
 from paceline.launch.agent.workers import InheritedResources
-from paceline.protocol.control import StopSignals, TransferRequest, WorkerSpec, send, signal_wakeup, transfer
+from paceline.protocol.control import StopSignals, TransferRequest, WorkerSpec, request_transfer, send, signal_wakeup
 from paceline.protocol.job import NodePlan, NodeRanks
 from paceline.runs import writing
 from paceline.runs.checkpoint_format import encode_manifest
@@ -118,7 +118,7 @@ def test_a_part_that_is_damaged_on_its_way_is_detected_and_the_file_is_sent_agai
 def test_a_file_with_a_wrong_hash_is_not_stored(node0: Node0) -> None:
     def send(link: BlockingLink) -> None:
         link.send(channel.FilePart(SHARD, b"ab"))
-        link.request(channel.FilePart(SHARD, b"c", hashlib.sha256(b"abd").hexdigest()), channel.FileReply)
+        link.request(channel.FilePart(SHARD, b"c", hashlib.sha256(b"abd").hexdigest()), channel.FileAck)
 
     with pytest.raises(OSError, match="damaged"):
         node0.client.run_with_retries(send)
@@ -148,7 +148,7 @@ def test_events_are_on_the_disk_of_node_0_before_a_shard_counts(
     synced, sync = set[int](), os.fsync
     monkeypatch.setattr(os, "fsync", lambda number: (synced.add(os.fstat(number).st_ino), sync(number)))
     part = channel.FilePart("events-1.jsonl", b"{}", appends_at=0)
-    node0.client.run_with_retries(lambda link: link.request(part, channel.FileReply))
+    node0.client.run_with_retries(lambda link: link.request(part, channel.FileAck))
     node0.client.upload(shard, SHARD)
     assert (node0.run_dir / "events-1.jsonl").stat().st_ino in synced
 
@@ -280,7 +280,9 @@ def test_a_rank_that_waits_for_the_transfer_of_another_one_makes_progress(
     write_checkpoint(node0.run_dir)
     progress, failures = threading.Event(), list[str]()
     path = folder._checkpoints / "step-00000005"
-    fetching = threading.Thread(target=lambda: failures.append(transfer("fetch", path, progress.set)), daemon=True)
+    fetching = threading.Thread(
+        target=lambda: failures.append(request_transfer("fetch", path, progress.set)), daemon=True
+    )
     with folder._fetcher.lock:
         fetching.start()
         assert progress.wait(30)
@@ -292,7 +294,7 @@ def test_a_rank_that_waits_for_the_transfer_of_another_one_makes_progress(
 def test_a_rank_may_know_the_folder_by_another_path(node0: Node0, folder: SeparateRunFolder, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(folder._run_dir)
     write(folder._run_dir / SHARD, CONTENT)
-    assert transfer("send", tmp_path / "link" / SHARD) == ""
+    assert request_transfer("send", tmp_path / "link" / SHARD) == ""
     assert (node0.run_dir / SHARD).read_bytes() == CONTENT
 
 

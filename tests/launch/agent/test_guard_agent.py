@@ -16,7 +16,7 @@ from paceline.launch.agent.cluster import Generation, RemoteNodes
 from paceline.launch.agent.monitor import Monitor
 from paceline.launch.agent.workers import Workers
 from paceline.protocol.control import StopSignals, signal_wakeup
-from paceline.protocol.evidence import DiagnosisKind, WorkerSample
+from paceline.protocol.evidence import DiagnosisKind, RankSample
 from paceline.protocol.job import NodePlan, NodeRanks
 
 pytestmark = pytest.mark.sample(3)
@@ -265,7 +265,7 @@ class Broken(Generation):
 
     looked = 0
 
-    def worker_samples(self) -> list[WorkerSample]:
+    def worker_samples(self) -> list[RankSample]:
         self.looked += 1
         if self.looked > 1:
             raise ValueError("our bug")
@@ -283,5 +283,5 @@ def test_what_goes_wrong_in_the_guard_is_said_once_and_the_run_goes_on(tmp_path:
         (tmp_path / "ask-1-y").touch()
         time.sleep(1.1)
         assert guarding.check() is None and capfd.readouterr().err == ""
-        diagnosis = guarding.judge_failure([WorkerSample(0, "here", 1, code=3)])
+        diagnosis = guarding.judge_failure([RankSample(0, "here", 1, code=3)])
         assert (diagnosis.diagnosis.failed, diagnosis.exit_code) == (0, 3)  # from the samples alone

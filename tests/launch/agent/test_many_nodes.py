@@ -17,7 +17,7 @@ import pytest
 from msgspec.structs import replace
 from tests.guard.test_guard_judge import BEFORE, WAITS, op, rank
 
-from paceline.guard.detectors import Alarm
+from paceline.guard.detectors import StallAlarm
 from paceline.guard.judge import diagnose
 from paceline.guard.report import MAX_RANK_FILES, select_ranks_to_record
 from paceline.guard.waits import build_wait_for_graph, group_ranks_by_waits, reachable_ranks
@@ -39,7 +39,7 @@ from paceline.launch.agent.workers import Workers
 from paceline.launch.plan import Command
 from paceline.launch.ssh.sessions import Sessions
 from paceline.protocol.control import StopSignals, signal_wakeup
-from paceline.protocol.evidence import Diagnosis, DiagnosisKind, WorkerSample
+from paceline.protocol.evidence import Diagnosis, DiagnosisKind, RankSample
 from paceline.protocol.job import NodePlan, NodeRanks
 
 SECRET = "5e" * 32
@@ -74,7 +74,7 @@ def crew_of(nodes: int) -> Generator[tuple[RemoteNodes, list[Link]]]:
 
 
 def beat(node: int, step: int, code: int | None = None) -> NodeHeartbeat:
-    return NodeHeartbeat(0, (WorkerSample(node, f"n{node}", 1, node, code, step=step),))
+    return NodeHeartbeat(0, (RankSample(node, f"n{node}", 1, node, code, step=step),))
 
 
 def test_only_links_that_have_said_something_are_read_and_signs_of_life_wake_nobody(
@@ -105,12 +105,12 @@ def test_only_links_that_have_said_something_are_read_and_signs_of_life_wake_nob
 def test_connections_of_a_node_that_was_silent_get_as_long_again_to_recover_before_the_network_is_blamed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("paceline.launch.agent.monitor.find_unreachable_nodes", lambda *_: [])
+    monkeypatch.setattr("paceline.launch.agent.monitor.why_nodes_unreachable", lambda *_: [])
     plan = NodePlan(("true",), nproc=1, ranks=NodeRanks(world_size=3))
     waiting = [rank(n, BEFORE, WAITS) for n in range(3)]
     with crew_of(3) as (cluster, _):
         guarding = Monitor(Generation(plan, Workers(plan, 0, 0), cluster))
-        judged = guarding._stall(waiting, Alarm("stall", 12.0, 10.0))
+        judged = guarding._stall(waiting, StallAlarm("stall", 12.0, 10.0))
         assert judged is not None and judged.diagnosis.kind is DiagnosisKind.NETWORK
         cluster.wait_for_events(0.0)
         assert cluster.settled_seconds == 0.0
@@ -118,7 +118,7 @@ def test_connections_of_a_node_that_was_silent_get_as_long_again_to_recover_befo
         cluster._beat_seconds = 0.0
         cluster.wait_for_events(0.0)
         assert 10.0 < cluster.settled_seconds - time.monotonic() < 20.0
-        assert guarding._stall(waiting, Alarm("stall", 12.0, 10.0)) is None
+        assert guarding._stall(waiting, StallAlarm("stall", 12.0, 10.0)) is None
 
 
 def test_a_link_that_has_got_a_closed_ones_descriptor_is_heard() -> None:

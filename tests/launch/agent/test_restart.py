@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from paceline.guard.deaths import RankEndKind
 from paceline.launch.agent.coordinator import FailedGeneration, decide_restart
-from paceline.protocol.evidence import Diagnosis, DiagnosisKind, Evidence, Op, WorkerSample
+from paceline.protocol.evidence import Diagnosis, DiagnosisKind, Evidence, Op, RankSample
 
 KILLED = FailedGeneration(RankEndKind.SIGNAL, rank=1, exit_code=137, exception="", step=40, nproc=4)
 RAISED = FailedGeneration(RankEndKind.EXCEPTION, rank=1, exit_code=1, exception="ValueError", step=40, nproc=4)
@@ -77,7 +77,7 @@ def test_decision(name: str) -> None:
 
 
 def test_a_rank_killed_during_a_restart_with_other_shares_or_nodes_is_replaced() -> None:
-    saved, killed = WorkerSample(0, "n", 1, code=75), WorkerSample(1, "n", 2, code=-9)
+    saved, killed = RankSample(0, "n", 1, code=75), RankSample(1, "n", 2, code=-9)
     diagnosis, ranks = (
         Diagnosis(DiagnosisKind.DIED, (1,), failed=1),
         [Evidence.from_sample(one) for one in (saved, killed)],

@@ -36,7 +36,7 @@ def stubborn(launch, **settings):
     return one
 
 
-def janitor_pid(one) -> int:
+def cleanup_pid(one) -> int:
     """The agent's fork: the other process with the agent's command line."""
     (pid,) = (p for p, words in carriers(one.mark).items() if "paceline.launch.agent" in words and p != one.agent_pid)
     return pid
@@ -44,7 +44,7 @@ def janitor_pid(one) -> int:
 
 def test_without_a_janitor_the_launcher_sweeps(launch) -> None:
     one = stubborn(launch)
-    for pid in (janitor_pid(one), one.agent_pid):
+    for pid in (cleanup_pid(one), one.agent_pid):
         os.kill(pid, signal.SIGKILL)
     assert not survivors(one.mark)
     assert one.finish() == 137
@@ -53,7 +53,7 @@ def test_without_a_janitor_the_launcher_sweeps(launch) -> None:
 def test_without_anybody_the_kernel_ends_the_workers(launch) -> None:
     one = launch(STUBBORN.replace("grandchild()", ""), nproc=4)
     one.wait_ready(4)
-    pids = [janitor_pid(one), one.process.pid, one.agent_pid]
+    pids = [cleanup_pid(one), one.process.pid, one.agent_pid]
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     assert not survivors(one.mark)
@@ -99,7 +99,7 @@ def test_failure_among_the_stubborn(launch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", ["launcher", "launcher and agent"])
 def test_kill_minus_9_after_a_restart(launch, killed: str) -> None:
-    """Without the agent the janitor sweeps, by the new roster."""
+    """Without the agent the cleanup process kills, by the new roster."""
     first = "if generation == 0:\n    os.kill(os.getpid(), 9) if rank == 1 else time.sleep(600)\n"
     one = launch(first + STUBBORN, nproc=4, max_restarts=1)
     one.wait_ready(4)  # of generation 1: the first one never is
@@ -139,19 +139,19 @@ def test_a_lock_is_held_as_long_as_any_worker_lives_and_by_nobody_longer(launch,
     shell = ["sh", "-c", f"{sys.executable} {script}; exit $?"]  # not attached: the kernel does not end it by itself
     one = launch("forever()", nproc=2, argv=shell, lock=str(lock))
     one.wait_ready(2)
-    janitor = janitor_pid(one)
-    os.kill(janitor, signal.SIGSTOP)
+    cleanup = cleanup_pid(one)
+    os.kill(cleanup, signal.SIGSTOP)
     pids = [one.process.pid, one.agent_pid]
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not {*pids} & {*living(one.mark)}, "launcher and agent are gone")
     assert len(living(one.mark)) > 1 and not is_free(lock)
     for pid in living(one.mark):
-        if pid != janitor:
+        if pid != cleanup:
             os.kill(pid, signal.SIGKILL)
     wait_until(lambda: is_free(lock), "the lock is free", 5.0)
-    assert living(one.mark) == [janitor]
-    os.kill(janitor, signal.SIGCONT)
+    assert living(one.mark) == [cleanup]
+    os.kill(cleanup, signal.SIGCONT)
     one.finish()
 
 

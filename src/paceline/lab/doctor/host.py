@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from paceline.host.facts import Facts, gather_facts
+from paceline.host.facts import NodeFacts, gather_facts
 
 MAX_LINE_BYTES = 1 << 20
 TOKEN_PATTERN = re.compile(r"[0-9a-f]{32}")
@@ -88,7 +88,7 @@ Request = FactsRequest | TimeRequest | ConnectRequest | FolderProbeRequest
 
 
 class FactsAnswer(msgspec.Struct, frozen=True):
-    facts: Facts
+    facts: NodeFacts
     port: int  # at which the host listens
     disk_path: str  # the run folder, or its nearest parent
     disk_free: int  # bytes

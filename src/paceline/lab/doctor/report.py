@@ -11,8 +11,17 @@ from rich.text import Text
 
 from paceline.errors import plural
 from paceline.guard.report import printable
-from paceline.host.facts import NODE_RULES, Address, FactRule, Facts, Finding, Node, find_differences, node_itself
-from paceline.host.reach import is_loopback
+from paceline.host.facts import (
+    NODE_RULES,
+    Address,
+    Node,
+    NodeFacts,
+    NodeProblem,
+    NodeRule,
+    find_differences,
+    node_as_tuple,
+)
+from paceline.host.tcp import is_loopback
 from paceline.lab.doctor.host import FactsAnswer
 from paceline.lab.doctor.survey import Survey
 
@@ -28,7 +37,7 @@ class Check(msgspec.Struct, frozen=True):
     status: str  # error, warning, ok, or - if it could not be checked
     name: str
     summary: str  # printed if there are no findings
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[NodeProblem, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -75,45 +84,45 @@ def _free_space(disk: FactsAnswer) -> str:
     return f"only {disk.disk_free / 1e9:,.3f} GB free of {disk.disk_size / 1e9:,.0f} GB at {disk.disk_path}"
 
 
-RULES: tuple[FactRule, ...] = (
+RULES: tuple[NodeRule, ...] = (
     *NODE_RULES,
-    FactRule("gpus", "error", node_itself, lambda h: 0 < len(h.facts.gpus) < h.workers,
+    NodeRule("gpus", "error", node_as_tuple, lambda h: 0 < len(h.facts.gpus) < h.workers,
          lambda h: f"{h.workers} workers, but {len(h.facts.gpus)} GPUs",
          lambda h: f"use --nproc {len(h.facts.gpus)}, or --backend gloo or --device cpu when you train"),
-    FactRule("gpus", "error", lambda h: h.facts.gpus, lambda gpu: gpu.lost,
+    NodeRule("gpus", "error", lambda h: h.facts.gpus, lambda gpu: gpu.lost,
          lambda gpu: f"GPU {gpu.index} does not answer: {gpu.lost}",
          "restart the machine, or exclude the GPU with CUDA_VISIBLE_DEVICES"),
-    FactRule("gpus", "error", lambda h: h.facts.gpus, lambda gpu: gpu.ecc_errors,
+    NodeRule("gpus", "error", lambda h: h.facts.gpus, lambda gpu: gpu.ecc_errors,
          lambda gpu: f"GPU {gpu.index} has {gpu.ecc_errors} uncorrectable memory errors",
          "reset or replace it (nvidia-smi -q -d ECC,PAGE_RETIREMENT)"),
-    FactRule("gpus", "warning", lambda h: h.facts.gpus,
+    NodeRule("gpus", "warning", lambda h: h.facts.gpus,
          lambda gpu: gpu.processes or gpu.memory_used > max(BUSY_BYTES, gpu.memory // 20),
          lambda gpu: f"GPU {gpu.index} is in use by {', '.join(f'pid {pid}' for pid in gpu.processes) or 'others'}: "
          f"{gpu.memory_used >> 20} of {gpu.memory >> 20} MiB",
          "wait for it, or choose others with CUDA_VISIBLE_DEVICES"),
-    FactRule("names", "warning", node_itself, lambda h: is_loopback(next(iter(h.facts.own_addresses), "")),
+    NodeRule("names", "warning", node_as_tuple, lambda h: is_loopback(next(iter(h.facts.own_addresses), "")),
          lambda h: f"its name {h.facts.host} resolves to {h.facts.own_addresses[0]}, which no other node can reach",
          lambda h: f"in its /etc/hosts write {h.facts.addresses[0].address if h.facts.addresses else 'its address'} "
          f"{h.facts.host}, and remove {h.facts.host} from the 127.x line"),
-    FactRule("ports", "error", Host.hosts_unable_to_connect, bool,
+    NodeRule("ports", "error", Host.hosts_unable_to_connect, bool,
          lambda closed: f"cannot be reached from {', '.join(closed[0])} "
          f"{f'at {closed[1]}' if closed[1] else 'because it has no address'}",
          lambda closed: f"allow connections from {', '.join(closed[0])} to all its TCP ports, because ranks use any "
          "ports: check `nft list ruleset` and `ip route get` on both sides"),
-    FactRule("clocks", "warning", Host.offsets_from_median_clock, lambda ahead: abs(ahead) > MAX_CLOCK_OFFSET_SECONDS,
+    NodeRule("clocks", "warning", Host.offsets_from_median_clock, lambda ahead: abs(ahead) > MAX_CLOCK_OFFSET_SECONDS,
          lambda ahead: f"its clock is {abs(ahead):.1f} s {'ahead' if ahead > 0 else 'behind'}: log times are wrong, "
          "and the rendezvous of torchrun can start only a part of a job",
          "synchronise it: timedatectl set-ntp true, or chronyc makestep"),
-    FactRule("run folder", "error",
+    NodeRule("run folder", "error",
          lambda h: [(h.survey.planned.run_dir, f.error) for n, f in h.survey.folder_access.items() if n == h.name],
          lambda access: access[1], "{0[0]}: {0[1]}".format,
          "choose a writable --run-dir on a file system that all nodes mount (NFS, Lustre). `--on ssh` also works "
          "with separate file systems"),
-    FactRule("disk", "error", lambda h: [h.survey.hosts[h.name]], lambda disk: disk.disk_free < NO_SPACE_BYTES,
+    NodeRule("disk", "error", lambda h: [h.survey.hosts[h.name]], lambda disk: disk.disk_free < NO_SPACE_BYTES,
          _free_space, FREE_SPACE_ADVICE),
-    FactRule("disk", "warning", lambda h: [h.survey.hosts[h.name]],
+    NodeRule("disk", "warning", lambda h: [h.survey.hosts[h.name]],
          lambda disk: NO_SPACE_BYTES <= disk.disk_free < LOW_SPACE_BYTES, _free_space, FREE_SPACE_ADVICE),
-    FactRule("bandwidth", "warning",
+    NodeRule("bandwidth", "warning",
          lambda h: [(b, link.bytes_per_second) for (a, b), link in h.survey.measured_links.items() if a == h.name],
          lambda link: link[1] < SLOW_BYTES_PER_SECOND,
          lambda link: f"sends {_rate(link[1])} to {link[0]}; {_rate(SLOW_BYTES_PER_SECOND)} is needed",
@@ -124,7 +133,7 @@ RULES: tuple[FactRule, ...] = (
 def run_checks(survey: Survey) -> list[Check]:
     by_check = {"software": [*find_differences({name: host.facts for name, host in survey.hosts.items()})]}
     by_check["hosts"] = [
-        Finding("error", *lost, "repair it, or remove it from the nodes of the run") for lost in survey.lost.items()
+        NodeProblem("error", *lost, "repair it, or remove it from the nodes of the run") for lost in survey.lost.items()
     ]
     for host in hosts_in_survey(survey):
         for rule in RULES:
@@ -147,7 +156,7 @@ def worst_link_values(survey: Survey) -> tuple[float, float]:
     return slowest, max((min(trip) for trip in trips if trip), default=0.0)
 
 
-def _versions(facts: Facts) -> str:
+def _versions(facts: NodeFacts) -> str:
     return f"Python {facts.python}, " + ", ".join(f"{name} {version}" for name, version in facts.packages.items())
 
 
@@ -197,7 +206,7 @@ def print_checks(console: Console, survey: Survey, checks: Sequence[Check]) -> N
     console.print(f"{plural(counts[0], 'error')}, {plural(counts[1], 'warning')}, {survey.seconds:.1f} s")
 
 
-def as_json(survey: Survey, checks: Sequence[Check]) -> bytes:
+def encode_json(survey: Survey, checks: Sequence[Check]) -> bytes:
     report: dict[str, Any] = {
         "errors": sum(finding.severity == "error" for check in checks for finding in check.findings),
         "checks": checks,

@@ -120,7 +120,7 @@ class HostProgramClient:
 
 
 @contextmanager
-def start_program_on_each_host(commands: Sequence[Command]) -> Generator[HostProgramClient]:
+def open_host_programs(commands: Sequence[Command]) -> Generator[HostProgramClient]:
     """Start all in parallel, and end them after the block. Main thread only."""
     found, reason = [command for command in commands if shutil.which(command.argv[0])], os.strerror(errno.ENOENT)
     lost = {c.name: f"{c.argv[0]} cannot be started: {reason}" for c in commands if c not in found}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline.lab.ranks.reference import NamedTensors, Reference, StepValues, has_batch_norm, pick_gradient_elements
-from paceline.lab.verify import ADAPTIVE_TOLERANCE, TOLERANCES, Case, Diagnosis, Result
+from paceline.lab.verify import ADAPTIVE_TOLERANCE, TOLERANCES, CaseResult, Divergence, StrategyCase
 
 CLIPPED = "clipped gradient"  # reported as a gradient
 ROUND_OFF = 1e-11  # a gradient below this fraction of the largest is 0 except for rounding
@@ -35,7 +35,7 @@ class TensorDifference:
 
 
 @dataclass
-class Comparison:
+class ErrorTracker:
     """The largest error of each kind that was compared so far, and the differences found in the last step.
 
     The error of a tensor is max|a - b| / s. Here s is the largest magnitude of its kind (for example, of all gradients)
@@ -77,8 +77,8 @@ class Comparison:
         """The tolerance for all tensors except parameters and state with an adaptive optimizer."""
         return TOLERANCES[self.precision]
 
-    def result(self, case: Case, finding: Diagnosis | None) -> Result:
-        return Result(case, self.errors, sorted(self.round_off_parameters), self.round_off_error, finding)
+    def result(self, case: StrategyCase, finding: Divergence | None) -> CaseResult:
+        return CaseResult(case, self.errors, sorted(self.round_off_parameters), self.round_off_error, finding)
 
     def _compare(
         self, diffs: list[TensorDifference], kind: str, got: NamedTensors, want: NamedTensors, tolerance: float

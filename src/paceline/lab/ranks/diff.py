@@ -16,13 +16,13 @@ from paceline.checkpoint.shards import hash_tensors
 from paceline.checkpoint.state import ResumePoint
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import MicroBatchPlan
-from paceline.lab.ranks.replay import ReplayObserver, replay_script, replay_task
+from paceline.lab.ranks.replay import ReplayObserver, replay_session, replay_task
 from paceline.lab.replay import (
-    Difference,
     Kind,
     RecordRequest,
     ReplayRequest,
     ReplaySource,
+    RunDifference,
     StepRecording,
     TensorRecord,
 )
@@ -140,7 +140,7 @@ def record_steps(source: ReplaySource, request: RecordRequest, folder: Path) -> 
     """Repeat the steps of a request. A wanted tensor is saved in `folder`."""
     recorder = TensorRecorder(ReplayRequest(request.first), source, last=request.last, fetch=request.fetch)
     if request.script:
-        replay_script(recorder, Path(request.script), request.arguments)
+        replay_session(recorder, Path(request.script), request.arguments)
     else:
         replay_task(recorder)
     if recorder.fetched is not None:
@@ -149,7 +149,7 @@ def record_steps(source: ReplaySource, request: RecordRequest, folder: Path) -> 
     return StepRecording(recorder.records, recorder.losses, hardware_facts(device))
 
 
-def measure_tensor_difference(result: Difference, files: Iterable[Path], samples: Sequence[int]) -> None:
+def set_tensor_difference(result: RunDifference, files: Iterable[Path], samples: Sequence[int]) -> None:
     """Set by how much the first tensor differs, from its values in both runs. `samples`: those of its micro-batch."""
     a, b = (torch.load(file, map_location="cpu", weights_only=True) for file in files)
     if a.shape != b.shape:

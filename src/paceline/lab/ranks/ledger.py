@@ -22,7 +22,16 @@ from torch import Tensor
 from paceline.data.plan import BatchPlan, LastBatch, combine_fingerprints, fingerprint_indices
 from paceline.data.streams import ENDLESS_NUM_SAMPLES
 from paceline.errors import UsageError, plural
-from paceline.runs.events import Ended, RolledBack, Samples, Started, Step, UnloggedStep, event_files, read_events
+from paceline.runs.events import (
+    Ended,
+    RolledBack,
+    SampleIndices,
+    SingleRankSave,
+    Started,
+    Step,
+    event_files,
+    read_events,
+)
 
 MAX_UNLOGGED_STEPS = 10_000
 MAX_SAMPLES, SAMPLES_PER_RECORD = 10_000_000, 10_000  # whose order is computed; more if many steps are logged
@@ -37,7 +46,7 @@ class RankLog:
     samples: dict[int, list[int]] = field(default_factory=dict[int, list[int]])  # step -> indices, if recorded
     end_step: int = -1  # the last step, if the rank recorded its end
     rolled_back_steps: int = 0  # number of steps that were rolled back
-    unlogged: dict[int, list[int]] = field(default_factory=dict[int, list[int]])  # step -> ranks, see UnloggedStep
+    unlogged: dict[int, list[int]] = field(default_factory=dict[int, list[int]])  # step -> ranks, see SingleRankSave
 
     def roll_back(self, to: int) -> None:
         """Forget the steps after `to`, because the run repeats them."""
@@ -206,9 +215,9 @@ def _read_starts(run_dir: Path) -> list[GenerationLogs]:
                 log.steps.setdefault(event.step, []).append(event)
             elif isinstance(event, RolledBack):
                 log.roll_back(event.to)
-            elif isinstance(event, Samples):
+            elif isinstance(event, SampleIndices):
                 log.samples.setdefault(event.step, []).extend(event.indices)
-            elif isinstance(event, UnloggedStep):
+            elif isinstance(event, SingleRankSave):
                 log.unlogged[event.step] = event.ranks
             elif isinstance(event, Ended):
                 log.end_step = max(log.end_step, event.step)

@@ -9,7 +9,16 @@ from paceline.errors import UsageError, plural
 from paceline.lab.ranks import causes
 from paceline.lab.ranks.loop import LoopRun, LoopStep, least_precise_dtype, read_loop_runs
 from paceline.lab.ranks.reference import NamedTensors
-from paceline.lab.verify import Case, Diagnosis, DigestReport, LoopCase, LoopSpec, Result, StrategyDigests, VerifyReport
+from paceline.lab.verify import (
+    CaseResult,
+    DigestReport,
+    Divergence,
+    LoopCase,
+    LoopSpec,
+    StrategyCase,
+    StrategyDigests,
+    VerifyReport,
+)
 
 Run = Sequence[LoopRun]  # by rank
 Steps = Sequence[LoopStep]
@@ -42,7 +51,13 @@ def make_verify_reports(
         )
     is_broken = not reference or bool(reference[0].error)
     results = [
-        Result(Case(case.strategy, n, "none", "-"), {}, [], 0.0, not_run=f"{plural(n, 'rank')}: an earlier case failed")
+        CaseResult(
+            StrategyCase(case.strategy, n, "none", "-"),
+            {},
+            [],
+            0.0,
+            not_run=f"{plural(n, 'rank')}: an earlier case failed",
+        )
         if not runs[n, i] and any(rank_run.error for earlier in range(i) for rank_run in runs[n, earlier])
         else _compared(runs[n, i], runs[1, i] if has_draws else reference, case, precision, n, ended[n])
         for n in ([1] if is_broken else ranks)
@@ -52,16 +67,18 @@ def make_verify_reports(
     last = len(spec.cases) - 1
     failed = {n: failure for n in ranks if (failure := _failure(runs[n, last], n, ended[n]))}
     if not any(result.finding for result in results):  # otherwise the exact case may not have run
-        results += [Result(Case("exact", n, "none", "-"), {}, [], 0.0, failure) for n, failure in failed.items()]
+        results += [
+            CaseResult(StrategyCase("exact", n, "none", "-"), {}, [], 0.0, failure) for n, failure in failed.items()
+        ]
     bits = [] if failed else [DigestReport(n, 0, 0, [_bits_of(runs[n, last])], {}) for n in ranks]
     return VerifyReport(max(ranks), 0, 0, results, sorted(notes), precision), bits
 
 
-def _compared(run: Run, reference: Run, case: LoopCase, precision: str, size: int, ended: str) -> Result:
+def _compared(run: Run, reference: Run, case: LoopCase, precision: str, size: int, ended: str) -> CaseResult:
     first = next((rank_run for rank_run in run if rank_run.optimizer != "-"), LoopRun(case.strategy))
-    comparison = causes.Comparison(adaptive=first.optimizer != "SGD", precision=precision)
+    comparison = causes.ErrorTracker(adaptive=first.optimizer != "SGD", precision=precision)
     finding = _compare(run, reference, comparison, size, ended)
-    return comparison.result(Case(first.strategy, size, "none", first.optimizer), finding)
+    return comparison.result(StrategyCase(first.strategy, size, "none", first.optimizer), finding)
 
 
 def _bits_of(run: Run) -> StrategyDigests:
@@ -72,12 +89,12 @@ def _bits_of(run: Run) -> StrategyDigests:
     return StrategyDigests(first.strategy, first.optimizer, weights, state, first.bits, agree)
 
 
-def _compare(run: Run, reference: Run, comparison: causes.Comparison, size: int, ended: str) -> Diagnosis | None:
+def _compare(run: Run, reference: Run, comparison: causes.ErrorTracker, size: int, ended: str) -> Divergence | None:
     steps = list(zip(*(rank_run.steps for rank_run in run), strict=False)) if len(run) == size else []
     for name in run[0].start_fingerprints if len(run) == size else ():
         values = [rank_run.start_fingerprints.get(name) for rank_run in run]
         if len({str(value) for value in values}) > 1:
-            return Diagnosis(0, "start", name, f"it is {', '.join(map(str, values))} on ranks 0 to {size - 1}")
+            return Divergence(0, "start", name, f"it is {', '.join(map(str, values))} on ranks 0 to {size - 1}")
     for number, (ranks, want) in enumerate(zip(steps, reference[0].steps, strict=False)):
         if comparison.adaptive and comparison.precision != "float64":  # a round-off gradient can cause a full step
             comparison.max_rounding_move += 2 * max(map(float, want.rates), default=0.0)
@@ -90,14 +107,14 @@ def _compare(run: Run, reference: Run, comparison: causes.Comparison, size: int,
         if samples != want.samples:
             orders_differ = size > 1 and _has_repeats(run, want.epoch) and not _has_repeats(reference, want.epoch)
             cause = "order" if orders_differ else "samples"
-            return Diagnosis(number, cause, "", causes.describe_sample_difference(samples, want.samples))
+            return Divergence(number, cause, "", causes.describe_sample_difference(samples, want.samples))
         path = list(dict.fromkeys(hook for rank_run in [*reference, *run] for hook in rank_run.gradient_path_hooks))
-        return Diagnosis(number, *_explain(ranks, want, differences, path, comparison.tolerance))
+        return Divergence(number, *_explain(ranks, want, differences, path, comparison.tolerance))
     if failure := _failure(run, size, ended):
         return failure
     lengths = [len(rank_run.steps) for rank_run in [*run, *reference]]
     if len({*lengths}) > 1:
-        return Diagnosis(min(lengths), "ways", "", f"steps of ranks 0 to {size - 1} and of one process: {lengths}")
+        return Divergence(min(lengths), "ways", "", f"steps of ranks 0 to {size - 1} and of one process: {lengths}")
     return None
 
 
@@ -107,12 +124,12 @@ def _has_repeats(run: Run, epoch: int) -> bool:
     return len({*samples}) < len(samples)
 
 
-def _failure(run: Run, size: int, ended: str) -> Diagnosis | None:
+def _failure(run: Run, size: int, ended: str) -> Divergence | None:
     errors = [rank_run.error for rank_run in sorted(run, key=lambda rank_run: rank_run.victim) if rank_run.error]
     if not errors and len(run) == size:
         return None
     message, steps = [*errors, ended][0], min((len(rank_run.steps) for rank_run in run), default=0)
-    return Diagnosis(steps, "refused" if errors and "collectives" not in message else "ways", "", message)
+    return Divergence(steps, "refused" if errors and "collectives" not in message else "ways", "", message)
 
 
 def _explain(

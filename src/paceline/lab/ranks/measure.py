@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import Dataset
 
 from paceline.checkpoint.shards import gather_full_state, hash_tensors
-from paceline.checkpoint.state import RunLocation
+from paceline.checkpoint.state import LockedRun
 from paceline.collectives.communicator import make_communicator
 from paceline.collectives.control import all_gather_object, raise_on_all_ranks
 from paceline.collectives.inter_node import DEFAULT_RANK, PowerSgdCodec
@@ -34,7 +34,7 @@ from paceline.errors import PacelineError, UsageError, plural
 from paceline.host.node_utilization import query_gpu_problems
 from paceline.lab import measurement as m
 from paceline.lab.measurement import NO_EXCHANGE, Candidate, Measurement, MeasurementRequest
-from paceline.lab.ranks.memory import SentBytesCounter, inspect_memory
+from paceline.lab.ranks.memory import SentBytesCounter, record_allocations
 from paceline.protocol.evidence import Phase
 from paceline.rank.attach import run_worker
 from paceline.rank.guard import HangGuard
@@ -55,7 +55,7 @@ from paceline.train.prepare import (
     make_configured_strategy,
     make_model,
     parallel_config,
-    resolve_compute,
+    set_up_compute,
     try_loss_on_first_samples,
 )
 from paceline.train.records import RunRecorder
@@ -122,7 +122,7 @@ class CandidateTraining:
         self._lists_samples = config.run.record_samples
         model = make_model(task, config.run.seed, world)
         loading = LoadingOptions(world.device, config.data.num_workers, task.collate)
-        precision, *_ = resolve_compute(config.compute, model, task, dataset, loading, candidate.batch_size, world)
+        precision, *_ = set_up_compute(config.compute, model, task, dataset, loading, candidate.batch_size, world)
         self.use = Utilization(world, config.compute.peak_tflops, workload.count, precision)
         optimizer = replace(config.optimizer, schedule="constant", warmup_steps=0)
         maker = configured_optimizer_maker(optimizer, optimizer.lr, task, model)
@@ -136,7 +136,7 @@ class CandidateTraining:
             self.replica = make_configured_strategy(config, maker, model, world, shape.virtual_ranks, sharing)
         schedule = make_lr_schedule(optimizer, optimizer.lr, task, self.replica.optimizer, steps)
         folder.mkdir(parents=True, exist_ok=True)
-        location = RunLocation(folder, 1, 0, None)
+        location = LockedRun(folder, 1, 0, None)
         self._records = self._open.enter_context(closing(RunRecorder(location, world, print)))
         self._records.open_writers(location, None)
         self._records.log_start(self.plan, 0)
@@ -207,7 +207,7 @@ def measure_candidates(order: MeasurementRequest, workload: Workload) -> None:
 def _measure(order: MeasurementRequest, workload: Workload, candidate: Candidate, launch_seconds: float) -> Measurement:
     world, status_page = workload.world, HangGuard.of_process().page
     folder, last = Path(order.folder) / candidate.name, order.warmup + order.steps
-    with inspect_memory(world.device) if order.memory else nullcontext() as inspection:
+    with record_allocations(world.device) if order.memory else nullcontext() as inspection:
         all_gather_object(0, world)
         start = time.perf_counter()
         enter = inspection.mark_phase if inspection else ignore_phase

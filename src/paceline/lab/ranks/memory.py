@@ -26,7 +26,7 @@ from paceline.protocol.evidence import Phase
 from paceline.protocol.status_page import RECORDS, StatusPage
 from paceline.rank.world import World
 from paceline.strategies import Strategy
-from paceline.train.records import parse_tensor_bytes
+from paceline.train.records import count_tensor_bytes
 
 MARK = "paceline: "
 SHARED = "shared"  # the name of the shared-memory group in the recorder's ring
@@ -86,7 +86,7 @@ class MemoryInspection:
 
 
 @contextmanager
-def inspect_memory(device: torch.device) -> Generator[MemoryInspection]:
+def record_allocations(device: torch.device) -> Generator[MemoryInspection]:
     """Record allocations inside the block; afterwards `found` has the memory by purpose."""
     inspection = MemoryInspection(device)
     trim_host_memory()
@@ -152,7 +152,7 @@ class SentBytesCounter:
         if is_incomplete or not (entries or shared or messages):
             return 0.0 if self._world.size == 1 else None
         calls = [(entry["profiling_name"], _bytes(entry), self._group_size(entry)) for entry in entries]
-        calls += [(op.kind, parse_tensor_bytes(op.shape, op.dtype), self._world.data.size) for op in shared]
+        calls += [(op.kind, count_tensor_bytes(op.shape, op.dtype), self._world.data.size) for op in shared]
         return sum(collective_sent_bytes(*call) for call in calls) + messages
 
     def _group_size(self, entry: dict[str, Any]) -> int:

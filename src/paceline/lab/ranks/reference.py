@@ -118,7 +118,7 @@ class Reference:
         """Of each micro-batch: 'virtual rank.part', its random stream, the sum of its losses, and its weight."""
         for virtual_rank, part, indices in self._microbatches(start.batch):
             torch.manual_seed(derive_seed(self.spec.seed, "forward", start.epoch, start.step, virtual_rank, part))
-            yield f"{virtual_rank}.{part}", random_stream_fingerprint(), *self._forward(virtual_rank, indices)
+            yield f"{virtual_rank}.{part}", cpu_rng_fingerprint(), *self._forward(virtual_rank, indices)
 
     def _forward(self, virtual_rank: int, indices: Tensor) -> tuple[Tensor, float]:
         self._load_buffers(virtual_rank)
@@ -214,7 +214,7 @@ def pick_gradient_elements(gradients: NamedTensors, like: Mapping[str, Tensor]) 
     return torch.cat(values)
 
 
-def random_stream_fingerprint() -> str:
+def cpu_rng_fingerprint() -> str:
     """The next number of the CPU's random number generator, without changing its state."""
     state = torch.get_rng_state()
     number = torch.rand(1, dtype=torch.float64)

@@ -25,9 +25,9 @@ from torch.overrides import TorchFunctionMode
 from paceline.checkpoint.manager import Checkpoints
 from paceline.checkpoint.resume import find_newest_checkpoint
 from paceline.checkpoint.shards import ShardFileSource, gather_full_state, hash_tensors
-from paceline.checkpoint.state import ResumePoint, RunLocation, TensorShard
+from paceline.checkpoint.state import LockedRun, ResumePoint, TensorShard
 from paceline.collectives.communicator import make_communicator
-from paceline.config.definition import CHANGEABLE_SETTINGS, TASK_SETTING_PREFIX, check_same_definition
+from paceline.config.definition import CHANGEABLE_SETTINGS, TASK_SETTING_PREFIX, check_definition_changes
 from paceline.config.strategies import EXACT_STRATEGIES
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import MicroBatchPlan
@@ -282,7 +282,7 @@ def _bits(tensor: Tensor | None) -> str:
     return "" if tensor is None else hash_tensors({"": tensor})
 
 
-def set_expected_differences(watch: ReplayObserver, now: Mapping[str, Any], origin: ResumePoint | None) -> None:
+def predict_differences(watch: ReplayObserver, now: Mapping[str, Any], origin: ResumePoint | None) -> None:
     """Set the reasons why the bits can differ, and the expected difference."""
     source, request, result = watch.source, watch.request, watch.result
     config = source.config
@@ -291,7 +291,7 @@ def set_expected_differences(watch: ReplayObserver, now: Mapping[str, Any], orig
         saved = {name: value for name, value in saved.items() if name != "hardware"}
     of_task = [name for name in saved if name.startswith(TASK_SETTING_PREFIX)]
     where = origin.location_text if origin else str(source.run_dir)
-    reasons = check_same_definition(saved, now, [*CHANGEABLE_SETTINGS, *of_task], where)
+    reasons = check_definition_changes(saved, now, [*CHANGEABLE_SETTINGS, *of_task], where)
     reasons = [f"{reason} ({where})" if origin else reason for reason in reasons]
     if config.strategy not in EXACT_STRATEGIES:
         ranks = source.logged.world_size
@@ -311,7 +311,7 @@ class _TaskReplay(TaskTrainer):
     """The training loop of a task, until the last step to repeat. It evaluates nothing, and calls no callback."""
 
     def __init__(
-        self, parts: TrainingComponents, place: RunLocation, origin: ResumePoint | None, watch: ReplayObserver
+        self, parts: TrainingComponents, place: LockedRun, origin: ResumePoint | None, watch: ReplayObserver
     ) -> None:
         super().__init__(parts, place, origin)
         self._watch = watch
@@ -336,7 +336,7 @@ def replay_task(watch: ReplayObserver) -> ReplayResult:
         origin = watch.find_start_checkpoint(world)
         parts = prepare(replace(config, launch=replace(config.launch, mesh=None)), world)
         now = parts.definition
-        set_expected_differences(watch, now, origin)
+        predict_differences(watch, now, origin)
         if request.without and parts.stream is not None:
             raise UsageError(code="replay-without-in-stream")
         if origin is not None:
@@ -355,7 +355,7 @@ def replay_task(watch: ReplayObserver) -> ReplayResult:
         )
         task = replace(parts.task, loss=_watched(parts.task.loss, watch))
         parts = replace(parts, task=task, loading=loading)
-        place = RunLocation(source.run_dir, source.logged.attempt, 0, None, now)
+        place = LockedRun(source.run_dir, source.logged.attempt, 0, None, now)
         try:
             _TaskReplay(parts, place, origin, watch).repeat()
         except PacelineError as error:
@@ -399,7 +399,7 @@ class _SessionReplay(Observer):
             "strategy": self._watch.source.config.strategy, "hardware": hardware_facts(world.device),
             "threads_per_rank": torch.get_num_threads(),
         }  # fmt: skip
-        set_expected_differences(self._watch, now, self._origin)
+        predict_differences(self._watch, now, self._origin)
         return self._origin
 
     def wrap_strategy(self, name: str, apply: ApplyStrategy) -> ApplyStrategy:
@@ -485,7 +485,7 @@ def _reducing() -> dict[Any, Any]:
     return found
 
 
-def replay_script(watch: ReplayObserver, script: Path, arguments: Sequence[str]) -> ReplayResult:
+def replay_session(watch: ReplayObserver, script: Path, arguments: Sequence[str]) -> ReplayResult:
     """Repeat a step of a session by running its script."""
     observer = _SessionReplay(watch)
     try:

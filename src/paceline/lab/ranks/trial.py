@@ -22,9 +22,9 @@ from paceline.data.loader import LoadingOptions, MicroBatch, load_steps
 from paceline.data.plan import BatchPlan
 from paceline.data.streams import first_samples
 from paceline.errors import UsageError
-from paceline.lab.ranks.causes import Comparison, RankDifferences
-from paceline.lab.ranks.reference import Reference, StepValues, cast_to_float64, random_stream_fingerprint
-from paceline.lab.verify import TASK_OPTIMIZER, BatchNormPolicy, Case, Diagnosis, VerifySpec
+from paceline.lab.ranks.causes import ErrorTracker, RankDifferences
+from paceline.lab.ranks.reference import Reference, StepValues, cast_to_float64, cpu_rng_fingerprint
+from paceline.lab.verify import TASK_OPTIMIZER, BatchNormPolicy, Divergence, StrategyCase, VerifySpec
 from paceline.rank.world import World
 from paceline.seeding import derive_seed
 from paceline.stepping.totals import StepResult
@@ -46,7 +46,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
-class VerifiedOptimizer(NamedTuple):
+class OptimizerInfo(NamedTuple):
     names: str
     is_adaptive: bool
     why_not_sharded: str | None  # why strategies that shard parameters do not support it
@@ -66,7 +66,7 @@ def load_task_to_verify(spec: VerifySpec) -> Task:
     return load_task(spec.task, {k: Path(v) if k == "data_dir" else v for k, v in spec.options.items()})
 
 
-def optimizers_to_verify(spec: VerifySpec, task: Task, model: nn.Module) -> dict[str, VerifiedOptimizer]:
+def optimizers_to_verify(spec: VerifySpec, task: Task, model: nn.Module) -> dict[str, OptimizerInfo]:
     by_task = task.make_optimizer is not None
     names = spec.optimizers or ([TASK_OPTIMIZER] if by_task else [*OPTIMIZERS])
     if TASK_OPTIMIZER in names and not by_task:
@@ -75,7 +75,7 @@ def optimizers_to_verify(spec: VerifySpec, task: Task, model: nn.Module) -> dict
     for name, optimizer in optimizers.items():
         _add_schedule(name, task, optimizer, spec.steps)
     return {
-        name: VerifiedOptimizer(format_optimizer_types(optimizer), not isinstance(optimizer, SGD), _refusal(optimizer))
+        name: OptimizerInfo(format_optimizer_types(optimizer), not isinstance(optimizer, SGD), _refusal(optimizer))
         for name, optimizer in optimizers.items()
     }
 
@@ -191,26 +191,28 @@ def make_world(device: str) -> World:
 class StrategyTrial:
     """A strategy under verification: its replica, its batches, and the records of its last step."""
 
-    case: Case
+    case: StrategyCase
     replica: Strategy
     batches: Iterator[list[MicroBatch]]
-    comparison: Comparison
+    comparison: ErrorTracker
     first_start_difference: str | None = None
     """A parameter that differs between ranks, or from one process, before the first step."""
     step_values: StepValues = field(default_factory=StepValues)
     """The record of the current step: random streams, and on rank 0 the gradients before and after clipping."""
     gradient_fingerprints: dict[str, int] = field(default_factory=dict[str, int])
-    finding: Diagnosis | None = None
+    finding: Divergence | None = None
     unsharded_tensors: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     """The parameters and buffers of the unsharded model, on the meta device."""
 
 
-def make_trial(case: Case, setting: VerificationSetup, optimizer: VerifiedOptimizer) -> StrategyTrial:
+def make_trial(case: StrategyCase, setting: VerificationSetup, optimizer: OptimizerInfo) -> StrategyTrial:
     model = _model(setting, setting.spec.seed + setting.world.rank)
     tensors = (*model.named_parameters(), *model.named_buffers())
     shapes = {name: torch.empty_like(t, device="meta", requires_grad=t.requires_grad) for name, t in tensors}
     replica, batches = apply_strategy(setting, case.strategy, case.optimizer, model)
-    trial = StrategyTrial(case, replica, batches, Comparison(adaptive=optimizer.is_adaptive), unsharded_tensors=shapes)
+    trial = StrategyTrial(
+        case, replica, batches, ErrorTracker(adaptive=optimizer.is_adaptive), unsharded_tensors=shapes
+    )
     _install_observers(trial)
     return trial
 
@@ -234,7 +236,7 @@ def _install_observers(trial: StrategyTrial) -> None:
         # with "sync" one forward computes all virtual ranks of a rank, and draws no random number
         if batch.work.is_counted and trial.case.batchnorm != "sync":
             key = f"{batch.work.virtual_rank}.{batch.work.micro_batch}"
-            trial.step_values.stream_fingerprints[key] = random_stream_fingerprint()
+            trial.step_values.stream_fingerprints[key] = cpu_rng_fingerprint()
 
     def clip_grad_norm(max_norm: float) -> Deferred[float]:
         # not in sync_gradients: hooks on parameters run after it

@@ -22,16 +22,16 @@ from paceline.lab.ranks import trial as trials
 from paceline.lab.ranks.causes import explain_difference
 from paceline.lab.ranks.loop import run_loop_cases
 from paceline.lab.ranks.reference import Reference, StepValues, has_batch_norm
-from paceline.lab.ranks.trial import StrategyTrial, VerificationSetup, VerifiedOptimizer
+from paceline.lab.ranks.trial import OptimizerInfo, StrategyTrial, VerificationSetup
 from paceline.lab.verify import (
     TASK_OPTIMIZER,
     BatchNormPolicy,
-    Case,
-    Diagnosis,
+    CaseResult,
     DigestReport,
+    Divergence,
     LoopSpec,
-    Result,
     StepDigests,
+    StrategyCase,
     StrategyDigests,
     VerifyReport,
     VerifySpec,
@@ -59,7 +59,7 @@ def verify(spec: VerifySpec, world: World) -> VerifyReport:
     if TASK_OPTIMIZER in optimizers:
         schedule = ", with the task's schedule over these steps" if task.make_schedule else ""
         notes.append(f"optimizer {TASK_OPTIMIZER}: {optimizers[TASK_OPTIMIZER].names}, created by the task{schedule}")
-    results: list[Result] = []
+    results: list[CaseResult] = []
     settings = [trials.make_verification_setup(spec, task, policy, world) for policy in policies]
     for setting in settings:
         for optimizer, verified in optimizers.items():
@@ -69,16 +69,16 @@ def verify(spec: VerifySpec, world: World) -> VerifyReport:
     return VerifyReport(world.size, plan.global_batch, plan.num_samples, results, notes)
 
 
-def _verify_strategies(setting: VerificationSetup, optimizer: str, verified: VerifiedOptimizer) -> list[Result]:
+def _verify_strategies(setting: VerificationSetup, optimizer: str, verified: OptimizerInfo) -> list[CaseResult]:
     spec, world, policy = setting.spec, setting.world, setting.batch_norm_policy
     reference = trials.make_reference(setting, optimizer) if world.rank == 0 else None
-    results: list[Result] = []
+    results: list[CaseResult] = []
     running: list[StrategyTrial] = []
     for name in spec.strategies:
-        case = Case(name, world.size, policy, optimizer, spec.mesh)
+        case = StrategyCase(name, world.size, policy, optimizer, spec.mesh)
         reason = _skip_reason(name, policy, world, verified)
         if reason:
-            results.append(Result(case, {}, [], 0.0, not_run=reason))
+            results.append(CaseResult(case, {}, [], 0.0, not_run=reason))
         else:
             running.append(trials.make_trial(case, setting, verified))
     for trial in running:
@@ -103,10 +103,10 @@ def _step(
     except (UsageError, ReportedByPeer) as failure:
         error = str(failure)
     errors = [e for e in all_gather_object(error, world) if e]
-    finding: Diagnosis | None = None
+    finding: Divergence | None = None
     if errors:
         message = next((e for e in errors if "failed" not in e.split("\n")[0]), errors[0])
-        finding = Diagnosis(number, "error", "", message.strip().splitlines()[-2 if "Traceback" in message else -1])
+        finding = Divergence(number, "error", "", message.strip().splitlines()[-2 if "Traceback" in message else -1])
     else:
         assert result is not None
         got, ranks = trials.collect_step_values(trial, result, microbatches)
@@ -114,11 +114,11 @@ def _step(
             differences = trial.comparison.compare_step(got, want)
             is_wrong = differences or got.samples != want.samples or got.stream_fingerprints != want.stream_fingerprints
             if is_wrong or any(ranks):
-                finding = Diagnosis(number, *explain_difference(got, want, differences, ranks, reference))
-    trial.finding = msgspec.convert(all_gather_object(msgspec.to_builtins(finding), world)[0], Diagnosis | None)
+                finding = Divergence(number, *explain_difference(got, want, differences, ranks, reference))
+    trial.finding = msgspec.convert(all_gather_object(msgspec.to_builtins(finding), world)[0], Divergence | None)
 
 
-def _skip_reason(strategy: str, policy: BatchNormPolicy, world: World, optimizer: VerifiedOptimizer) -> str | None:
+def _skip_reason(strategy: str, policy: BatchNormPolicy, world: World, optimizer: OptimizerInfo) -> str | None:
     info = STRATEGY_INFO[strategy]
     if reason := torch_unsupported_reason(strategy):
         return reason.removeprefix(f"strategy {strategy} ")

@@ -25,9 +25,9 @@ from msgspec.structs import replace
 
 from paceline.errors import ExitCode, PacelineError, UsageError
 from paceline.host.cgroup import threads_per_rank, usable_cores
+from paceline.host.cleanup import start_cleanup_process
 from paceline.host.facts import gather_facts as gather_facts
 from paceline.host.shell_environment import activate_environment
-from paceline.host.sweep import start_cleanup_process
 from paceline.launch.agent.preload import start_preloader
 from paceline.launch.agent.workers import InheritedResources, create_memory_snapshot_files, worker_environment
 from paceline.protocol import control
@@ -150,13 +150,13 @@ def run_agent(plan: NodePlan, *, lifeline: bool) -> int:
     plan = prepare_environment(plan)
     with TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True) as temporary:
         not_kept = [number for number in (*plan.keep_open, plan.stdin) if number >= 0]
-        janitor = start_cleanup_process(not_kept=not_kept, temporary=temporary)
+        cleanup_fd = start_cleanup_process(not_kept=not_kept, temporary=temporary)
         # start it first: it imports torch while the agent checks folders and ports
         preloader = start_preloader(plan.argv, worker_environment(plan, 0, 0)) if plan.preload else None
         try:
             plan, locks = prepare_run_dir(plan)
             pairs = create_memory_snapshot_files(plan.nproc) if plan.max_restarts or plan.elastic else ()
-            inherited = InheritedResources(pairs, (*plan.keep_open, *locks), janitor, temporary, preloader)
+            inherited = InheritedResources(pairs, (*plan.keep_open, *locks), cleanup_fd, temporary, preloader)
             return _serve(plan, inherited, on_started, lifeline=lifeline)
         finally:
             if preloader is not None:

@@ -24,8 +24,8 @@ from msgspec.structs import replace
 from paceline.errors import ExitCode, PacelineError
 from paceline.guard.deaths import diagnosis_due_at_seconds, first_to_fail
 from paceline.guard.sentences import format_ranks, format_subject_verb
+from paceline.host.cleanup import RosterWorker, start_ticks
 from paceline.host.procfs import read_process
-from paceline.host.sweep import RosterWorker, start_ticks
 from paceline.launch.agent.channel import Link, StartOrder, StartReply
 from paceline.launch.agent.cluster import Generation, RemoteNodes
 from paceline.launch.agent.coordinator import POLL_FAILING_SECONDS
@@ -33,7 +33,7 @@ from paceline.launch.agent.follower import Follower
 from paceline.launch.agent.monitor import Monitor, StopReport
 from paceline.launch.agent.workers import InheritedResources, Worker, Workers
 from paceline.protocol import control
-from paceline.protocol.evidence import SUCCESS_EXIT_CODES, Failure, WorkerSample
+from paceline.protocol.evidence import SUCCESS_EXIT_CODES, Failure, RankSample
 from paceline.protocol.job import NodePlan
 from paceline.runs.console import print_to_stderr
 
@@ -86,9 +86,9 @@ class ForeignProcess:
         return self.pidfd  # readable once the process has ended
 
     def poll(self) -> int | None:
-        if self.code is None and control.wait_readable([self], 0.0):
+        if self.code is None and control.poll_readable([self], 0.0):
             code = read_process_exit_code(self.pid, self.pidfd)
-            self.code = -signal.SIGKILL if code is None else code  # it sent no Goodbye: it was killed
+            self.code = -signal.SIGKILL if code is None else code  # it sent no RankExit: it was killed
         return self.code
 
     def send_signal(self, number: int, /) -> None:
@@ -97,7 +97,7 @@ class ForeignProcess:
                 signal.pidfd_send_signal(self.pidfd, number)
 
     def wait(self, timeout: float, /) -> int | None:
-        control.wait_readable([self], timeout)
+        control.poll_readable([self], timeout)
         return self.poll()
 
 
@@ -112,7 +112,7 @@ class AttachedWorkers(Workers, control.StopSignals):
         super().__init__(plan, 0, 0)
         self.signals, self.launcher_gone = [], False
         self._looked_seconds, self._reported = time.monotonic(), False  # for the end of the launcher
-        self.meeting: control.Rendezvous | None = None  # the address of node 0's agent, from a rank
+        self.meeting: control.AgentAddress | None = None  # the address of node 0's agent, from a rank
         self._listener = socket.socket(fileno=plan.attach)
         self._listener.setblocking(False)
         self._connections: dict[socket.socket, int] = {}  # -> the pid of the peer
@@ -140,7 +140,7 @@ class AttachedWorkers(Workers, control.StopSignals):
         self.release_departing_ranks()
         running = self.running_processes
         readables = [*running, *self._connections, *([] if self.all_here else [self._listener])]
-        ready = control.wait_readable([*readables, *also], seconds)
+        ready = control.poll_readable([*readables, *also], seconds)
         is_woken = not ready.isdisjoint([readable.fileno() for readable in readables])
         for process in running:
             if process.fileno() in ready:
@@ -176,9 +176,9 @@ class AttachedWorkers(Workers, control.StopSignals):
                     self._first = connection
                 if self.all_here:
                     self._listener.close()  # the next start uses the same socket name
-            case control.Rendezvous():
+            case control.AgentAddress():
                 self.meeting = message
-            case control.Goodbye(code):
+            case control.RankExit(code):
                 for process in self.running_processes:
                     if process.pid == pid:
                         process.code = code
@@ -207,19 +207,19 @@ class AttachedWorkers(Workers, control.StopSignals):
         return True
 
     def release_departing_ranks(self, *, all_of_them: bool = False) -> None:
-        """Let ranks end that have sent Goodbye, once their time to wait is over, or all of them."""
+        """Let ranks end that have sent RankExit, once their time to wait is over, or all of them."""
         for connection in [at for at, due in self._goodbyes.items() if all_of_them or time.monotonic() >= due]:
             del self._goodbyes[connection]
             connection.close()
 
-    def send_address_to_rank_0(self, meeting: control.Rendezvous) -> None:
+    def send_address_to_rank_0(self, meeting: control.AgentAddress) -> None:
         with suppress(OSError):
             if self._first is not None:
                 control.send(self._first, meeting)
 
     # ---- overridden methods of Workers ----
 
-    def _sample(self, worker: Worker) -> WorkerSample:
+    def _sample(self, worker: Worker) -> RankSample:
         sample = super()._sample(worker)
         if sample.failure is not None or sample.code is None or sample.code >= 0:
             return sample
@@ -242,10 +242,10 @@ class AttachedWorkers(Workers, control.StopSignals):
                     self._descendants.update(psutil.Process(process.pid).children(recursive=True))
             super().stop(grace_seconds, number)
 
-    def sweep(self) -> None:
+    def kill_sessions(self) -> None:
         """Kill the ranks that still run after `stop`, and their descendants, which mpirun does not end.
 
-        The ranks may be in the session of the launcher, so `Workers.sweep` would also kill the launcher.
+        The ranks may be in the session of the launcher, so `Workers.kill_sessions` would also kill the launcher.
         """
         if self.stopping:
             import psutil
@@ -331,7 +331,7 @@ class AttachedCoordinator:
     def _watch(self) -> None:
         if self.is_head:
             addresses = tuple(dict.fromkeys((*self.plan.node0, os.uname().nodename)))
-            self.workers.send_address_to_rank_0(control.Rendezvous(addresses, self.cluster.port, self.plan.secret))
+            self.workers.send_address_to_rank_0(control.AgentAddress(addresses, self.cluster.port, self.plan.secret))
         monitor = Monitor(self._generation)
         while self._continues():
             is_failing = (
@@ -372,7 +372,7 @@ class AttachedCoordinator:
         self._generation.members = [*self.cluster.members.values()]
         return self._generation.members != old_members
 
-    def _follow(self, meeting: control.Rendezvous) -> None:
+    def _follow(self, meeting: control.AgentAddress) -> None:
         plan = replace(
             self.plan, node0=meeting.addresses, node0_ports=(meeting.port,), secret=meeting.secret, join_seconds=30.0
         )
@@ -385,7 +385,7 @@ class AttachedCoordinator:
 
     # ---- detection ----
 
-    def _judge(self, monitor: Monitor, samples: Sequence[WorkerSample]) -> None:
+    def _judge(self, monitor: Monitor, samples: Sequence[RankSample]) -> None:
         now = time.monotonic()
         if (due := diagnosis_due_at_seconds(samples)) is not None:
             # only the samples of all ranks show which ranks are victims of a failure on a different node
@@ -416,7 +416,7 @@ class AttachedCoordinator:
         self._generation.unblock(stop.ranks_to_unblock, stop.unblock_message)
         return self._end_all(self.plan.grace_seconds)
 
-    def _report_failure(self, monitor: Monitor, samples: Sequence[WorkerSample]) -> None:
+    def _report_failure(self, monitor: Monitor, samples: Sequence[RankSample]) -> None:
         self._has_reported = True
         first = first_to_fail(samples)
         if first is not None and first.failure is not None and -(first.code or 0) in control.STOP_SIGNALS:

@@ -30,10 +30,10 @@ from typing import cast
 import msgspec
 
 from paceline.errors import UsageError
-from paceline.host.facts import Facts
+from paceline.host.facts import NodeFacts
 from paceline.host.procfs import describe_port_owner
 from paceline.protocol.control import SupportsFileno
-from paceline.protocol.evidence import Evidence, WorkerSample
+from paceline.protocol.evidence import Evidence, RankSample
 from paceline.protocol.job import NodeRanks
 from paceline.runs.machine import ClockOffset
 
@@ -50,7 +50,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     nodes: int
     nproc: int
     probe_port: int  # of a socket to which other nodes connect to test the network
-    facts: Facts
+    facts: NodeFacts
     ranks: tuple[int, ...] = ()  # if another launcher has assigned the ranks: see attach.py
 
 
@@ -74,7 +74,7 @@ class NodeHeartbeat(msgspec.Struct, frozen=True, tag=True):
     """The state of the workers, at each sample and when a worker ends."""
 
     generation: int
-    workers: tuple[WorkerSample, ...] = ()  # with ages instead of times
+    workers: tuple[RankSample, ...] = ()  # with ages instead of times
     oom_kills: int = 0
     stopped: bool = False  # the generation has been stopped, and all its processes except `left` have ended
     left: tuple[int, ...] = ()  # pids of processes that SIGKILL has not ended
@@ -101,7 +101,7 @@ class StopSignalNotice(msgspec.Struct, frozen=True, tag=True):
 
 
 class FileRequest(msgspec.Struct, frozen=True, tag=True):
-    """Send this file of the run folder. The answer is its parts, or a `FileReply`."""
+    """Send this file of the run folder. The answer is its parts, or a `FileAck`."""
 
     path: str
 
@@ -184,7 +184,7 @@ class StopStepOrder(msgspec.Struct, frozen=True, tag=True):
 Order = UnblockOrder | StopOrder | StopStepOrder  # to the workers of every node: see `Workers.execute`
 
 
-class FileReply(msgspec.Struct, frozen=True, tag=True):
+class FileAck(msgspec.Struct, frozen=True, tag=True):
     """Why a file could not be stored or sent; empty if it has been stored."""
 
     failure: str = ""
@@ -209,7 +209,7 @@ class RunEndNotice(msgspec.Struct, frozen=True, tag=True):
 Message = (
     Hello | StoreConnectionRequest | JoinOrder | ReachabilityRequest | ReachabilityReply | StartOrder
     | StartReply | NodeHeartbeat | EvidenceRequest | EvidenceReply | UnblockOrder | StopSignalNotice | StopOrder
-    | StopStepOrder | CoordinatorHeartbeat | RunEndNotice | FilePart | FileRequest | FileReply | CheckpointListRequest
+    | StopStepOrder | CoordinatorHeartbeat | RunEndNotice | FilePart | FileRequest | FileAck | CheckpointListRequest
     | CheckpointList
 )  # fmt: skip
 

@@ -26,7 +26,7 @@ from paceline.launch.agent.files import FileServer
 from paceline.launch.agent.workers import InheritedResources, Workers
 from paceline.protocol.balance import expand_to_rank_speeds
 from paceline.protocol.control import LIFELINE_GRACE_SECONDS, STOP_SIGNALS, StopSignals
-from paceline.protocol.evidence import Evidence, WorkerSample
+from paceline.protocol.evidence import Evidence, RankSample
 from paceline.protocol.job import NodePlan
 from paceline.runs import writing
 from paceline.runs.console import print_to_stderr
@@ -45,9 +45,9 @@ class RemoteNode:
         self._news: tuple[object, ...] = ()  # of the last beat
         self._asked = 0  # number of the last question
         self.evidence: dict[int, Evidence] = {}  # the answers so far, by rank
-        self._samples: dict[int, WorkerSample] = {}  # by rank
+        self._samples: dict[int, RankSample] = {}  # by rank
         # (`_samples`, `lost`, result of `samples()`)
-        self._cached: tuple[object, str, Sequence[WorkerSample]] | None = None
+        self._cached: tuple[object, str, Sequence[RankSample]] | None = None
         self.reached: channel.ReachabilityReply | None = None
         self.started: channel.StartReply | None = None
         self.lost = ""  # why it no longer takes part; empty while it does
@@ -67,13 +67,13 @@ class RemoteNode:
         self.beat, self._samples, self.started = channel.NodeHeartbeat(start.generation), {}, None
         self.link.send(start)
 
-    def worker_samples(self) -> Sequence[WorkerSample]:
+    def worker_samples(self) -> Sequence[RankSample]:
         if self._cached is None or self._cached[0] is not self._samples or self._cached[1] != self.lost:
             self._cached = self._samples, self.lost, [self._sample(rank) for rank in self.ranks]
         return self._cached[2]
 
-    def _sample(self, rank: int) -> WorkerSample:
-        sample = self._samples.get(rank) or WorkerSample(rank, self.hello.facts.host, 0, self.hello.node)
+    def _sample(self, rank: int) -> RankSample:
+        sample = self._samples.get(rank) or RankSample(rank, self.hello.facts.host, 0, self.hello.node)
         if not self.lost or sample.code is not None:
             return sample
         lost = f"{self.name} is lost: {self.lost}"
@@ -171,7 +171,7 @@ class RemoteNodes:
     def is_stop_ordered(self) -> bool:
         return self.launcher_gone or bool(self.signals)
 
-    def adopt_stop_signal(self, ranks: Sequence[WorkerSample]) -> None:
+    def adopt_stop_signal(self, ranks: Sequence[RankSample]) -> None:
         """Treat the first stop signal that a rank has received itself as an order to this agent."""
         if not self.signals:
             self._orders.signals += [signal.Signals(r.stop_signal) for r in ranks if r.stop_signal in STOP_SIGNALS][:1]
@@ -370,7 +370,7 @@ class Generation:
 
     # ---- its state ----
 
-    def worker_samples(self) -> list[WorkerSample]:
+    def worker_samples(self) -> list[RankSample]:
         return [*self.own.worker_samples(), *(sample for member in self.members for sample in member.worker_samples())]
 
     @property
@@ -378,7 +378,7 @@ class Generation:
         """Whether an order to stop or a failure has come, which is more urgent than a question."""
         return self.cluster.is_stop_ordered or diagnosis_due_at_seconds(self.worker_samples()) is not None
 
-    def running_workers(self) -> list[WorkerSample]:
+    def running_workers(self) -> list[RankSample]:
         return [sample for sample in self.worker_samples() if sample.is_running]
 
     def oom_kills(self) -> int:
@@ -454,7 +454,7 @@ class Generation:
         if last_seconds:
             self._await_end(last_seconds, 0.0, signal.SIGTERM, len(self.cluster.signals))
         self._order(channel.StopOrder(0.0))
-        self.own.sweep()
+        self.own.kill_sessions()
         deadline = time.monotonic() + SWEEP_MARGIN_SECONDS
         while not self.cluster.stopped() and time.monotonic() < deadline:
             self.cluster.wait_for_events(deadline - time.monotonic())

@@ -23,12 +23,12 @@ from paceline.errors import ExitCode, FaultyRankError, UsageError, first_few, pl
 from paceline.guard.deaths import RankEndKind, classify_rank_end, diagnosis_due_at_seconds, first_to_fail
 from paceline.guard.judge import diagnose_first_failure
 from paceline.guard.report import RunEvent, same_diagnosis
-from paceline.host.sweep import agent_mark
+from paceline.host.cleanup import agent_mark
 from paceline.launch.agent.cluster import Generation, RemoteNode, RemoteNodes
-from paceline.launch.agent.joining import JoinQueue, gather_nodes, with_reachable_master_addr
+from paceline.launch.agent.joining import JoinQueue, wait_for_nodes, with_reachable_master_addr
 from paceline.launch.agent.monitor import LiveStatusWriter, Monitor, StopReport
 from paceline.launch.agent.workers import InheritedResources
-from paceline.protocol.balance import AUTO, SAMPLE_SECONDS, SpeedMeter, assign_virtual_ranks, parse_balance
+from paceline.protocol.balance import AUTO, SAMPLE_SECONDS, AutoBalancer, parse_balance
 from paceline.protocol.control import AGENT_MARK, LIFELINE_GRACE_SECONDS, REMOTE_GRACE_SECONDS, StopSignals
 from paceline.protocol.evidence import (
     LOADER_KILLED,
@@ -36,7 +36,7 @@ from paceline.protocol.evidence import (
     Diagnosis,
     DiagnosisKind,
     Evidence,
-    WorkerSample,
+    RankSample,
 )
 from paceline.protocol.job import EVENT_SECONDS, NodePlan
 from paceline.runs import writing
@@ -65,7 +65,7 @@ class FailedGeneration:
 
     @classmethod
     def from_diagnosis(
-        cls, diagnosis: Diagnosis, ranks: Sequence[WorkerSample], exit_code: int, *, step: int, nproc: int,
+        cls, diagnosis: Diagnosis, ranks: Sequence[RankSample], exit_code: int, *, step: int, nproc: int,
         regroups: bool = False,
     ) -> Self:  # fmt: skip
         """With `regroups`, ranks end for the next generation: one that has saved does not mean a requested stop."""
@@ -205,7 +205,7 @@ class EventCommand:
 
     def _failure(self, data: bytes) -> str:
         """Run the command. Returns why it failed; empty if it did not."""
-        # with the mark, the janitor ends the command if this agent is killed. The sweep of a generation spares it
+        # with the mark, the cleanup process ends the command if this agent is killed. The end of a generation spares it
         env = os.environ | {AGENT_MARK: agent_mark("event")}
         shell, pipe = ("/bin/sh", "-c", self._plan.on_event), subprocess.PIPE
         with os.fdopen(writing.open_or_create(self._log, append=True), "ab", 0) as log:
@@ -219,7 +219,7 @@ class EventCommand:
         return f"exit code {process.returncode}" if process.returncode else ""
 
 
-def is_queued_again(plan: NodePlan, signals: Sequence[int]) -> bool:
+def will_requeue(plan: NodePlan, signals: Sequence[int]) -> bool:
     """Whether the batch script queues a saved job again. It follows `_REQUEUE` in launch/slurm/plan.py."""
     last = signals[-1] if signals and plan.queues_again else 0
     if last != signal.SIGTERM:
@@ -246,9 +246,9 @@ class Coordinator:
         self._failures: list[FailedGeneration] = []
         self._events = EventCommand(plan)
         self._queue, self._began_seconds = JoinQueue(plan, self.cluster), 0.0
-        self._meter = SpeedMeter()  # for --balance auto
+        self._meter = AutoBalancer()  # for --balance auto
         self._max_look_seconds = SAMPLE_SECONDS if plan.balance == AUTO else math.inf
-        self._is_balance_checked = not plan.balance
+        self._is_balance_checked, self._is_limit_printed = not plan.balance, False
         self._regrouped = False  # whether the last generation saved its state and ended for the present one
         self._entered: Sequence[RemoteNode] = ()  # nodes that joined with the present generation
         self._separate: Sequence[RemoteNode] = ()  # nodes that do not see the run folder of node 0
@@ -278,14 +278,14 @@ class Coordinator:
 
     def _send_end(self, code: int) -> None:
         """Send the last event, and wait for its command. Other nodes end after it, so that an ssh launcher waits."""
-        kind = "requeue" if code == ExitCode.SAVED and is_queued_again(self.plan, self.cluster.signals) else "end"
+        kind = "requeue" if code == ExitCode.SAVED and will_requeue(self.plan, self.cluster.signals) else "end"
         self._events.send(kind, self._number, exit=int(code), words=self._cause_of(code))
         deadline = time.monotonic() + self.plan.event_wait_seconds
         while self._events.is_running and time.monotonic() < deadline:
             self.cluster.wait_for_events(POLL_FAILING_SECONDS)
 
     def _run(self) -> int:
-        self.plan = with_reachable_master_addr(gather_nodes(self.plan, self.cluster), self.cluster)
+        self.plan = with_reachable_master_addr(wait_for_nodes(self.plan, self.cluster), self.cluster)
         self._queue.publish_invitation(self.plan)
         while not self.cluster.is_stop_ordered:
             self.plan = with_reachable_master_addr(self.plan, self.cluster)
@@ -306,16 +306,20 @@ class Coordinator:
         self._meter.start([*[self] * nproc, *(member for member in members for _ in range(member.hello.nproc))])
         return self._meter.speeds
 
-    def _balance(self, generation: Generation, ranks: Sequence[WorkerSample]) -> None:
+    def _balance(self, generation: Generation, ranks: Sequence[RankSample]) -> None:
         if not self._is_balance_checked and any(sample.script and sample.step for sample in ranks):
             self._is_balance_checked = True
             print_to_stderr(f"warning: --balance {self.plan.balance} has no effect: the script has no paceline session")
         running = all(sample.is_running for sample in ranks)
         if self.plan.balance == AUTO and running and not generation.regroups and self._meter.update(ranks):
-            shares = assign_virtual_ranks(ranks[0].virtual_ranks, len(ranks), self._meter.speeds)
-            counts = ", ".join(str(len(share)) for share in shares)
+            counts = ", ".join(f"{count:g}" for count in self._meter.speeds)
             print_to_stderr(f"--balance auto: the ranks save and restart. They then compute {counts} virtual ranks")
             generation.regroup()
+        if (limited := self._meter.limited) and not self._is_limit_printed:
+            self._is_limit_printed = True
+            numbers = [f"rank {rank}: {fast} by speed, {most} by memory" for rank, (fast, most) in limited.items()]
+            names = first_few(numbers, MAX_NAMES, "; ")
+            print_to_stderr(f"--balance auto: memory prevents a faster assignment of virtual ranks: {names}")
 
     def _run_generation(self, generation: Generation) -> int | None:
         """The exit code of the run; None if another generation follows, with `self._nproc` ranks on node 0."""
@@ -388,7 +392,7 @@ class Coordinator:
         generation.save_and_stop(number)
         return self._stopped_by_signal(generation.worker_samples())
 
-    def _stopped_by_signal(self, ranks: Sequence[WorkerSample]) -> int:
+    def _stopped_by_signal(self, ranks: Sequence[RankSample]) -> int:
         if ranks and all(sample.code in SUCCESS_EXIT_CODES for sample in ranks):
             return success_exit_code(ranks)
         # only rank 0 of this script reports steps after which it can stop; its end ends the other ranks
@@ -410,7 +414,7 @@ class Coordinator:
         print_to_stderr(f"stopped by {number.name}")
         return 128 + number
 
-    def _end_late(self, generation: Generation, ranks: Sequence[WorkerSample]) -> int:
+    def _end_late(self, generation: Generation, ranks: Sequence[RankSample]) -> int:
         """Stop ranks that still run long after another rank has saved. The run is saved if rank 0 has saved it."""
         late = ", ".join(str(sample.rank) for sample in ranks if sample.code is None)
         generation.stop(self.plan.grace_seconds)
@@ -529,6 +533,6 @@ def _launcher_gone() -> ExitCode:
     return ExitCode.FAILED
 
 
-def success_exit_code(ranks: Sequence[WorkerSample]) -> ExitCode:
+def success_exit_code(ranks: Sequence[RankSample]) -> ExitCode:
     """The exit code if no worker has failed: SAVED if one has saved (resumable), otherwise DONE."""
     return ExitCode.SAVED if any(sample.code == ExitCode.SAVED for sample in ranks) else ExitCode.DONE

@@ -31,8 +31,8 @@ from typing import Self, TypeVar
 
 from paceline.errors import PacelineError, UsageError
 from paceline.launch.agent import channel
-from paceline.launch.agent.channel import FilePart, FileReply, FileRequest
-from paceline.protocol.control import TransferReply, TransferRequest, peer_pid, receive, send, wait_readable
+from paceline.launch.agent.channel import FileAck, FilePart, FileRequest
+from paceline.protocol.control import TransferReply, TransferRequest, peer_pid, poll_readable, receive, send
 from paceline.protocol.job import NodePlan, NodeRanks
 from paceline.runs import writing
 from paceline.runs.checkpoint_format import (
@@ -99,7 +99,7 @@ class BlockingLink:
         while not self._received:
             if self._link.ended:
                 raise ConnectionError(errno.ECONNRESET, self._link.ended)
-            wait_readable([self._link], TICK_SECONDS)
+            poll_readable([self._link], TICK_SECONDS)
             self._received.extend(self._link.receive())
             self.tick()
         return self._received.popleft()
@@ -114,7 +114,7 @@ class BlockingLink:
 
     def receive_reply(self, kind: type[T]) -> T:
         reply = self.receive()
-        if isinstance(reply, FileReply) and reply.failure:
+        if isinstance(reply, FileAck) and reply.failure:
             raise OSError(reply.errno, reply.failure)
         if not isinstance(reply, kind):
             raise ConnectionError(errno.EPROTO, f"{type(reply).__name__} instead of {kind.__name__}")
@@ -145,7 +145,7 @@ class BlockingLink:
                         raise OSError(errno.EIO, "the file was damaged on its way")
                     if sha256:
                         return
-                case FileReply(failure, number):
+                case FileAck(failure, number):
                     raise OSError(number, failure)
                 case _:
                     raise ConnectionError(errno.EPROTO, f"{type(message).__name__} instead of a part of a file")
@@ -177,7 +177,7 @@ class FileServer:
                     raise
                 except (OSError, PacelineError) as error:
                     number = error.errno if isinstance(error, OSError) else None
-                    link.send(FileReply(f"node 0 ({os.uname().nodename}): {_reason(error)}", number or errno.EREMOTEIO))
+                    link.send(FileAck(f"node 0 ({os.uname().nodename}): {_reason(error)}", number or errno.EREMOTEIO))
         link.close()
 
     def _answer(self, link: BlockingLink, message: channel.Message) -> None:
@@ -195,13 +195,13 @@ class FileServer:
                             pass
                         raise
                     self._sync_events()
-                link.send(FileReply())
+                link.send(FileAck())
             case FileRequest(name) if _FETCHED.fullmatch(name):
                 link.send_file(self._run_dir / name, name)
             case channel.CheckpointListRequest():
                 link.send(channel.CheckpointList(_checkpoint_names(self._run_dir)))
             case _:
-                link.send(FileReply(f"{type(message).__name__} is not possible", errno.EINVAL))
+                link.send(FileAck(f"{type(message).__name__} is not possible", errno.EINVAL))
 
     def _sync_events(self) -> None:
         """A checkpoint, of which a shard has arrived, must not be newer than the events on disk."""
@@ -275,7 +275,7 @@ class FileClient:
     def upload(self, path: Path, name: str, tick: Tick = _ignore) -> tuple[int, int]:
         def action(link: BlockingLink) -> tuple[int, int]:
             sent = link.send_file(path, name)
-            link.receive_reply(FileReply)
+            link.receive_reply(FileAck)
             return sent
 
         return self.run_with_retries(action, tick)
@@ -426,7 +426,7 @@ class SeparateRunFolder:
             while data := os.pread(file.descriptor, PART_BYTES, offset):
                 part = FilePart(name, data, appends_at=offset)
                 self._sent.pop(name, None)  # after a failure the next try sends the whole file
-                self._sender.run_with_retries(lambda link, part=part: link.request(part, FileReply), tick)
+                self._sender.run_with_retries(lambda link, part=part: link.request(part, FileAck), tick)
                 offset += len(data)
                 self._sent[name] = inode, offset
 

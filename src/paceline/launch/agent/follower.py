@@ -17,7 +17,7 @@ from paceline.guard.detectors import heartbeat_interval_seconds, sample_interval
 from paceline.host.facts import gather_facts as gather_facts
 from paceline.launch.agent import channel
 from paceline.launch.agent.files import SeparateRunFolder
-from paceline.launch.agent.joining import find_unreachable_peers, interface_of, wait_for_coordinator_link
+from paceline.launch.agent.joining import interface_of, wait_for_coordinator_link, why_peers_unreachable
 from paceline.launch.agent.workers import InheritedResources, Workers
 from paceline.protocol.balance import AUTO, SAMPLE_SECONDS
 from paceline.protocol.control import REMOTE_GRACE_SECONDS, StopSignals
@@ -63,7 +63,7 @@ class Follower:
             return self._follow(link)
         finally:
             if self._workers is not None:
-                self._workers.sweep()
+                self._workers.kill_sessions()
             if self._files is not None and self._code is not None:
                 num_signals = len(self.orders.signals)
                 self._files.finish(lambda: self._wait_for_copies(link, num_signals))
@@ -82,7 +82,7 @@ class Follower:
                 self._forward_orders(link)
                 if workers := self._workers:
                     if workers.stopping and not workers.swept and not workers.seconds_until_kill:
-                        workers.sweep()
+                        workers.kill_sessions()
                     self._answer(link, workers)
                 self._report(link)
                 if self._code is None and (reason := self._coordinator_lost(link)):
@@ -99,7 +99,7 @@ class Follower:
     def _execute(self, message: channel.Message, link: channel.Link) -> None:
         match message:
             case channel.ReachabilityRequest(peers):
-                link.send(channel.ReachabilityReply(tuple(find_unreachable_peers(os.uname().nodename, peers))))
+                link.send(channel.ReachabilityReply(tuple(why_peers_unreachable(os.uname().nodename, peers))))
             case channel.JoinOrder():
                 link.send(self._enter(message))
             case channel.StartOrder():
@@ -218,7 +218,7 @@ class Follower:
             workers.stop(self.plan.grace_seconds)
             while seconds := workers.seconds_until_kill:
                 self.orders.wait(seconds)
-            workers.sweep()
+            workers.kill_sessions()
         resume = f". To resume: paceline train --resume auto --run-dir {self.plan.run_dir}"
         print_to_stderr(
             f"node {self.plan.node} ({os.uname().nodename}) has lost node 0 ({self.plan.node0[0]}): {reason}. It has "

@@ -28,15 +28,15 @@ import msgspec
 from msgspec.structs import replace
 
 from paceline.errors import ExitCode, PacelineError, TrainingError, UsageError, first_few, plural
-from paceline.host.facts import Facts, compare_hosts
+from paceline.host.facts import NodeFacts, compare_hosts
 from paceline.host.facts import gather_facts as gather_facts
-from paceline.host.reach import resolve_addresses, why_unreachable
+from paceline.host.tcp import resolve_addresses, why_unreachable
 from paceline.launch.agent.channel import JoinOrder, Link, PeerAddress, ReachabilityRequest, authenticate_to_coordinator
 from paceline.launch.agent.cluster import RemoteNode, RemoteNodes
 from paceline.protocol.control import StopSignals
 from paceline.protocol.job import NodePlan, host_labels
 from paceline.runs import writing
-from paceline.runs.attempt import NodesStatus, NodeState, NodeStatus, write_nodes_status
+from paceline.runs.attempt import ElasticNodes, NodeState, NodeStatus, write_nodes_status
 from paceline.runs.console import MAX_NAMES, print_to_stderr
 from paceline.runs.folder import JOIN_FILE
 
@@ -52,7 +52,7 @@ CONNECT_SECONDS = 2.0
 CONNECT_RETRY_SECONDS = 0.5
 
 
-def gather_nodes(plan: NodePlan, cluster: RemoteNodes) -> NodePlan:
+def wait_for_nodes(plan: NodePlan, cluster: RemoteNodes) -> NodePlan:
     """Wait until all nodes are connected and can reach each other, or an order comes; return the plan of node 0."""
     count = len(plan.hosts) or plan.nodes  # the run starts with the listed hosts; up to `nodes` may join later
     if count == 1:
@@ -64,7 +64,7 @@ def gather_nodes(plan: NodePlan, cluster: RemoteNodes) -> NodePlan:
         return plan
     members, facts = cluster.present_nodes, gather_facts()
     check_compatible(plan, facts, members)
-    failures = find_unreachable_nodes(cluster, REACH_SECONDS, lambda: cluster.is_stop_ordered)
+    failures = why_nodes_unreachable(cluster, REACH_SECONDS, lambda: cluster.is_stop_ordered)
     if failures:
         raise UsageError(code="nodes-not-connected", reasons=first_few(failures, MAX_NAMES, "\n  "))
     hosts = [facts.host, *(m.hello.facts.host for m in members)]
@@ -114,7 +114,7 @@ def nodes_to_probe(place: int, count: int) -> list[int]:
     return sorted({(place + sign * distance) % count for distance in distances for sign in (1, -1)} - {place})
 
 
-def find_unreachable_nodes(cluster: RemoteNodes, seconds: float, interrupted: Callable[[], bool]) -> list[str]:
+def why_nodes_unreachable(cluster: RemoteNodes, seconds: float, interrupted: Callable[[], bool]) -> list[str]:
     members, host = cluster.present_nodes, os.uname().nodename
     if not members:
         return []
@@ -125,7 +125,7 @@ def find_unreachable_nodes(cluster: RemoteNodes, seconds: float, interrupted: Ca
             member.reached = None
             peers = tuple(addresses[other] for other in nodes_to_probe(position, len(addresses)))
             member.link.send(ReachabilityRequest(peers))
-        failures = find_unreachable_peers(host, [addresses[other] for other in nodes_to_probe(0, len(addresses))])
+        failures = why_peers_unreachable(host, [addresses[other] for other in nodes_to_probe(0, len(addresses))])
         deadline = time.monotonic() + seconds
         while any(m.reached is None for m in cluster.present_nodes) and time.monotonic() < deadline:
             if interrupted():
@@ -134,18 +134,18 @@ def find_unreachable_nodes(cluster: RemoteNodes, seconds: float, interrupted: Ca
     return [*failures, *(reason for m in members if m.reached is not None for reason in m.reached.unreachable)]
 
 
-def find_unreachable_peers(host: str, peers: Sequence[PeerAddress]) -> list[str]:
+def why_peers_unreachable(host: str, peers: Sequence[PeerAddress]) -> list[str]:
     with ThreadPoolExecutor(MAX_PROBES) as pool:  # in parallel, since the coordinator waits for the answer
         reasons = pool.map(why_unreachable, [peer.address for peer in peers], [peer.port for peer in peers])
         return [f"{host} cannot reach {peer.host}: {why}" for peer, why in zip(peers, reasons, strict=True) if why]
 
 
-def interface_of(facts: Facts, address: str) -> str:
+def interface_of(facts: NodeFacts, address: str) -> str:
     """The network interface with this address; empty if there is none (gloo and NCCL then choose one)."""
     return next((a.interface for a in facts.addresses if a.address == address), "")
 
 
-def check_compatible(plan: NodePlan, own: Facts, members: Sequence[RemoteNode]) -> None:
+def check_compatible(plan: NodePlan, own: NodeFacts, members: Sequence[RemoteNode]) -> None:
     """Raise UsageError if these nodes cannot train together with node 0, whose facts are `own`. Warn of the rest."""
     coordinator = f"node 0 ({own.host})"
     hosts = {coordinator: own, **{m.name: m.hello.facts for m in members}}
@@ -245,11 +245,11 @@ class JoinQueue:
         self._failures: list[str] | None = None  # failed connections; None: the test is not complete
         self._deadline_seconds = self._sent_seconds = 0.0
         self._gone: dict[tuple[int, str], NodeStatus] = {}  # (node, host) -> why it has left
-        self._written: NodesStatus | None = None
+        self._written: ElasticNodes | None = None
         self.ready: list[RemoteNode] = []  # hosts that can join between two steps
 
     @cached_property
-    def _facts(self) -> Facts:
+    def _facts(self) -> NodeFacts:
         return gather_facts()
 
     @property
@@ -322,7 +322,7 @@ class JoinQueue:
         replies = [member.reached for member in (node, *self._cluster.present_nodes)]
         if self._failures is None and node.started is not None and all(replies):
             reasons = [text for reply in replies if reply is not None for text in reply.unreachable]
-            self._failures = reasons + find_unreachable_peers(self._facts.host, [node.address])
+            self._failures = reasons + why_peers_unreachable(self._facts.host, [node.address])
         is_late = time.monotonic() > self._deadline_seconds
         if is_late and self._failures is None:
             return f"its connections could not be tested within {CHECK_SECONDS:g} s"
@@ -376,7 +376,7 @@ class JoinQueue:
         present = [NodeStatus(0, self._facts.host, "in")]
         present += [NodeStatus(node.hello.node, node.hello.facts.host, "in") for node in cluster.present_nodes]
         present += [NodeStatus(node.hello.node, node.hello.facts.host, "waits") for node in cluster.waiting]
-        status = NodesStatus(plan.min_nodes, plan.nodes, (*present, *self._gone.values()))
+        status = ElasticNodes(plan.min_nodes, plan.nodes, (*present, *self._gone.values()))
         if status != self._written:
             self._written = status
             write_nodes_status(Path(plan.attempt_dir), status)

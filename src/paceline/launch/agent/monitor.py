@@ -30,9 +30,9 @@ from paceline.guard.report import (
     write_diagnosis,
 )
 from paceline.guard.sentences import format_subject_verb
-from paceline.guard.silent import SilentFaultDetector, ops_by_call_hash
+from paceline.guard.silent import SilentFaultDetector, calls_by_rank
 from paceline.launch.agent.cluster import Generation
-from paceline.launch.agent.joining import find_unreachable_nodes
+from paceline.launch.agent.joining import why_nodes_unreachable
 from paceline.protocol.evidence import (
     CHECKPOINT_ASK,
     LIVE,
@@ -40,8 +40,8 @@ from paceline.protocol.evidence import (
     Diagnosis,
     DiagnosisKind,
     Evidence,
-    LiveState,
-    WorkerSample,
+    LiveSamples,
+    RankSample,
 )
 from paceline.runs import writing
 from paceline.runs.attempt import ScriptNotice, append_script_notice
@@ -106,7 +106,7 @@ class Monitor:
         self._silent = SilentFaultDetector(
             self._plan.ranks.world_size,
             generation.own.tensor_names,
-            lambda: ops_by_call_hash(generation.collect_evidence(WAITING_CALLS_TIMEOUT_SECONDS)),
+            lambda: calls_by_rank(generation.collect_evidence(WAITING_CALLS_TIMEOUT_SECONDS)),
         )
         self._sleep = detectors.SleepingRankDetector(self._windows)
         self._unmet = detectors.DeadlockCheckSchedule(self._windows)
@@ -128,7 +128,7 @@ class Monitor:
         except Exception as error:
             return self._give_up(error)
 
-    def judge_failure(self, samples: Sequence[WorkerSample]) -> StopReport:
+    def judge_failure(self, samples: Sequence[RankSample]) -> StopReport:
         if not self._off:
             try:
                 evidence = self._generation.collect_evidence(FAILURE_ANSWER_SECONDS, to_its_end=True)
@@ -201,7 +201,7 @@ class Monitor:
         if self._plan.attempt_dir:
             append_script_notice(Path(self._plan.attempt_dir), ScriptNotice(round(time.time(), 3), message, step, kind))
 
-    def _straggler_warning(self, running: Sequence[WorkerSample]) -> str:
+    def _straggler_warning(self, running: Sequence[RankSample]) -> str:
         warning_text = self._stragglers.update(running)
         if warning_text and self._stragglers.rank is not None:
             evidence = self._generation.collect_evidence(WARNING_ANSWER_SECONDS)
@@ -209,7 +209,7 @@ class Monitor:
             warning_text += "".join(f". {gpu}" for gpu in gpus)
         return warning_text
 
-    def _diagnose_deadlock(self, running: Sequence[WorkerSample]) -> StopReport | None:
+    def _diagnose_deadlock(self, running: Sequence[RankSample]) -> StopReport | None:
         """A diagnosis of ranks that wait in collectives which can never complete, before the timeout."""
         if not self._unmet.should_collect(time.monotonic(), running):
             return None
@@ -222,7 +222,7 @@ class Monitor:
         seconds = max(rank.still_seconds for rank in evidence if rank.is_running)
         return self._make_stop_report(diagnosis, evidence, seconds)
 
-    def _early_alarm(self, running: Sequence[WorkerSample]) -> detectors.Alarm | None:
+    def _early_alarm(self, running: Sequence[RankSample]) -> detectors.StallAlarm | None:
         """An alarm before the timeout, if waiting longer would give no further information.
 
         This is the case if a rank has ended with code 0 and all others wait; or if ranks have not completed the
@@ -236,20 +236,20 @@ class Monitor:
         not_met = several and not has_met and timeout_seconds is not None and still_seconds >= timeout_seconds
         all_wait = still_seconds >= LEFT_RANK_SECONDS and all(sample.waiting for sample in running)
         if self._sleep.should_collect(running):
-            return detectors.Alarm("stall", still_seconds, 0.0)
+            return detectors.StallAlarm("stall", still_seconds, 0.0)
         has_left = any(sample.code == ExitCode.DONE for sample in self._generation.worker_samples())
         if not not_met and not (all_wait and has_left):
             return None
         self._early_seconds = now + still_seconds  # after a false alarm, check less often
-        return detectors.Alarm("stall", still_seconds, 0.0)
+        return detectors.StallAlarm("stall", still_seconds, 0.0)
 
-    def _stall(self, evidence: Sequence[Evidence], alarm: detectors.Alarm) -> StopReport | None:
+    def _stall(self, evidence: Sequence[Evidence], alarm: detectors.StallAlarm) -> StopReport | None:
         diagnosis = diagnose(evidence)
         proof = self._sleep.proves_sleep(diagnosis, evidence)
         if not alarm.window_seconds and not (diagnosis.kind in EARLY_DIAGNOSIS_KINDS if proof is None else proof):
             return None
         if diagnosis.kind is DiagnosisKind.NETWORK:
-            failures = find_unreachable_nodes(
+            failures = why_nodes_unreachable(
                 self._generation.cluster, REACHABILITY_TEST_SECONDS, lambda: self._generation.interrupted
             )
             diagnosis = replace(diagnosis, sentences=(*diagnosis.sentences, *failures[:8]))
@@ -316,14 +316,14 @@ class LiveStatusWriter:
         self._touched, self._touched_seconds = 0, float("-inf")  # time of the file, and time when it was read
         self._off = not generation.plan.attempt_dir
 
-    def update(self, ranks: Sequence[WorkerSample]) -> None:
+    def update(self, ranks: Sequence[RankSample]) -> None:
         now = time.monotonic()
         if self._off or now < self._looked_seconds + STATUS_INTERVAL_SECONDS:
             return
         self._looked_seconds = now
         try:
             if self._is_watched(now):
-                live = LiveState(round(time.time(), 3), self._generation.own.number, tuple(map(_live_part, ranks)))
+                live = LiveSamples(round(time.time(), 3), self._generation.own.number, tuple(map(_live_part, ranks)))
                 writing.replace_file(self._folder / LIVE, msgspec.json.encode(live))
             if [*take_request_files(self._folder, CHECKPOINT_REQUEST_PATTERN)]:
                 self._generation.own.ask_to_save()  # rank 0 runs on this node, and its vote counts for all ranks
@@ -343,7 +343,7 @@ class LiveStatusWriter:
         return now_seconds < self._touched_seconds + WATCH_TIMEOUT_SECONDS
 
 
-def _live_part(sample: WorkerSample) -> WorkerSample:
+def _live_part(sample: RankSample) -> RankSample:
     """A sample without the parts that `paceline watch` does not show: the file has thousands of ranks."""
     seconds = tuple(round(seconds, 6) for seconds in sample.phase_seconds)
     return replace(

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from paceline.host.cleanup import agent_mark
 from paceline.host.procfs import read_process
-from paceline.host.sweep import agent_mark
 from paceline.protocol import control
 from paceline.runs.console import print_to_stderr
 
@@ -92,7 +92,7 @@ class Preloader:
         """
         if not self._ready or self._gone:
             return None
-        if control.variables_read_at_import(env) != self._env:
+        if control.select_import_env(env) != self._env:
             self.disable("was started with a different environment")
             return None
         libc, (start_reader, start_writer) = ctypes.CDLL(None), os.pipe()
@@ -134,7 +134,7 @@ class Preloader:
 
 def start_preloader(argv: Sequence[str], env: Mapping[str, str]) -> Preloader | None:
     """Start a preloader for workers with this command and environment. Main thread only, as for workers."""
-    import_env = control.variables_read_at_import(env)
+    import_env = control.select_import_env(env)
     agent_socket, preloader_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     # The output of the imports is kept in memory: each worker prints it, as if it had imported torch itself
     output = os.memfd_create("paceline-preload-stdout"), os.memfd_create("paceline-preload-stderr")

@@ -19,9 +19,9 @@ from functools import partial
 
 from paceline.errors import UsageError
 from paceline.host.procfs import tcp_connection_owner_uid
-from paceline.host.reach import sign_tcp_packets
+from paceline.host.tcp import set_tcp_md5_key
 from paceline.launch.agent import channel
-from paceline.protocol.control import wait_readable
+from paceline.protocol.control import poll_readable
 
 LOOPBACK, STORE_ADDRESS = "127.0.0.1", "127.0.0.2"
 KEY_BYTES = 16
@@ -111,7 +111,7 @@ def bind_store_and_proxy(port: int) -> tuple[socket.socket, StoreProxy]:
             store.bind((STORE_ADDRESS, port))
             store_port: int = store.getsockname()[1]
             listener.bind((LOOPBACK, store_port))
-            is_signed = sign_tcp_packets(store, key)
+            is_signed = set_tcp_md5_key(store, key)
             store.listen(1024)
             listener.listen(1024)
         except OSError as error:
@@ -127,7 +127,7 @@ def bind_store_and_proxy(port: int) -> tuple[socket.socket, StoreProxy]:
 def _to_rank_0(port: int, key: bytes) -> socket.socket:
     connection = socket.socket()
     if key:
-        sign_tcp_packets(connection, key)
+        set_tcp_md5_key(connection, key)
     connection.settimeout(channel.HANDSHAKE_SECONDS)
     try:
         connection.connect((STORE_ADDRESS, port))
@@ -149,5 +149,5 @@ def _to_node0(node0: str, port: int, secret: bytes) -> socket.socket:
     while not link.receive():  # node 0 answers with a heartbeat, or closes the connection
         if link.ended:
             raise ConnectionRefusedError(link.ended)
-        wait_readable([link], channel.HANDSHAKE_SECONDS)
+        poll_readable([link], channel.HANDSHAKE_SECONDS)
     return link.detach()

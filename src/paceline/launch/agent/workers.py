@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Protocol, Self
 import msgspec
 
 from paceline.errors import UsageError
-from paceline.guard.collect import EvidenceCollection, IdleClock
+from paceline.guard.collect import EvidenceCollection, IdleTimer
 from paceline.host.cgroup import oom_kills
+from paceline.host.cleanup import Roster, RosterWorker, agent_mark, kill_sessions, roster_path, start_ticks
 from paceline.host.node_utilization import NodeUtilizationLogger
-from paceline.host.sweep import Roster, RosterWorker, agent_mark, roster_path, start_ticks, sweep
 from paceline.launch.agent.channel import Order, StopOrder, StopStepOrder, UnblockOrder, port_taken_error
 from paceline.launch.agent.preload import ForkedProcess, Preloader
 from paceline.launch.output import start_output_relay
 from paceline.protocol.control import AGENT_MARK, RANK_PACKAGE, RUN_ID, SHARED_MEMORY, WorkerSpec
-from paceline.protocol.evidence import SUCCESS_EXIT_CODES, Failure, WorkerSample
+from paceline.protocol.evidence import SUCCESS_EXIT_CODES, Failure, RankSample
 from paceline.protocol.job import NodePlan
 from paceline.protocol.marks import read_tensor_and_call_names
 from paceline.protocol.status_page import (
@@ -49,7 +49,7 @@ USER_VARIABLES = (SHARED_MEMORY,)  # variables with our prefix that the user set
 
 
 @dataclass(frozen=True)
-class Store:
+class StoreEndpoint:
     """The rendezvous store of a generation.
 
     On one host, the store is in `memory_fd`: an anonymous file that the ranks inherit, and that no other user can
@@ -115,7 +115,7 @@ class InheritedResources:
 
     snapshot_fds: tuple[tuple[int, int], ...] = ()  # two memory files for each local rank, which writes and reads them
     keep_open: tuple[int, ...] = ()  # e.g. a lock that must last until the last worker has ended
-    janitor_fd: int = -1  # not inherited: descriptor on which the janitor reads the attempt's folder
+    cleanup_fd: int = -1  # not inherited: descriptor on which the cleanup process reads the attempt's folder
     temporary_folder: str = ""  # a folder that is deleted when the agent ends, for any reason
     preloader: Preloader | None = None  # not inherited: the process from which workers are forked
     transfers: str = ""  # see `WorkerSpec`
@@ -218,7 +218,9 @@ def worker_environment(plan: NodePlan, local_rank: int, port: int, generation: i
     return env
 
 
-def start_workers(plan: NodePlan, store: Store, generation: int, inherited: InheritedResources) -> Iterator[Worker]:
+def start_workers(
+    plan: NodePlan, store: StoreEndpoint, generation: int, inherited: InheritedResources
+) -> Iterator[Worker]:
     """Start the workers one by one, rank 0 first, and relay their output. A terminal stays a terminal for the worker.
 
     Main thread only: the kernel treats the end of the starting thread as the end of the parent
@@ -250,6 +252,7 @@ def start_workers(plan: NodePlan, store: Store, generation: int, inherited: Inhe
             balance=plan.balance,
             devices=plan.devices,
             fixed_nodes=plan.fixed_nodes,
+            min_nodes=plan.min_nodes,
             transfers=inherited.transfers,
             keeps_copy=inherited.keeps_copy,
         )
@@ -330,16 +333,16 @@ class Workers:
         self._ended: dict[int, tuple[int, float]] = {}  # rank -> (exit code, time of the sample)
         self._drained: set[int] = set()  # ranks with complete last output
         self._oom_kills_before = oom_kills()
-        self._idle_clock, self._saves_asked = IdleClock(), 0
+        self._idle_clock, self._saves_asked = IdleTimer(), 0
         self.machine: NodeUtilizationLogger | None = None  # in the run folder; None for a run without a folder
         self.gate: StoreProxy | None = None  # relays the workers' connections to the store, for several hosts
 
     @classmethod
     def start(cls, plan: NodePlan, number: int, inherited: InheritedResources) -> Self:
         """Start all workers of generation `number`, or none."""
-        if inherited.janitor_fd >= 0:
-            os.write(inherited.janitor_fd, os.fsencode(plan.attempt_dir) + b"\0")  # the folder of the roster
-        store = Store.make(plan)
+        if inherited.cleanup_fd >= 0:
+            os.write(inherited.cleanup_fd, os.fsencode(plan.attempt_dir) + b"\0")  # the folder of the roster
+        store = StoreEndpoint.make(plan)
         workers = cls(plan, number, store.port)
         workers.gate = store.proxy
         try:
@@ -348,7 +351,7 @@ class Workers:
                 workers._times.append(LogTimesWriter(worker.log))
                 workers._write_roster()  # after each worker: the launcher kills the processes in the roster
         except BaseException:
-            workers.sweep()
+            workers.kill_sessions()
             workers.close()
             raise
         finally:
@@ -441,7 +444,7 @@ class Workers:
     def _codes(self) -> list[int | None]:
         return [worker.process.poll() for worker in self._workers]
 
-    def worker_samples(self) -> list[WorkerSample]:
+    def worker_samples(self) -> list[RankSample]:
         now = time.monotonic()
         for worker, code in zip(self._workers, self._codes(), strict=True):
             if code is not None:
@@ -453,7 +456,7 @@ class Workers:
             for worker in self._workers
         ]
 
-    def _sample(self, worker: Worker) -> WorkerSample:
+    def _sample(self, worker: Worker) -> RankSample:
         code, ended_seconds = self._ended.get(worker.rank, (None, 0.0))
         failure = None if code in SUCCESS_EXIT_CODES else read_failure_record(worker.failure_record_fd)
         words = f"{failure.type}: {failure.message}" if failure is not None else ""
@@ -461,7 +464,7 @@ class Workers:
             wait_seconds = 0.0 if worker.rank in self._drained else LAST_OUTPUT_SECONDS
             self._drained.add(worker.rank)
             words = worker.log_tail(LOG_TAIL_BYTES, wait_seconds=wait_seconds)
-        return WorkerSample(
+        return RankSample(
             rank=worker.rank, host=os.uname().nodename, pid=worker.process.pid, node=self.plan.node, code=code,
             ended_seconds=ended_seconds, failure=failure, error_text=words,
         )  # fmt: skip
@@ -486,11 +489,11 @@ class Workers:
         before, now = self._oom_kills_before, oom_kills()
         return 0 if before is None or now is None else now - before
 
-    def sweep(self) -> None:
+    def kill_sessions(self) -> None:
         self.stopping = True
         if self.machine is not None:
             self.machine.close()
-        self.left = sweep([worker.member for worker in self._workers], agent_mark(self.number))
+        self.left = kill_sessions([worker.member for worker in self._workers], agent_mark(self.number))
         for worker in self._workers:
             with suppress(subprocess.TimeoutExpired):  # SIGKILL does not end an uninterruptible system call
                 worker.process.wait(1.0)

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import msgspec
 
 from paceline.errors import ExitCode
-from paceline.host.facts import Facts
-from paceline.launch.output import HostRelay, TerminalWriter
+from paceline.host.facts import NodeFacts
+from paceline.launch.output import MultiNodeRelay, TerminalWriter
 from paceline.launch.plan import Plan
 from paceline.launch.ssh.sessions import (
     SSH_FAILED_EXIT_CODE,
@@ -62,11 +62,11 @@ def run_plan(plan: Plan) -> int:
 
 
 class _RemoteRun:
-    def __init__(self, plan: Plan, sessions: Sessions, facts: Sequence[Facts]) -> None:
+    def __init__(self, plan: Plan, sessions: Sessions, facts: Sequence[NodeFacts]) -> None:
         self._plan, self._sessions, self._head = plan, sessions, sessions.all[0]
         self._addresses = [address.address for fact in facts[:1] for address in fact.addresses]  # of node 0
         self._screen = TerminalWriter()
-        self._relay = HostRelay([session.name for session in sessions.all], self._screen)
+        self._relay = MultiNodeRelay([session.name for session in sessions.all], self._screen)
         self._stopped_seconds = math.inf  # time of the first stop signal
         self._deadline, self._code = math.inf, int(ExitCode.FAILED)  # end of the run at the latest, and its exit code
         self._reason = ""

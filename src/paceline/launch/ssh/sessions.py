@@ -20,11 +20,11 @@ from typing import IO, NamedTuple
 import msgspec
 
 from paceline.errors import UsageError, first_few
-from paceline.host.facts import Facts
+from paceline.host.facts import NodeFacts
 from paceline.host.procfs import raise_open_file_limit
 from paceline.launch.output import sanitize_line
 from paceline.launch.plan import Command
-from paceline.protocol.control import read_stop_signals, wait_readable
+from paceline.protocol.control import poll_readable, read_stop_signals
 from paceline.runs.console import MAX_NAMES, print_to_stderr
 
 # clients that log in at the same time: each login costs this machine about 50 ms of CPU time
@@ -147,7 +147,7 @@ class Sessions:
             for key, _ in self._selector.select(seconds):
                 pieces += self._read(*key.data) if key.data else ()
         else:
-            wait_readable([self._wakeup], seconds)
+            poll_readable([self._wakeup], seconds)
         return pieces, read_stop_signals(self._wakeup)
 
     def _poll_processes(self) -> None:
@@ -309,14 +309,14 @@ _LOST = re.compile(
 )
 
 
-def await_agents(sessions: Sessions, *, seconds: float) -> list[Facts] | signal.Signals:
+def await_agents(sessions: Sessions, *, seconds: float) -> list[NodeFacts] | signal.Signals:
     """Wait up to `seconds` until the agents of all hosts have announced themselves. Report missing ones meanwhile.
 
     Returns the facts of each host, in the order of the hosts; or a stop signal, if one came first.
     """
     start = time.monotonic()
     deadline, next_message = start + seconds, start + FIRST_MESSAGE_SECONDS
-    answers: dict[int, Facts | str] = {}  # the facts, or why there are none
+    answers: dict[int, NodeFacts | str] = {}  # the facts, or why there are none
     while len(answers) < len(sessions.all) and (remaining := deadline - time.monotonic()) > 0:
         pieces, signals = sessions.wait_for_output(max(0.0, min(remaining, next_message - time.monotonic())))
         if signals:
@@ -343,7 +343,7 @@ def await_agents(sessions: Sessions, *, seconds: float) -> list[Facts] | signal.
     return [facts for session in sessions.all if not isinstance(facts := answers[session.node], str)]
 
 
-def read_announcement(piece: OutputChunk) -> Facts | str | None:
+def read_announcement(piece: OutputChunk) -> NodeFacts | str | None:
     """The announcement of an agent in the output of its host; None: not yet complete; or why it can never come."""
     session = piece.session
     session.greeting += piece.data if piece.descriptor == 1 else b""
@@ -357,7 +357,7 @@ def read_announcement(piece: OutputChunk) -> Facts | str | None:
             f"({_quote(session.greeting)}...). It should write nothing in non-interactive shells"
         )
     try:
-        facts = msgspec.json.decode(found, type=Facts)
+        facts = msgspec.json.decode(found, type=NodeFacts)
     except msgspec.MsgspecError as error:
         return f"its agent uses a different protocol ({error}). Install the same version of paceline"
     if found is not lines[0]:

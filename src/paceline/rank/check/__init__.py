@@ -27,10 +27,10 @@ from paceline.protocol.facts import (
     FileAccess,
     LoaderPass,
     MaskedMeanLoss,
-    PaddedMetric,
+    PaddingEffect,
     ScriptFacts,
     SeenSchedule,
-    facts_file,
+    facts_file_name,
     finite_or_default,
 )
 from paceline.rank.check.loaders import LoaderRecorder
@@ -38,7 +38,7 @@ from paceline.rank.check.saved import SavedStateRecorder
 from paceline.rank.check.steps import StepRecorder
 from paceline.rank.guard import HangGuard
 from paceline.rank.probes import ScriptListener, leaves, wrap_function, wrap_when_imported
-from paceline.rank.probes.steps import JointOptimizerDetector
+from paceline.rank.probes.steps import SyncedOptimizerDetector
 from paceline.rank.sites import format_frame, format_user_site, short_filename
 from paceline.runs import writing
 
@@ -192,12 +192,12 @@ class MiscellaneousFactsRecorder(ScriptListener):
         trainer.compute_metrics = computed
 
 
-def find_padding_sensitive_score(site: str, scores: Any, again: Any, padded: Any) -> PaddedMetric:
+def find_padding_sensitive_score(site: str, scores: Any, again: Any, padded: Any) -> PaddingEffect:
     """The first score that changes with more padding, but not in a repeated call."""
     for name, value in scores.items():
         if value == again[name] and value != padded[name]:
-            return PaddedMetric(site, name, finite_or_default(value), finite_or_default(padded[name]))
-    return PaddedMetric(site)
+            return PaddingEffect(site, name, finite_or_default(value), finite_or_default(padded[name]))
+    return PaddingEffect(site)
 
 
 def add_padding_column(prediction: Any) -> Any:
@@ -227,7 +227,7 @@ def lr_schedule_end_step(schedule: Any) -> int:
 
 class FactsWriter(ScriptListener):
     def __init__(self, facts: ScriptFacts, folder: Path) -> None:
-        self._facts, self._path, self._pid = facts, folder / facts_file(facts.rank), os.getpid()
+        self._facts, self._path, self._pid = facts, folder / facts_file_name(facts.rank), os.getpid()
         self._last = 0.0
 
     def on_step_end(self, optimizer: Any) -> None:
@@ -260,7 +260,7 @@ def create_fact_recorders(folder: Path) -> tuple[ScriptListener, ...]:
         cores=len(os.sched_getaffinity(0)),
     )
     guard = HangGuard.of_process()
-    guard.max_steps, joint = MAX_STEPS, JointOptimizerDetector(lambda: guard.page.get("ops"))
+    guard.max_steps, joint = MAX_STEPS, SyncedOptimizerDetector(lambda: guard.page.get("ops"))
     loaders, recorder = LoaderRecorder(facts), MiscellaneousFactsRecorder(facts, str(folder))
     writer = FactsWriter(facts, folder)
     atexit.register(writer.finish, recorder, loaders)

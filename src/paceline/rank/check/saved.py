@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.protocol.facts import ORDER, SavedState, ScriptFacts
+from paceline.protocol.facts import ORDER, CheckpointDiff, ScriptFacts
 from paceline.rank.probes import ScriptListener, short_hash, wrap_when_imported
 from paceline.rank.probes.steps import is_sharded
 from paceline.rank.sites import format_user_site
@@ -68,7 +68,7 @@ class SavedStateRecorder(ScriptListener):
     def _compare(self, path: Path, parts: Parts, orders: Iterable[tuple[str, Any]] = (), **flags: Any) -> None:
         if len(self._facts.saved_states) >= MAX_STATES:
             return
-        state = SavedState(format_user_site(), path.name, **flags)
+        state = CheckpointDiff(format_user_site(), path.name, **flags)
         self._facts.saved_states.append(state)
         in_memory = [*parts]
         if state.weights_only or any(is_sharded(value) for _, value in in_memory):

@@ -33,7 +33,7 @@ from paceline.rank.probes import (
     short_hash,
     wrap_function,
 )
-from paceline.rank.probes.steps import JointOptimizerDetector, is_sharded
+from paceline.rank.probes.steps import SyncedOptimizerDetector, is_sharded
 from paceline.rank.sites import CodeOwner, call_site, code_owner, format_user_site
 
 MAX_UNJOINED_STEPS = 1000  # replaces MAX_STEPS while there is no evidence that the rank trains with others
@@ -60,9 +60,9 @@ class AccumulationWindow:
 
 class StepRecorder(ScriptListener):
     def __init__(
-        self, facts: ScriptFacts, loading: LoaderRecorder, joint: JointOptimizerDetector | None = None
+        self, facts: ScriptFacts, loading: LoaderRecorder, joint: SyncedOptimizerDetector | None = None
     ) -> None:
-        self._facts, self._loading, self._joint = facts, loading, joint or JointOptimizerDetector(lambda: 0)
+        self._facts, self._loading, self._joint = facts, loading, joint or SyncedOptimizerDetector(lambda: 0)
         self._meshes = ModelParallelDetector()
         self._taken: defaultdict[int, int] = defaultdict(int)  # steps with others, by optimizer
         self._looked: defaultdict[int, int] = defaultdict(int)  # number of digests of single gradients

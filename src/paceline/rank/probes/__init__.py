@@ -53,7 +53,7 @@ class DeferredReads:
             then(copy.tolist())
 
 
-def can_run_kernels(tensor: Any) -> bool:
+def is_not_capturing(tensor: Any) -> bool:
     """Whether kernels may run on this tensor now: not while a CUDA graph is captured."""
     return not tensor.is_cuda or not sys.modules["torch"].cuda.is_current_stream_capturing()
 

@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from paceline.protocol.evidence import ScriptFinding, is_lost_peer_error
+from paceline.protocol.evidence import ScriptFault, is_lost_peer_error
 from paceline.protocol.marks import write_script_finding
 from paceline.protocol.status_page import StatusPage
 from paceline.rank.flight_recorder import loaded_c10d_module
-from paceline.rank.probes import DeferredReads, ScriptListener, can_run_kernels, leaf_digests
+from paceline.rank.probes import DeferredReads, ScriptListener, is_not_capturing, leaf_digests
 from paceline.rank.probes.steps import USUAL_STEP_WINDOW, StepCounter
 from paceline.rank.sites import format_frame, format_user_site, user_frame_of_error
 
@@ -109,7 +109,7 @@ class NonFiniteGradientDetector(ScriptListener):
         self._later.deliver_arrived()
         loss = losses if hasattr(losses, "numel") else next(iter(losses), None)
         self._follows, self._called_again = False, True
-        if loss is None or loss.numel() != 1 or not can_run_kernels(loss):
+        if loss is None or loss.numel() != 1 or not is_not_capturing(loss):
             return
         step, batch, site = self._steps.done + 1, self._batches.current_batch_text(), format_user_site()
         at = f" at {site}" if site else ""
@@ -132,7 +132,7 @@ class NonFiniteGradientDetector(ScriptListener):
         if self._reported or getattr(optimizer, "found_inf", None) is not None:  # GradScaler has checked already
             return
         sensor = self._sensors[optimizer] if optimizer in self._sensors else self._choose_sensor(optimizer)
-        if sensor is None or sensor.grad is None or sensor.grad.is_sparse or not can_run_kernels(sensor.grad):
+        if sensor is None or sensor.grad is None or sensor.grad.is_sparse or not is_not_capturing(sensor.grad):
             return
         step = self._steps.done + 1
         for texts in (self._own, self._lost):
@@ -143,20 +143,20 @@ class NonFiniteGradientDetector(ScriptListener):
                 self._report(step)
             elif (lost := self._lost.pop(step, "")) and not self._hidden_reported:
                 self._hidden_reported = True
-                write_script_finding(self._page, ScriptFinding("swallowed", step, lost))
+                write_script_finding(self._page, ScriptFault("swallowed", step, lost))
 
         self._later.read(_is_not_finite(sensor.grad), look)
 
     def on_step_end(self, optimizer: Any) -> None:
         """Check the new parameters after further backwards: a line search may discard a point that is not finite."""
         sensor, step = self._sensors.get(optimizer), self._steps.done + 1
-        if self._called_again and sensor is not None and can_run_kernels(sensor):
+        if self._called_again and sensor is not None and is_not_capturing(sensor):
             self._later.read(_is_not_finite(sensor), lambda values: self._report(step) if values[0] else None)
 
     def _report(self, step: int) -> None:
         if not self._reported:
             self._reported, local = True, self._own.get(step)
-            write_script_finding(self._page, ScriptFinding("not finite", step, local or "", own=local is not None))
+            write_script_finding(self._page, ScriptFault("not finite", step, local or "", own=local is not None))
 
     def _choose_sensor(self, optimizer: Any) -> Any:
         """A small parameter among the first ones, which are near the input."""
@@ -170,7 +170,7 @@ class NonFiniteGradientDetector(ScriptListener):
 
     def _hook_sensor(self, sensor: Any, name: str) -> None:
         def seen(gradient: Any) -> None:
-            if gradient.is_sparse or not can_run_kernels(gradient):
+            if gradient.is_sparse or not is_not_capturing(gradient):
                 return
             step, batch = self._steps.done + 1, self._batches.current_batch_text
 
@@ -220,7 +220,7 @@ class SwallowedExceptionDetector(ScriptListener):
         if key not in self._reported and len(self._reported) < MOST_SWALLOWED:
             self._reported.add(key)
             predicate = f"its thread {name[:MOST_NAME]} ended with {key}: {message}"
-            write_script_finding(self._page, ScriptFinding("thread", self._steps.done, predicate))
+            write_script_finding(self._page, ScriptFault("thread", self._steps.done, predicate))
 
     def on_step_end(self, optimizer: Any) -> None:
         self._report(self._steps.done)
@@ -236,13 +236,13 @@ class SwallowedExceptionDetector(ScriptListener):
                 # a script that has made a new default group since has handled the error
                 if not self._collective_reported and (world is None or world is world_ref()):
                     self._collective_reported = True
-                    write_script_finding(self._page, ScriptFinding("collective", step, predicate, last=last))
+                    write_script_finding(self._page, ScriptFault("collective", step, predicate, last=last))
             elif key not in self._reported and len(self._reported) < MOST_SWALLOWED:
                 self._reported.add(key)
-                write_script_finding(self._page, ScriptFinding("swallowed", step, predicate, last=last))
+                write_script_finding(self._page, ScriptFault("swallowed", step, predicate, last=last))
 
 
-class StaleGradientDetector(ScriptListener):
+class StepAnomalyDetector(ScriptListener):
     """Finds a step without new gradients, a skipped step or batch, a repeated batch, and an optimizer that leaves DDP.
 
     Each of these may be intended, so the agent reports a finding only if other ranks do not have it.
@@ -317,7 +317,7 @@ class StaleGradientDetector(ScriptListener):
         if past or not self._joint.is_last_step_local(optimizer):
             self._past = self._past + 1 if past else 0
         if self._past == MIN_STEPS_PAST_DDP and past:
-            write_script_finding(self._page, ScriptFinding("left", self._steps.done, "trains on past DDP"))
+            write_script_finding(self._page, ScriptFault("left", self._steps.done, "trains on past DDP"))
         return self._joint.is_last_step_local(optimizer)
 
     def on_forward_begin(self, ddp: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -339,7 +339,7 @@ class StaleGradientDetector(ScriptListener):
         kind = predicate.partition(",")[0]
         if kind not in self._reported:
             self._reported.add(kind)
-            write_script_finding(self._page, ScriptFinding("stale", self._steps.done + 1, predicate))
+            write_script_finding(self._page, ScriptFault("stale", self._steps.done + 1, predicate))
 
 
 def is_collective_failure(error: BaseException) -> bool:

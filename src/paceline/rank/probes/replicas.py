@@ -24,8 +24,8 @@ from weakref import WeakKeyDictionary
 from paceline.protocol import marks
 from paceline.protocol.marks import NamesWriter
 from paceline.protocol.status_page import StatusPage
-from paceline.rank.probes import DeferredReads, ScriptListener, can_run_kernels
-from paceline.rank.probes.steps import JointOptimizerDetector, OptimizerHistory, synced_parameters
+from paceline.rank.probes import DeferredReads, ScriptListener, is_not_capturing
+from paceline.rank.probes.steps import OptimizerHistory, SyncedOptimizerDetector, synced_parameters
 
 LEAST_ELEMENTS, SHARE = 4096, 64  # a step sums at least LEAST_ELEMENTS elements, and 1/SHARE of all
 ROTATING_PIECES = marks.PARTS - 1  # pieces per step, except the last piece
@@ -70,9 +70,9 @@ class WatchedOptimizer:
 class FingerprintWriter(ScriptListener):
     """Writes fingerprints after the steps of at most four optimizers at a time."""
 
-    def __init__(self, page: StatusPage, names: NamesWriter, joint: JointOptimizerDetector | None = None) -> None:
+    def __init__(self, page: StatusPage, names: NamesWriter, joint: SyncedOptimizerDetector | None = None) -> None:
         self._page, self._names, self._later = page, names, DeferredReads()
-        self._joint = joint or JointOptimizerDetector(lambda: page.get("ops"))
+        self._joint = joint or SyncedOptimizerDetector(lambda: page.get("ops"))
         self._watched: WeakKeyDictionary[Any, WatchedOptimizer] = WeakKeyDictionary()
         # number of optimizers, and the last step in each table: [without a replica, with a replica]
         self._known, self._numbers = [0, 0], ([0] * marks.TABLES, [0] * marks.TABLES)
@@ -151,7 +151,7 @@ class FingerprintWriter(ScriptListener):
 
     def _write_fingerprint(self, watched: WatchedOptimizer, settings: tuple[float, ...]) -> None:
         torch, pieces, number = sys.modules["torch"], watched.pieces, watched.count
-        if not can_run_kernels(pieces[0].parameter):
+        if not is_not_capturing(pieces[0].parameter):
             return
         last = len(pieces) - 1
         indices = [(number * ROTATING_PIECES + n) % last for n in range(min(ROTATING_PIECES, last))] + [last]

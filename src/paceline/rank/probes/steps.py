@@ -64,7 +64,7 @@ class OptimizerHistory:
         return KEPT_EQUAL if self.has_shared_parameters else BY_HAND if usually_met else PRIVATE
 
 
-class JointOptimizerDetector(ScriptListener):
+class SyncedOptimizerDetector(ScriptListener):
     """Finds the joint optimizers of this process. It must listen before the listeners that use it."""
 
     def __init__(self, calls: Callable[[], int]) -> None:
@@ -184,8 +184,8 @@ def is_sharded(parameter: Any) -> bool:
 class StepCounter(ScriptListener):
     """Counts steps. With the guard off, it is the only probe."""
 
-    def __init__(self, page: StatusPage, joint: JointOptimizerDetector | None = None) -> None:
-        self._page, self.joint = page, joint or JointOptimizerDetector(lambda: 0)
+    def __init__(self, page: StatusPage, joint: SyncedOptimizerDetector | None = None) -> None:
+        self._page, self.joint = page, joint or SyncedOptimizerDetector(lambda: 0)
         self._counts: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._level = self._alone = 0
         self.done = 0
@@ -208,7 +208,7 @@ class StepCounter(ScriptListener):
 
 
 class PhaseTracker(StepCounter):
-    def __init__(self, page: StatusPage, joint: JointOptimizerDetector | None = None) -> None:
+    def __init__(self, page: StatusPage, joint: SyncedOptimizerDetector | None = None) -> None:
         super().__init__(page, joint)
         self._steps_ns = {phase: deque[int](maxlen=USUAL_STEP_WINDOW) for phase in CORRECTED_PHASES}
         self._seen_ns = dict.fromkeys(CORRECTED_PHASES, 0)

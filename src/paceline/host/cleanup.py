@@ -1,8 +1,8 @@
-"""Ends all processes of an agent: the roster of its workers, the sweep (SIGKILL), and the janitor.
+"""Ends all processes of an agent: the roster of its workers, the kill of their sessions, and the cleanup process.
 
 The kernel's death signal ends workers with their agent (rank/attach.py), but not the programs that workers have
-started. If the agent is killed, the janitor ends them. The janitor is a fork of the agent that sleeps on a pipe, which
-closes when the agent ends.
+started. If the agent is killed, the cleanup process ends them: a fork of the agent that sleeps on a pipe, which closes
+when the agent ends.
 """
 
 import os
@@ -21,7 +21,7 @@ from paceline.host.procfs import PROC, Process, processes, read_process
 from paceline.protocol.control import AGENT_MARK, STOP_SIGNALS
 from paceline.runs.reading import list_names, read_json
 
-SWEEP_SECONDS = 2.0
+KILL_SECONDS = 2.0
 
 Pid = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Ticks = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -60,16 +60,16 @@ def _mark_prefix(agent_pid: int, agent_started: int) -> str:
     return f"{agent_pid}-{agent_started}-"
 
 
-def sweep(workers: Sequence[RosterWorker], mark: str = "", *, variable: str = AGENT_MARK) -> list[int]:
-    """Send SIGKILL to every process in the sessions of these workers, until none is left or SWEEP_SECONDS are over.
+def kill_sessions(workers: Sequence[RosterWorker], mark: str = "", *, variable: str = AGENT_MARK) -> list[int]:
+    """Send SIGKILL to every process in the sessions of these workers, until none is left or KILL_SECONDS are over.
 
-    Death signals and process groups do not reach the processes that a user's code has started. Therefore the sweep
+    Death signals and process groups do not reach the processes that a user's code has started. Therefore it
     finds processes by session, and by the agent's `mark` in an environment variable, which new sessions also inherit.
 
     Returns:
         The pids that are left, because the kernel keeps them.
     """
-    deadline = time.monotonic() + SWEEP_SECONDS
+    deadline = time.monotonic() + KILL_SECONDS
     while (living := _living_members(workers, mark, variable)) and time.monotonic() < deadline:
         for process in living:
             with suppress(ProcessLookupError, PermissionError):
@@ -112,14 +112,14 @@ def kill_recorded_workers(attempt_dir: Path, agent_pid: int = 0) -> None:
         except OSError:
             continue
         if roster.host == os.uname().nodename and agent_pid in (0, roster.agent_pid):
-            sweep(roster.workers, _mark_prefix(roster.agent_pid, roster.agent_started))
+            kill_sessions(roster.workers, _mark_prefix(roster.agent_pid, roster.agent_started))
 
 
 def start_cleanup_process(not_kept: Sequence[int] = (), temporary: str = "") -> int:
-    """Fork the janitor; return the descriptor of its pipe. The janitor sleeps until this process ends.
+    """Fork the cleanup process; return the descriptor of its pipe. It sleeps until this process ends.
 
     Call it before there are threads, sockets or children, because a fork keeps all descriptors of its parent open. The
-    janitor immediately closes `not_kept`, the descriptors of the run. At its end it removes the folder `temporary`.
+    cleanup process immediately closes `not_kept`, the descriptors of the run. At its end it removes `temporary`.
     """
     read_end, write_end = os.pipe()
     agent_pid = os.getpid()
@@ -134,7 +134,7 @@ def start_cleanup_process(not_kept: Sequence[int] = (), temporary: str = "") -> 
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         devnull = os.open(os.devnull, os.O_RDWR)
-        for standard in (0, 1, 2):  # so that a pipe with the agent's output does not wait for the janitor
+        for standard in (0, 1, 2):  # so that a pipe with the agent's output does not wait for the cleanup process
             os.dup2(devnull, standard)
         folders = b""
         while data := os.read(read_end, 4096):

@@ -11,7 +11,7 @@ import msgspec
 
 from paceline.errors import PacelineError
 from paceline.report.figures import Figure, make_line_trace
-from paceline.report.logs import open_log_time_index, rank_logs
+from paceline.report.logs import open_log_time_index, rank_log_files
 from paceline.report.run import RunData
 from paceline.runs.console import remove_control_characters
 from paceline.runs.events import Evaluated, Step, event_files, read_events
@@ -53,7 +53,7 @@ class ParsedLine(NamedTuple):
     samples: tuple[int, int] | None = None  # epoch, and finished samples of this epoch
 
 
-class Analysis(msgspec.Struct):
+class LogAnalysis(msgspec.Struct):
     """The output of `paceline analyze --json`: each value in the order of the lines."""
 
     name: str
@@ -94,7 +94,7 @@ def parse_log_line(line: str) -> ParsedLine:
 
 class LogAnalyzer:
     def __init__(self, name: str) -> None:
-        self.result = Analysis(name)
+        self.result = LogAnalysis(name)
         self._owners: dict[str, str] = {}  # name of a value -> the rank that prints it
         self._anchors: dict[str, tuple[float, tuple[int, int]]] = {}  # rank -> time, and samples then
 
@@ -144,7 +144,7 @@ class LogAnalyzer:
                 elif isinstance(event, Evaluated) and "loss" in event.metrics:
                     self.add(ParsedLine("events", str(rank), {"test loss": event.metrics["loss"]}))
         for attempt in attempt_dirs(run_dir).values() if not events else ():
-            for rank, path in rank_logs(attempt).items():
+            for rank, path in rank_log_files(attempt).items():
                 if (max_bytes := max_bytes - path.lstat().st_size) >= 0:
                     self.add_log(path, rank=str(rank))
 

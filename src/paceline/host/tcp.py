@@ -92,7 +92,7 @@ def _refusal(family: socket.AddressFamily, address: str, port: int, timeout_seco
         return _REASONS.get(error.errno or 0) or error.strerror or str(error)
 
 
-def sign_tcp_packets(connection: socket.socket, key: bytes) -> bool:
+def set_tcp_md5_key(connection: socket.socket, key: bytes) -> bool:
     """Have the kernel drop packets of this socket without this signature (RFC 2385); False if it cannot."""
     address = struct.pack("=H", connection.family).ljust(128, b"\0")  # with a prefix of 0 bits: all addresses
     option = address + struct.pack("=BBHi", WITH_PREFIX, 0, len(key), 0) + key.ljust(KEY_BYTES, b"\0")
