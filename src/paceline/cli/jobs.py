@@ -214,15 +214,11 @@ def _start_slurm(cluster: ClusterConfig, job: JobSpec) -> int:
 
 def _record(cluster: ClusterConfig, job: JobSpec, slurm_job: str = "") -> None:
     submission = SubmitRecord(
-        on=cluster.on,
-        started_at=time.time(),
-        nodes=job.nodes,
+        on=cluster.on, started_at=time.time(), nodes=job.nodes,
         hosts=tuple(host.name if host.port is None else f"{host.name}:{host.port}" for host in job.hosts),
-        ssh=job.ssh if cluster.on == "ssh" else (),
-        slurm_job=slurm_job,
-        command=_without_secrets(sys.argv),
+        ssh=job.ssh if cluster.on == "ssh" else (), slurm_job=slurm_job, command=_without_secrets(sys.argv),
         cwd=job.cwd,
-    )
+    )  # fmt: skip
     write_submit_record(Path(job.submit_dir), submission)
 
 

@@ -212,20 +212,13 @@ def _script_job(options: ScriptLaunchConfig, command: Sequence[str]) -> JobSpec:
         nproc = resolve_auto_nproc("cpu" if nproc == "cpu" else "auto")
     placed = jobs.make_job_spec(cluster, nproc)
     return replace(
-        placed,
-        argv=worker_command(command, placed.python),
-        threads=resolve_threads_per_rank(script.threads_per_rank),
-        port=script.port,
-        max_restarts=script.max_restarts,
-        grace_period_seconds=script.grace_period,
-        hang_timeout=HangTimeout.parse(script.hang_timeout),
-        collectives=script.collectives,
-        on_drift=script.on_drift,
-        name=Path(command[1] if command[0] == "-m" and len(command) > 1 else command[0]).stem,
-        plain_store=True,
-        stdin_rank=_stdin_rank(script.stdin, placed),
-        show=script.show,
-    )
+        placed, argv=worker_command(command, placed.python),
+        threads=resolve_threads_per_rank(script.threads_per_rank), port=script.port, max_restarts=script.max_restarts,
+        grace_period_seconds=script.grace_period, hang_timeout=HangTimeout.parse(script.hang_timeout),
+        collectives=script.collectives, on_drift=script.on_drift,
+        name=Path(command[1] if command[0] == "-m" and len(command) > 1 else command[0]).stem, plain_store=True,
+        stdin_rank=_stdin_rank(script.stdin, placed), show=script.show,
+    )  # fmt: skip
 
 
 def add_script_check_to_job(job: JobSpec, cluster: ClusterConfig, script: Sequence[str]) -> JobSpec:

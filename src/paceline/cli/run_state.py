@@ -242,20 +242,15 @@ def run_state(run_dir: Path, access: RunAccess = NO_ACCESS) -> StatusReport:
     nodes = read_nodes(starts[-1]) if starts and current.state in LIVE_STATES else None
     last_written = next(p for p in (run_dir / RANK_0_EVENTS_NAME, *starts[-1:], run_dir) if os.path.lexists(p))
     return StatusReport(
-        run_dir=str(run_dir),
-        state=current.state,
-        words=current.details[:MOST_CHARS],
-        on=submission.on if submission is not None else "local",
-        hosts=_hosts(submission, current.job, run_dir),
+        run_dir=str(run_dir), state=current.state, words=current.details[:MOST_CHARS],
+        on=submission.on if submission is not None else "local", hosts=_hosts(submission, current.job, run_dir),
         nodes=nodes.format_line[:MOST_CHARS] if nodes is not None else "",
-        slurm_job=submission.slurm_job if submission is not None else "",
-        attempts=len(starts),
+        slurm_job=submission.slurm_job if submission is not None else "", attempts=len(starts),
         **_speed(run_dir, progress, running=current.state == "running", summary=summary),
         checkpoint_step=saved[0].step if saved else None,
         found=tuple(notice.words for notice in islice(read_notices(starts[-1]), MOST_SCORES)) if starts else (),
-        unix_time=last_written.lstat().st_mtime,
-        **_progress_fields(summary, _settings(run_dir), progress),
-    )
+        unix_time=last_written.lstat().st_mtime, **_progress_fields(summary, _settings(run_dir), progress),
+    )  # fmt: skip
 
 
 def _speed(run_dir: Path, progress: _Progress, *, running: bool, summary: Summary) -> dict[str, float | None]:

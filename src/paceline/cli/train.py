@@ -363,12 +363,7 @@ def make_failed_run_summary(run_dir: Path, config: TrainConfig, nproc: int, code
         steps = {event.step: event.samples for event in events if isinstance(event, Step)}
     shape = resolve_batch_sizes(config.data, resolve_mesh(config.launch.mesh, nproc).replicas)
     return Summary(
-        task=str(config.task),
-        exit=code,
-        strategy=resolve_strategy(config, nproc),
-        world_size=nproc,
-        virtual_ranks=shape.virtual_ranks,
-        global_batch=shape.global_batch,
-        steps=max(steps, default=0),
+        task=str(config.task), exit=code, strategy=resolve_strategy(config, nproc), world_size=nproc,
+        virtual_ranks=shape.virtual_ranks, global_batch=shape.global_batch, steps=max(steps, default=0),
         samples_seen=sum(steps.values()),
-    )
+    )  # fmt: skip

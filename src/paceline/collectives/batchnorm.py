@@ -166,16 +166,9 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        mean: Tensor,
-        invstd: Tensor,
-        total_count: Tensor,
-        counted: bool,
-        group: dist.ProcessGroup | None,
-    ) -> Tensor:
+        ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor,
+        total_count: Tensor, counted: bool, group: dist.ProcessGroup | None,
+    ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(input, weight, bias, mean, invstd, total_count)
         ctx.counted, ctx.group = counted, group
         values = _to_compute_dtype(input)

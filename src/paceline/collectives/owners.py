@@ -40,16 +40,9 @@ class ParameterOwners:
     """The owners of the parameters that one optimizer trains. All methods are collectives."""
 
     def __init__(
-        self,
-        parameters: Mapping[str, Tensor],
-        ranges: Sequence[Ranges],
-        pieces: Mapping[str, LocalShard],
-        rank: int,
-        *,
-        has_gradient: Callable[[str], bool],
-        holds_values: bool,
-        group: Group = None,
-    ) -> None:
+        self, parameters: Mapping[str, Tensor], ranges: Sequence[Ranges], pieces: Mapping[str, LocalShard], rank: int,
+        *, has_gradient: Callable[[str], bool], holds_values: bool, group: Group = None,
+    ) -> None:  # fmt: skip
         """Distribute the parameters, at least one, over the ranks, balanced by cost, the same on all ranks.
 
         `ranges` are by rank; `pieces` are those of this `rank` of the `group`. `has_gradient`: whether any rank has

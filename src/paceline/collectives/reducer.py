@@ -40,14 +40,9 @@ class Reducer:
     """
 
     def __init__(
-        self,
-        partition: LeafPartition,
-        transport: BucketReducer,
-        *,
-        at_start: Callable[[], None] | None = None,
-        module: nn.Module | None = None,
-        single_leaf: int | None = None,
-    ) -> None:
+        self, partition: LeafPartition, transport: BucketReducer, *, at_start: Callable[[], None] | None = None,
+        module: nn.Module | None = None, single_leaf: int | None = None,
+    ) -> None:  # fmt: skip
         """Register hooks on the parameters of `module`, whose names errors have. `at_start` is called before a step.
 
         `single_leaf`: the only leaf of this rank. All its backwards add to it, including those of dummy batches: a rank

@@ -60,14 +60,9 @@ class ParameterShards:
     """A module's parameters in buckets, split into shards; `pieces` are those of this rank."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        rank: int,
-        world_size: int,
-        *,
-        kinds: Mapping[nn.Parameter, int] | None = None,
+        self, module: nn.Module, rank: int, world_size: int, *, kinds: Mapping[nn.Parameter, int] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Move the data of every parameter that requires a gradient into a bucket.
 
         A bucket contains parameters with the same number in `kinds`. ValueError: two parameters are views of the same

@@ -259,14 +259,9 @@ class SharedMemoryGroup:
     """
 
     def __init__(
-        self,
-        peers: Sequence[MemoryPeer],
-        rank: int,
-        layout: MemoryLayout,
-        timeout_seconds: float,
-        *,
+        self, peers: Sequence[MemoryPeer], rank: int, layout: MemoryLayout, timeout_seconds: float, *,
         group: str = GROUP_NAME,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`rank` is the index of this rank in `peers`. `group` is their name; GROUP means all ranks of the world."""
         self.rank, self.size, self.timeout_seconds = rank, len(peers), timeout_seconds
         self.running: Any = None  # the `AsyncAllReduce` that has not been read yet

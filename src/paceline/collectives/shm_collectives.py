@@ -118,14 +118,9 @@ class SlotBuffers:
     """Places lists of tensors, of the same sizes and types on all ranks, in the bulk slots of shared memory."""
 
     def __init__(
-        self,
-        memory: SharedMemoryGroup,
-        sizes: Sequence[int],
-        dtypes: Sequence[torch.dtype],
-        lane_sizes: Mapping[torch.dtype, int],
-        scratch: ScratchBuffers,
-        layouts: Sequence[Layout] | None = None,
-    ) -> None:
+        self, memory: SharedMemoryGroup, sizes: Sequence[int], dtypes: Sequence[torch.dtype],
+        lane_sizes: Mapping[torch.dtype, int], scratch: ScratchBuffers, layouts: Sequence[Layout] | None = None,
+    ) -> None:  # fmt: skip
         """`lane_sizes`: elements of a lane by type, multiples of ALIGNED. Without `layouts`, tensors are (n,)."""
         self.chunks = split_into_chunks(sizes, dtypes, lane_sizes)
         self._layouts = layouts or [((size,), (1,)) for size in sizes]
@@ -256,14 +251,9 @@ class TreeSum:
     """Sums lists of tensors over the leaves of a partition, again and again. Its constructor is not a collective."""
 
     def __init__(
-        self,
-        memory: SharedMemoryGroup,
-        sizes: Sequence[int],
-        dtypes: Sequence[torch.dtype],
-        partition: LeafPartition,
-        name: str = "gradients",
-        layouts: Sequence[Layout] | None = None,
-    ) -> None:
+        self, memory: SharedMemoryGroup, sizes: Sequence[int], dtypes: Sequence[torch.dtype],
+        partition: LeafPartition, name: str = "gradients", layouts: Sequence[Layout] | None = None,
+    ) -> None:  # fmt: skip
         """For up to `MAX_TENSORS` tensors with these sizes, types and layouts (default (n,)), the same on all ranks."""
         self._memory, self._leaves, self._sizes = memory, partition.leaf_count, sizes
         nodes = partition.subtrees_by_rank
@@ -510,14 +500,9 @@ def all_gather_object(memory: SharedMemoryGroup, value: Any, name: str) -> list[
 
 
 def reduce_scatter(
-    memory: SharedMemoryGroup,
-    partials: Sequence[Tensor | None],
-    partition: LeafPartition,
-    out: Tensor,
-    name: str = "gradients",
-    *,
-    as_gloo: bool = False,
-) -> Tensor:
+    memory: SharedMemoryGroup, partials: Sequence[Tensor | None], partition: LeafPartition, out: Tensor,
+    name: str = "gradients", *, as_gloo: bool = False,
+) -> Tensor:  # fmt: skip
     """Reduce-scatter over all leaves, in the tree's order. Returns `out`, (n / W,): this rank's elements of the sum.
 
     `partials`: (n,) for each of this rank's subtrees, which do not change. None: all zeros. `as_gloo`: add in the order

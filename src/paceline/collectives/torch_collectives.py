@@ -28,14 +28,9 @@ MAX_EXTRA_BYTES = 1 << 16  # that a rank may send in addition to those of a ring
 
 
 def all_gather_json(
-    value: Any,
-    size: int,
-    device: torch.device = CPU,
-    group: Group = None,
-    *,
-    name: str = "messages",
+    value: Any, size: int, device: torch.device = CPU, group: Group = None, *, name: str = "messages",
     start: StartFunction | None = None,
-) -> list[Any]:
+) -> list[Any]:  # fmt: skip
     """The `value` (JSON) of all `size` ranks of a group, by rank, on every rank.
 
     `name`: for the hang guard. `start`: replaces `start_all_gather`.
@@ -156,14 +151,9 @@ class TreeAllReduce:
     """
 
     def __init__(
-        self,
-        partition: LeafPartition,
-        partials: Sequence[Tensor],
-        group: Group = None,
-        name: str = "",
-        *,
+        self, partition: LeafPartition, partials: Sequence[Tensor], group: Group = None, name: str = "", *,
         in_order: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Start it. `partials`: the sums of this rank's subtrees, each (n,); n is padded (see `LeafPartition.padded`).
 
         If not `in_order` of the tree, each rank has one subtree, the order is that of the backend, and n is any number.

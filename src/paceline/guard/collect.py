@@ -57,13 +57,9 @@ class EvidenceCollection:
     """
 
     def __init__(
-        self,
-        workers: Sequence[RankSample],
-        boxes: Mapping[int, int],
-        question: int,
-        *,
+        self, workers: Sequence[RankSample], boxes: Mapping[int, int], question: int, *,
         patience_seconds: float = ANSWER_SECONDS,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.question, self._boxes = question, boxes
         self._patience_seconds = patience_seconds
         self._began_seconds = time.monotonic()
@@ -167,18 +163,14 @@ def limit_evidence_size(evidence: Evidence) -> Evidence:
     if failure is not None:
         failure = replace(failure, message=failure.message[-MAX_WORDS:], traceback=failure.traceback[-MAX_WORDS:])
     bounded = replace(
-        evidence,
-        failure=failure,
-        ops=tuple(map(_op, evidence.ops[-MAX_OPS:])),
+        evidence, failure=failure, ops=tuple(map(_op, evidence.ops[-MAX_OPS:])),
         groups={k[:MAX_TEXT]: tuple(map(_number, v)) for k, v in list(evidence.groups.items())[-MAX_GROUPS:]},
         titles={k[:MAX_TEXT]: title[:MAX_TEXT] for k, title in list(evidence.titles.items())[-MAX_GROUPS:]},
-        stacks=tuple(stacks[:MAX_THREADS]),
-        native=evidence.native[-MAX_NATIVE:],
-        loaders=evidence.loaders[:MAX_LOADERS],
-        error_text=evidence.error_text[-MAX_WORDS:],
+        stacks=tuple(stacks[:MAX_THREADS]), native=evidence.native[-MAX_NATIVE:],
+        loaders=evidence.loaders[:MAX_LOADERS], error_text=evidence.error_text[-MAX_WORDS:],
         gpu=evidence.gpu[:MAX_TEXT],
         calls={k[:MAX_TEXT]: _op(op) for k, op in list(evidence.calls.items())[:MAX_OPS]},
-    )
+    )  # fmt: skip
     last_ops = bounded.ops[-8:]
     groups = {op.group: bounded.groups[op.group] for op in last_ops if op.group in bounded.groups}
     small = replace(bounded, stacks=bounded.stacks[:1], groups=groups, titles={}, ops=last_ops)
@@ -218,24 +210,14 @@ class IdleTimer:
             since_seconds = now_seconds
         self._seen[worker.rank] = counters.progress_values, since_seconds, now_seconds
         return replace(
-            worker,
-            step=counters.step,
-            phase=counters.phase,
-            phase_seconds=counters.phase_seconds,
+            worker, step=counters.step, phase=counters.phase, phase_seconds=counters.phase_seconds,
             queued_seconds=queued_seconds(worker.pid),
-            still_seconds=now_seconds - since_seconds if worker.is_running else 0.0,
-            waiting=bool(counters.waiting),
-            met=counters.has_called_collective,
-            script=bool(counters.script),
-            uneven=bool(counters.uneven),
-            alone=counters.alone,
-            virtual_ranks=counters.virtual_ranks,
-            own_virtual_ranks=counters.own_virtual_ranks,
-            max_virtual_ranks=counters.max_virtual_ranks,
-            stop_signal=counters.stop_signal,
-            stop_asked=bool(counters.stop_asked),
-            steps_ended=counters.steps_ended,
+            still_seconds=now_seconds - since_seconds if worker.is_running else 0.0, waiting=bool(counters.waiting),
+            met=counters.has_called_collective, script=bool(counters.script), uneven=bool(counters.uneven),
+            alone=counters.alone, virtual_ranks=counters.virtual_ranks, own_virtual_ranks=counters.own_virtual_ranks,
+            max_virtual_ranks=counters.max_virtual_ranks, stop_signal=counters.stop_signal,
+            stop_asked=bool(counters.stop_asked), steps_ended=counters.steps_ended,
             fingerprints=marks.read_fingerprint_bytes(page) if counters.marks else b"",
             orders=marks.read_call_table_bytes(page) if counters.marks else b"",
             findings=tuple(marks.read_findings(page)) if counters.findings else (),
-        )
+        )  # fmt: skip

@@ -96,15 +96,9 @@ RankStates = Mapping[int, RankState]
 
 
 def make_diagnosis(
-    kind: DiagnosisKind,
-    ranks: RankStates,
-    lines: Sequence[str],
-    *,
-    causes: Sequence[int] = (),
-    tie: Sequence[Sequence[int]] = (),
-    op: Op | None = None,
-    at: str = "",
-) -> Diagnosis:
+    kind: DiagnosisKind, ranks: RankStates, lines: Sequence[str], *, causes: Sequence[int] = (),
+    tie: Sequence[Sequence[int]] = (), op: Op | None = None, at: str = "",
+) -> Diagnosis:  # fmt: skip
     """A complete diagnosis. `at` is the line of the first rank in `causes`; by default its current line."""
     involved = [*causes, *(n for party in tie for n in party)]
     if any(op.name.startswith(BLOCK_PREFIX) for n in involved for op in ranks[n].evidence.ops[-1:]):

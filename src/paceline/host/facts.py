@@ -82,27 +82,14 @@ def gather_facts() -> NodeFacts:
     up, down = _addresses()
     shm_size, shm_free = _shared_memory()
     return NodeFacts(
-        host=host,
-        pid=os.getpid(),
-        python=platform.python_version(),
-        executable=sys.executable,
-        platform=f"{platform.system()} {platform.machine()}",
-        packages=dict(_versions()),
-        source=source_digest(SOURCE_ROOT),
-        cwd=str(Path.cwd()),
-        addresses=up,
-        down=down,
-        own_addresses=resolve_host(host),
-        cores=usable_cores(),
-        memory=psutil.virtual_memory().total,
-        shm_size=shm_size,
-        shm_free=shm_free,
-        nofile=_limit(resource.RLIMIT_NOFILE),
-        memlock=_limit(resource.RLIMIT_MEMLOCK),
-        gpus=list_gpus(),
-        wall_seconds=time.time(),
+        host=host, pid=os.getpid(), python=platform.python_version(), executable=sys.executable,
+        platform=f"{platform.system()} {platform.machine()}", packages=dict(_versions()),
+        source=source_digest(SOURCE_ROOT), cwd=str(Path.cwd()), addresses=up, down=down,
+        own_addresses=resolve_host(host), cores=usable_cores(), memory=psutil.virtual_memory().total,
+        shm_size=shm_size, shm_free=shm_free, nofile=_limit(resource.RLIMIT_NOFILE),
+        memlock=_limit(resource.RLIMIT_MEMLOCK), gpus=list_gpus(), wall_seconds=time.time(),
         monotonic_seconds=time.monotonic(),
-    )
+    )  # fmt: skip
 
 
 def source_digest(root: Path) -> str:

@@ -158,15 +158,11 @@ def _gpu(nvml: Any, driver: str, index: int, handles: list[Any]) -> Gpu:
     memory = query_nvml_or_default(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle), None)
     processes = query_nvml_or_default(nvml, lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle), ())
     return Gpu(
-        index=index,
-        name=query_nvml_or_default(nvml, lambda: str(nvml.nvmlDeviceGetName(handle)), "?"),
-        driver=driver,
-        memory=int(memory.total) if memory else 0,
-        memory_used=int(memory.used) if memory else 0,
-        processes=tuple(int(process.pid) for process in processes),
-        ecc_errors=count_ecc_errors(nvml, handle),
+        index=index, name=query_nvml_or_default(nvml, lambda: str(nvml.nvmlDeviceGetName(handle)), "?"),
+        driver=driver, memory=int(memory.total) if memory else 0, memory_used=int(memory.used) if memory else 0,
+        processes=tuple(int(process.pid) for process in processes), ecc_errors=count_ecc_errors(nvml, handle),
         links=tuple("-" if i == index else _link(nvml, handle, other) for i, other in enumerate(handles)),
-    )
+    )  # fmt: skip
 
 
 def _link(nvml: Any, handle: Any, other: Any) -> str:

@@ -63,17 +63,13 @@ class NodeUtilizationReader:
         self._cpu_before = {pid: self._cpu_before[pid] for pid in pids.values() if pid in self._cpu_before}
         total = memory_limit()
         return NodeUtilization(
-            unix_time=round(time.time(), 3),
-            host=self._host,
-            cores=self._cores,
+            unix_time=round(time.time(), 3), host=self._host, cores=self._cores,
             cores_busy=round(min(self._cores, max(0.0, now.busy_seconds - before.busy_seconds) / seconds), 3),
-            memory_bytes=max(0, total - (free_memory() or 0)),
-            memory_total_bytes=total,
+            memory_bytes=max(0, total - (free_memory() or 0)), memory_total_bytes=total,
             sent_bytes=round(max(0, now.sent_bytes - before.sent_bytes) / seconds),
-            received_bytes=round(max(0, now.received_bytes - before.received_bytes) / seconds),
-            ranks=uses,
+            received_bytes=round(max(0, now.received_bytes - before.received_bytes) / seconds), ranks=uses,
             gpus=self.gpus.latest().gpus,
-        )
+        )  # fmt: skip
 
     def sample_process(self, pid: int) -> RankUtilization | None:
         process = read_process(pid)

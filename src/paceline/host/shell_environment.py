@@ -144,14 +144,9 @@ def _checked(modules: Sequence[str], activate: str) -> tuple[str, str]:
 def _bash(arguments: Sequence[str], env: Mapping[str, str], answer: int, output: int) -> int:
     try:
         process = subprocess.Popen(
-            ["bash", "-c", SCRIPT, "bash", *arguments],
-            env=dict(env),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            pass_fds=[answer],
-            start_new_session=True,
-        )
+            ["bash", "-c", SCRIPT, "bash", *arguments], env=dict(env), stdin=subprocess.DEVNULL, stdout=output,
+            stderr=output, pass_fds=[answer], start_new_session=True,
+        )  # fmt: skip
     except OSError as error:
         raise UsageError(code="bash-not-started", strerror=error.strerror) from error
     try:

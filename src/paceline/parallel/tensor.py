@@ -77,13 +77,9 @@ class ModelSharding:
 
 
 def apply_tensor_parallel(
-    model: nn.Module,
-    world: World,
-    choose_styles: Callable[[nn.Module], Mapping[str, str]] | None = None,
-    probe: Callable[[], float] | None = None,
-    *,
-    sequence: bool = False,
-) -> ModelSharding:
+    model: nn.Module, world: World, choose_styles: Callable[[nn.Module], Mapping[str, str]] | None = None,
+    probe: Callable[[], float] | None = None, *, sequence: bool = False,
+) -> ModelSharding:  # fmt: skip
     """Shard `model`, in place, over the ranks along `tensor` (a collective of all ranks).
 
     Parameters keep their identity, so an existing optimizer remains valid. `choose_styles`: see `Task.parallelize`.

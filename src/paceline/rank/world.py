@@ -212,13 +212,9 @@ def _make_group(world: World, timeout: timedelta, meeting_seconds: float) -> Non
         connections = HangGuard.of_process().connections
         with connections.tolerate_foreign_users() as foreign:
             dist.init_process_group(
-                world.backend,
-                store=attempt,
-                rank=world.rank,
-                world_size=world.size,
-                timeout=timeout,
+                world.backend, store=attempt, rank=world.rank, world_size=world.size, timeout=timeout,
                 device_id=world.device if world.backend in BACKENDS.values() else None,
-            )
+            )  # fmt: skip
         if world.size == 1:
             return
         if not _has_foreign_users(world, attempt, timeout, connections.ends, here=bool(foreign)):

@@ -105,13 +105,9 @@ class RankHistory:
         self._reads.append((rank.step, rank.phase_seconds, rank.waiting))
         self.host, self.node = rank.host, rank.node
         self._now = replace(
-            self._now,
-            phase="" if ended else rank.phase.word,
-            end_description=ended,
-            step=rank.step,
-            virtual_ranks=rank.own_virtual_ranks,
-            no_progress_seconds=rank.still_seconds,
-        )
+            self._now, phase="" if ended else rank.phase.word, end_description=ended, step=rank.step,
+            virtual_ranks=rank.own_virtual_ranks, no_progress_seconds=rank.still_seconds,
+        )  # fmt: skip
 
     def add_step(self, step: Step) -> None:
         """Add a step from the events of the rank."""
@@ -184,15 +180,11 @@ class LiveReader:
         slowest = slow.rank if slow is not None else None
         return RunSnapshot(
             ranks=tuple(_snapshot_with_use(history, machines, slowest) for _, history in sorted(self._ranks.items())),
-            is_reported_by_agent=live is not None,
-            step=self._steps[-1].step if self._steps else None,
-            losses=tuple(step.loss for step in self._steps),
-            samples_per_second=speed[0],
-            steps_per_second=speed[1],
-            saved_step=self._saved,
-            machines=machines,
+            is_reported_by_agent=live is not None, step=self._steps[-1].step if self._steps else None,
+            losses=tuple(step.loss for step in self._steps), samples_per_second=speed[0], steps_per_second=speed[1],
+            saved_step=self._saved, machines=machines,
             slow_rank_message=slow.warning_text if slow is not None else "",
-        )
+        )  # fmt: skip
 
     def _read_live(self, attempt: Path) -> LiveSamples | None:
         live = read_json_if_readable(attempt / LIVE, LiveSamples, limit_bytes=MAX_LIVE_BYTES)

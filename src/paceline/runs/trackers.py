@@ -39,13 +39,9 @@ def _wandb(folder: Path, settings: Mapping[str, Any]) -> Tracker:
     # without a key wandb would prompt for one and wait
     has_key = "WANDB_MODE" in os.environ or wandb.login(prompt=False, verify=False)
     run = wandb.init(
-        project=os.environ.get("WANDB_PROJECT", "paceline"),
-        name=folder.name,
-        dir=str(folder),
-        mode=None if has_key else "offline",
-        config=dict(settings),
-        settings=wandb.Settings(silent=True),
-    )
+        project=os.environ.get("WANDB_PROJECT", "paceline"), name=folder.name, dir=str(folder),
+        mode=None if has_key else "offline", config=dict(settings), settings=wandb.Settings(silent=True),
+    )  # fmt: skip
     return lambda step, values: run.log(dict(values), step=step), run.finish
 
 

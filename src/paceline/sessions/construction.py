@@ -38,19 +38,10 @@ SchedulersLike = Sequence[LRScheduler | Callable[[Optimizer], LRScheduler]] | Ca
 
 
 def make_loader(
-    data: Dataset[Any] | DataLoader[Any] | Iterable[Any],
-    iterate: IterateLoader,
-    run: SessionRun,
-    split: bool,
-    loading: LoadingOptions,
-    *,
-    global_batch: int | None,
-    batch_size: int | None,
-    per_rank: bool,
-    accumulation: int,
-    shuffle: bool | None,
-    last_batch: LastBatch,
-) -> Loader:
+    data: Dataset[Any] | DataLoader[Any] | Iterable[Any], iterate: IterateLoader, run: SessionRun, split: bool,
+    loading: LoadingOptions, *, global_batch: int | None, batch_size: int | None, per_rank: bool, accumulation: int,
+    shuffle: bool | None, last_batch: LastBatch,
+) -> Loader:  # fmt: skip
     existing: DataLoader[Any] | None = None
     dataset: Any = data
     virtual_ranks, seed = run.virtual_ranks, run.definition["seed"]
@@ -91,15 +82,9 @@ def make_loader(
 
 
 def prepare_model(
-    model: nn.Module,
-    optimizer: Any,
-    scheduler: Any,
-    strategy: Callable[[nn.Module, MakeOptimizer, World], Strategy],
-    world: World,
-    number: int,
-    gate: SessionStep,
-    precision: str | None = None,
-) -> PreparedModel:
+    model: nn.Module, optimizer: Any, scheduler: Any, strategy: Callable[[nn.Module, MakeOptimizer, World], Strategy],
+    world: World, number: int, gate: SessionStep, precision: str | None = None,
+) -> PreparedModel:  # fmt: skip
     with raise_on_all_ranks(world):
         if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise UsageError(code="not-a-module-to-train", kind=type(model).__name__)

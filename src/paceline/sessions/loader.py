@@ -61,13 +61,9 @@ class Loader:
     is_stream = False
 
     def __init__(
-        self,
-        run: IterateLoader,
-        dataset: Dataset[Any],
-        plan: BatchPlan,
-        loading: LoadingOptions,
+        self, run: IterateLoader, dataset: Dataset[Any], plan: BatchPlan, loading: LoadingOptions,
         existing: DataLoader[Any] | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._run, self.plan, self.loading, self.existing = run, plan, loading, existing
         self.dataset = dataset
         self.order: EpochBatches | None = None

@@ -166,13 +166,9 @@ class PreparedModel(ModelInTraining):
     """A model that was passed to `Session.prepare`, and the replica that the strategy made."""
 
     def __init__(
-        self,
-        replica: Strategy,
-        schedulers: Sequence[Any],
-        number: int,
-        gate: SessionStep,
+        self, replica: Strategy, schedulers: Sequence[Any], number: int, gate: SessionStep,
         adapters: "InitialAdapters | None" = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`number` counts the models from 0; `gate` is the step of the session; `schedulers`: of each optimizer."""
         super().__init__(replica, number, gate.loss_scale)
         self.gate, self.adapters = gate, adapters

@@ -134,10 +134,6 @@ def _converted(task: str, setting: Setting, value: Any) -> Any:
         return msgspec.convert(value, setting.value_type, strict=False, dec_hook=lambda cls, text: cls(text))
     except msgspec.ValidationError as error:
         raise UsageError(
-            code="task-arg-wrong-value",
-            name=setting.name,
-            value=value,
-            task=task,
-            kind=setting.annotation,
+            code="task-arg-wrong-value", name=setting.name, value=value, task=task, kind=setting.annotation,
             reason=str(error),
-        ) from None
+        ) from None  # fmt: skip

@@ -75,15 +75,11 @@ class FailedGeneration:
             return cls(None, rank, exit_code, "", step, nproc, diagnosis=diagnosis)
         failure = first.failure
         return cls(
-            rank_end=classify_rank_end(first),
-            rank=first.rank,
-            exit_code=exit_code,
-            exception=failure.type if failure else "",
-            step=step,
-            nproc=nproc,
+            rank_end=classify_rank_end(first), rank=first.rank, exit_code=exit_code,
+            exception=failure.type if failure else "", step=step, nproc=nproc,
             loader_killed=bool(failure and LOADER_KILLED.search(failure.message)),
             good_exit_codes=frozenset(r.code for r in ranks if r.code is not None and not (r.ended_badly or regroups)),
-        )
+        )  # fmt: skip
 
     @property
     def progress(self) -> tuple[int, int]:

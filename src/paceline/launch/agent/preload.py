@@ -144,14 +144,9 @@ def start_preloader(argv: Sequence[str], env: Mapping[str, str]) -> Preloader | 
     }
     try:
         process = subprocess.Popen(
-            argv,
-            env={**import_env, **preload_env},
-            stdin=subprocess.DEVNULL,
-            stdout=output[0],
-            stderr=output[1],
-            pass_fds=[preloader_socket.fileno()],
-            start_new_session=True,
-        )
+            argv, env={**import_env, **preload_env}, stdin=subprocess.DEVNULL, stdout=output[0], stderr=output[1],
+            pass_fds=[preloader_socket.fileno()], start_new_session=True,
+        )  # fmt: skip
     except OSError:  # starting the workers will report the reason
         agent_socket.close()
         return None

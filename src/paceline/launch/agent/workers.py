@@ -238,24 +238,13 @@ def start_workers(
         is_direct = rank == max(0, plan.stdin_rank) and is_shown and os.isatty(1)  # its stdout is the terminal itself
         store_descriptor = store.inherited_fd(rank, plain=plan.plain_store)
         spec = WorkerSpec(
-            agent_pid=os.getpid(),
-            attempt_dir=plan.attempt_dir,
-            generation=generation,
-            record=record,
-            page=status_page,
-            store=store_descriptor,
-            snapshots=inherited.snapshot_fds,
-            temporary=inherited.temporary_folder,
-            guarded=not plan.hang_timeout.off,
-            shares_gradients=plan.collectives == "shared",
-            speeds=plan.ranks.speeds,
-            balance=plan.balance,
-            devices=plan.devices,
-            fixed_nodes=plan.fixed_nodes,
-            min_nodes=plan.min_nodes,
-            transfers=inherited.transfers,
-            keeps_copy=inherited.keeps_copy,
-        )
+            agent_pid=os.getpid(), attempt_dir=plan.attempt_dir, generation=generation, record=record,
+            page=status_page, store=store_descriptor, snapshots=inherited.snapshot_fds,
+            temporary=inherited.temporary_folder, guarded=not plan.hang_timeout.off,
+            shares_gradients=plan.collectives == "shared", speeds=plan.ranks.speeds, balance=plan.balance,
+            devices=plan.devices, fixed_nodes=plan.fixed_nodes, min_nodes=plan.min_nodes,
+            transfers=inherited.transfers, keeps_copy=inherited.keeps_copy,
+        )  # fmt: skip
         env = worker_environment(plan, local_rank, store.port, generation) | spec.to_environment()
         env["MASTER_ADDR"] = store.address
         env[AGENT_MARK] = agent_mark(generation)

@@ -286,13 +286,9 @@ def _closure(args: tuple[Any, ...], named: dict[str, Any]) -> Any:
 
 
 def wrap_function(
-    owner: Any,
-    name: str,
-    *,
-    before: HookCallback | None = None,
-    after: HookCallback | None = None,
+    owner: Any, name: str, *, before: HookCallback | None = None, after: HookCallback | None = None,
     failed: HookCallback | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Wrap function `name` of a module or class of torch with hooks.
 
     `before` gets the arguments; `after` gets the result and the arguments; `failed` gets the error and the arguments.
