@@ -217,10 +217,7 @@ class Typed(NamedTuple):
 
 TYPED = (
     Typed(
-        "own-loop.md",
-        "session.json",
-        "takes # times (1 rank) and # times (2 ranks) ... takes # and # times",
-        session,
+        "own-loop.md", "session.json", "takes # times (1 rank) and # times (2 ranks) ... takes # and # times", session
     ),
     Typed("own-loop.md", "checks.json", "take # microseconds per step on 1 rank and # on 2 ranks", checks),
     Typed("own-loop.md", "classic.json", "ends within # of its original", classic),
