@@ -117,7 +117,7 @@ def trained(folder: Path, name: str, *flags: object) -> dict[str, str]:
 def versions(folder: Path) -> str:
     if not GPUS:
         return f"torch {torch.__version__}, no GPU; the stand-in records as NCCL does: " + pytest(
-            folder, "tests/doubles/test_nccl.py", "-k", "recorder_shows"
+            folder, "tests/doubles/test_guard.py", "-k", "only_enqueued"
         )
     code = (
         "import torch, torch.distributed as dist; from torch._C import _distributed_c10d as c; import pickle;"
