@@ -56,19 +56,13 @@ def both(size: int, folder: Path, strategy: str) -> None:
     assert cpu[0][2] == ["cpu"] and found[0][2] == [gpu.NAME]  # all tensors are on the device
 
 
-@pytest.mark.slow
-@pytest.mark.ranks
-def test_two_ranks_on_a_device_give_the_bits_of_the_cpu(tmp_path: Path) -> None:
-    both(2, tmp_path, "exact")
-
-
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
-    [pytest.param(s, marks=[pytest.mark.soak] * (s != "zero")) for s in ("manual", "bucketed", "ddp", "zero", "fsdp")],
+    ["exact", "zero", *(pytest.param(name, marks=pytest.mark.soak) for name in ("manual", "bucketed", "ddp", "fsdp"))],
 )
-def test_every_strategy_does(strategy: str, tmp_path: Path) -> None:
+def test_two_ranks_on_a_device_give_the_bits_of_the_cpu(strategy: str, tmp_path: Path) -> None:
     both(2, tmp_path, strategy)
 
 
