@@ -129,7 +129,7 @@ soak-silent: $(STAMP)  ## faults without any error in DDP, Accelerate and Traine
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf]'
 	PYTHONPATH=. $(BIN)/python tests/silent/soak_silent.py --out benchmarks/results/silent
 
-soak-second: $(STAMP)  ## 10 faults and pitfalls, and 6 clean scripts, that others wrote (15 minutes)
+soak-second: $(STAMP)  ## 8 faults and pitfalls, and 5 clean scripts, that others wrote (12 minutes)
 	PYTHONPATH=. $(BIN)/python tests/second/soak_second.py --out benchmarks/results/second.md
 
 soak-quiet: $(STAMP)  ## an hour of runs that only look like a hang or a silent fault; check that nothing is reported

@@ -117,7 +117,7 @@ def trained(folder: Path, name: str, *flags: object) -> dict[str, str]:
 def versions(folder: Path) -> str:
     if not GPUS:
         return f"torch {torch.__version__}, no GPU; the stand-in records as NCCL does: " + pytest(
-            folder, "tests/doubles/test_nccl.py", "-k", "recorder_shows"
+            folder, "tests/doubles/test_guard.py", "-k", "only_enqueued"
         )
     code = (
         "import torch, torch.distributed as dist; from torch._C import _distributed_c10d as c; import pickle;"
@@ -414,7 +414,7 @@ def page_locked(folder: Path) -> str:
     if not GPUS:
         return NEEDS
     code = (
-        "import os, torch; from paceline.checkpoint import snapshots as s\n"
+        "import os, torch; from paceline.checkpoint import memory_snapshots as s\n"
         "fd = os.memfd_create('x'); w = s.SnapshotWriter((fd, fd), 0, 1, 0, spared=None)\n"
         "b = w._buffer(fd, 1 << 28, True); assert w._locked and b.is_pinned()\n"
         "g = torch.ones(1 << 28, dtype=torch.uint8, device='cuda'); b.copy_(g, non_blocking=True)\n"

@@ -66,15 +66,9 @@ def run_ranks(
 def _start(folder: Path, rank: int, world_size: int) -> warm.Popen:
     with (folder / f"output-{rank}").open("wb") as output:
         return warm.call(
-            "tests.run_ranks:rank_of",
-            str(folder),
-            rank,
-            world_size,
-            rank=rank,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+            "tests.run_ranks:rank_of", str(folder), rank, world_size, rank=rank, stdout=output,
+            stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
 
 
 def _wait(processes: Sequence[warm.Popen], folder: Path, deadline: float) -> None:

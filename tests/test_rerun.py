@@ -121,10 +121,3 @@ def test_a_leak_of_the_whole_run_fails_it_although_a_flaky_test_failed_as_well(r
     finally:
         left.unlink()
     assert code not in (0, 1) and not lists and left.name in output
-
-
-def test_a_skip_in_ci_is_repeated_and_fails(rerun, conftest, monkeypatch):
-    monkeypatch.setenv("CI", "true")
-    needs = "import pytest\n@pytest.mark.needs('no-such-program')\ndef test_needs(): pass\n"
-    code, lists, output = rerun(needs + "def test_skips(): pytest.skip('no network')\n")
-    assert (code, lists) == (1, {"failed": ["test_needs", "test_skips"]}), output

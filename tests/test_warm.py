@@ -2,7 +2,6 @@
 
 import gc
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -52,22 +51,6 @@ def test_nothing_that_one_does_is_seen_by_the_next_and_ranks_differ_in_their_has
     assert len(set(random)) == 3  # numpy takes its seed from the system
     assert hashes[0] == hashes[1] != hashes[2]
     assert len(set(torchs)) == 3
-
-
-def test_without_torch_there_is_none_and_what_only_a_start_reads_is_refused() -> None:
-    assert warm.run(["-c", "import sys; print('torch' in sys.modules)"], torch=False).stdout == "False\n"
-    with pytest.raises(ValueError, match="only a new interpreter reads PYTHONHASHSEED"):
-        warm.run(["-c", ""], torch=False, env={**os.environ, "PYTHONHASHSEED": "0"})
-
-
-def test_an_order_without_an_answer_does_not_affect_the_next() -> None:
-    warm.run(("-c", "pass"), torch=False)
-    source = warm._sources[0]
-    os.kill(source.process.pid, signal.SIGSTOP)
-    source.channel.settimeout(0.2)
-    with pytest.raises(TimeoutError):
-        warm.run(("-c", "pass"), torch=False)
-    assert warm.run(("-c", "print(7)"), torch=False).stdout == "7\n"
 
 
 @pytest.mark.slow

@@ -12,49 +12,24 @@ from pathlib import Path
 from tests import warm
 
 HERE = Path(__file__).parent
-PLAIN = {  # plant -> rule
-    "same batches": "same batches",
-    "own seeds": "same batches",
-    "split apart": "same batches",
-    "same order": "same order",
-    "same order anew": "same order",
-    "not wrapped": "gradients",
-    "clipped first": "clipping",
-    "different start": "different start",
-    "no init sync": "different start",
-    "past DDP": "gradients",
-    "no sync": "gradients",
-    "own gradient": "gradients",
-    "summed": "gradients",
-    "own learning rate": "replicas",
-    "own plateau": "replicas",
-    "own weights": "replicas",
-    "cleared in windows": "lost gradients",
-    "weighted sampler": "same batches",
-    "last window divided": "last window",
-    "last window scaled": "last window",
-    "last window dropped": "last window",
-    "last window carried": "last window",
-    "mean over padding": "mean over padding",
-    "unequal shares": "unequal shares",
-    "uneven steps": "uneven steps",
-    "padded score": "padded score",
-    "score of a share": "score of a share",
-    "mean of means": "mean of means",
-    "schedule of one process": "schedule",
-    "batch norm": "batch norm",
-    "same augmentation": "same augmentation",
-    "same augmentation in workers": "same augmentation",
-    "same noise": "same augmentation",
-    "same noise of its own": "same augmentation",
-    "evaluation alone": "evaluation alone",
-    "one file": "one file",
-    "one log": "one file",
-    "renamed": "one file",
-    "unused parameters": "unused parameters",
-    "threads": "threads",
-    "batch shrinks": "batch shrinks",
-}
+_RULES = {  # rule -> plants, of which some have the name of their rule
+    "same batches": "same batches, own seeds, split apart, weighted sampler",
+    "same order": "same order, same order anew",
+    "gradients": "not wrapped, past DDP, no sync, own gradient, summed",
+    "clipping": "clipped first",
+    "different start": "different start, no init sync",
+    "replicas": "own learning rate, own plateau, own weights",
+    "lost gradients": "cleared in windows",
+    "last window": "last window divided, last window scaled, last window dropped, last window carried",
+    "schedule": "schedule of one process",
+    "same augmentation": "same augmentation, same augmentation in workers, same noise, same noise of its own",
+    "one file": "one file, one log, renamed",
+} | {name: name for name in (
+    "mean over padding", "unequal shares", "uneven steps", "padded score", "score of a share", "mean of means",
+    "batch norm", "evaluation alone", "unused parameters", "threads", "batch shrinks",
+)}  # fmt: skip
+PLAIN = {plant: rule for rule, plants in _RULES.items() for plant in plants.split(", ")}
+"""plant -> rule"""
 TRAINER = ("same batches", "same augmentation", "batch norm", "mean over padding", "one file", "threads", "split apart")
 ACCELERATED = (
     "same batches", "past DDP", "last window divided", "padded score", "batch norm", "same augmentation", "one file",

@@ -85,8 +85,7 @@ def test_a_whole_state_has_all_parts(seen: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "missing"),
-    [("optimizer.bin", ["the optimizer AdamW"]), ("scheduler.bin", ["the schedule StepLR"])],
+    ("file", "missing"), [("optimizer.bin", ["the optimizer AdamW"]), ("scheduler.bin", ["the schedule StepLR"])]
 )
 def test_a_part_that_is_not_saved_is_missing(seen: Any, tmp_path: Path, file: str, missing: list[str]) -> None:
     training = Training()

@@ -50,18 +50,10 @@ def manifest_of(
         shards.append(ShardFile(name=name, bytes=size, sha256=sha256, pieces=(piece,)))
         start = stop
     settings: dict[str, Any] = {
-        "format": FORMAT_VERSION,
-        "step": step,
-        "attempt": attempt,
-        "generation": generation,
-        "world_size": len(files),
-        "virtual_ranks": len(files),
-        "definition": {"task": "toy", "lr": 0.1},
-        "metrics": {"loss": 1.0 / (1 + step)},
-        "samples_seen": 64 * step,
-        "scalars": {"step": step, "betas": [0.9, 0.999]},
-        "files": tuple(shards),
-    }
+        "format": FORMAT_VERSION, "step": step, "attempt": attempt, "generation": generation, "world_size": len(files),
+        "virtual_ranks": len(files), "definition": {"task": "toy", "lr": 0.1}, "metrics": {"loss": 1.0 / (1 + step)},
+        "samples_seen": 64 * step, "scalars": {"step": step, "betas": [0.9, 0.999]}, "files": tuple(shards),
+    }  # fmt: skip
     return Manifest(**{**settings, **more})
 
 

@@ -31,23 +31,11 @@ def lab(tmp_path: Path, data: Path) -> Iterator[Lab]:
 def expected(tmp_path_factory: pytest.TempPathFactory, data: Path) -> str:
     """The bits of one rank that nobody disturbs."""
     folder = tmp_path_factory.mktemp("alone") / "run"
-    trained(folder, data, "exact", 1)
-    return bits(folder)
-
-
-def trained(folder: Path, data: Path, strategy: str, ranks: int) -> None:
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in {**SMALL, "strategy": strategy}.items()]
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
     words = ("-m", "paceline", "train", "mnist-cnn", f"--data-dir={data}", f"--run-dir={folder}", *flags)
-    done = run_script(ranks, *words, cwd=folder.parent)
+    done = run_script(1, *words, cwd=folder.parent)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "nproc"), [("exact", 3), ("zero", 2)])
-def test_every_world_size_and_strategy_gives_the_same_bits(lab: Lab, expected: str, strategy: str, nproc: int) -> None:
-    trained(lab.folder, lab.data, strategy, nproc)
-    assert bits(lab.folder) == expected
-    assert list(lab.faults()) == []
+    return bits(folder)
 
 
 @pytest.mark.slow

@@ -38,12 +38,6 @@ scalar = Task(model, data, lambda o, t: loss(o, t).mean())
 other_model = Task(lambda: nn.Linear(1, 1 + rank), data, loss)
 other_data = Task(model, lambda s: ArrayDataset(data(s).inputs + rank, data(s).targets), loss)
 
-def many_samples(split):
-    count = 60_001 if split == "train" else 60
-    return ArrayDataset(torch.arange(float(count)).reshape(-1, 1), torch.zeros(count))
-
-many = Task(model, many_samples, loss)
-
 def fails_here(split):
     if rank == 1:
         raise ValueError("bad folder 4711")
@@ -128,25 +122,6 @@ def test_a_batch_larger_than_the_data_is_said(paceline, tmp_path):
     assert "one step on 60 " in run.stdout and "3 steps in all" in run.stdout
 
 
-@pytest.mark.slow
-def test_60001_samples_on_3_ranks_are_seen_once_an_epoch(paceline, tmp_path):
-    (tmp_path / "mine.py").write_text(TASKS)
-    run = paceline("train", "mine.py:many", "--batch-size", 128, "--lr", 1e-9, "--epochs", 2,
-                   "--record-samples", "--run-dir", "run", ranks=3)  # fmt: skip
-    assert run.returncode == 0, run.stderr
-    assert summary_of(tmp_path / "run")["global_batch"] == 384
-    events = [e for rank in range(3) for e in read_events(tmp_path / "run" / f"events-{rank}.jsonl")]
-    samples = [e for e in events if isinstance(e, SampleIndices)]
-    orders = []
-    for epoch in range(2):
-        seen = Counter(i for e in samples if e.epoch == epoch for i in e.indices)
-        assert seen == Counter(range(60_001))
-        orders.append([e.indices for e in samples if e.epoch == epoch])
-    assert orders[0] != orders[1]
-    last = [len(e.indices) for e in samples if e.step == 157]
-    assert last == [33, 32, 32]
-
-
 @pytest.mark.parametrize(
     ("task", "code", "words"),
     [
@@ -178,15 +153,6 @@ def test_a_module_that_fails_to_import_is_told_by_its_own_line(paceline, tmp_pat
     assert run.returncode == 2
     assert codes(run.stderr) == ["import-failed"]
     assert run.stderr.count("'no_such_package'") == 1 and "mine.py:1: import" in run.stderr
-
-
-@pytest.mark.slow
-def test_torchrun_tells_an_error_once_too(paceline, tmp_path):
-    (tmp_path / "mine.py").write_text(TASKS)
-    run = paceline("--standalone", "--nproc-per-node", 2, "-m", "paceline", "train", "mine.py:other_model",
-                   command=TORCHRUN)  # fmt: skip
-    assert run.returncode != 0
-    assert run.stderr.count("models differ") == 1
 
 
 @pytest.mark.root

@@ -1,13 +1,11 @@
 """Are the hosts of the test cluster, sshd and Slurm as real ones? Is each fault what it says?"""
 
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tests.cluster.lab import Lab
-from tests.cluster.slurm import Slurm
 from tests.cluster.ssh import SshHosts
 
 pytestmark = pytest.mark.sample(2)
@@ -28,12 +26,6 @@ def comes_true(law: Callable[[], bool]) -> bool:
 
 
 # ---- hosts ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_command_that_takes_too_long_is_ended_with_its_children(lab: Lab) -> None:
-    with pytest.raises(subprocess.TimeoutExpired):
-        lab.run("n1", "sh", "-c", "sleep 60 & sleep 60", timeout=0.2)
-    assert comes_true(lambda: lab.processes("n1") == {})
 
 
 def test_what_is_left_on_a_host_is_listed_and_its_daemons_are_not(lab: Lab, ssh_hosts: SshHosts) -> None:
@@ -73,13 +65,3 @@ def test_restore_undoes_every_fault(lab: Lab, ssh_hosts: SshHosts, tmp_path: Pat
 
 
 # ---- sshd and Slurm -------------------------------------------------------------------------------------------------
-
-
-def test_variables_do_not_travel_by_ssh(lab: Lab, ssh_hosts: SshHosts) -> None:
-    command = (*ssh_hosts.command.split(), "-o", "SendEnv=COLOUR", "n2", "env")
-    assert "COLOUR" not in lab.run("n1", *command, env={"COLOUR": "red"}).stdout
-
-
-def test_a_task_leaves_nothing_behind(lab: Lab, slurm: Slurm) -> None:
-    slurm.run("srun", "-N1", "sh", "-c", "(setsid sleep 62.5 >/dev/null 2>&1 &)")
-    assert comes_true(lambda: lab.processes("n1") == {})

@@ -47,14 +47,8 @@ class SeparateHosts:
     def command(self, *more: object, hosts: str = "n2,n3") -> list[str]:
         where = words("--on", "ssh", "--hosts", hosts, "--nproc", 1, "--ssh", self.ssh.command)
         return [
-            *PACELINE,
-            "train",
-            f"{self.script}:task",
-            *words(*self.how, *more),
-            *where,
-            "--run-dir",
-            str(self.run_dir),
-        ]
+            *PACELINE, "train", f"{self.script}:task", *words(*self.how, *more), *where, "--run-dir", str(self.run_dir),
+        ]  # fmt: skip
 
     def start(self, *more: object, hosts: str = "n2,n3", typed_on: str = "n1") -> subprocess.Popen[str]:
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}

@@ -13,13 +13,7 @@ from tests.run_ranks import run_ranks
 from torch import Tensor, nn
 
 from paceline.collectives.communicator import make_communicator
-from paceline.collectives.inter_node import (
-    BLOCK,
-    Bf16Quantizer,
-    Int8Quantizer,
-    InterNodeAllReduce,
-    PowerSgdCodec,
-)
+from paceline.collectives.inter_node import BLOCK, Bf16Quantizer, Int8Quantizer, InterNodeAllReduce, PowerSgdCodec
 from paceline.collectives.shm_communicator import node_topology
 
 SHAPES = ((40, 30), (7,), (3, 50, 20), (), (600,))

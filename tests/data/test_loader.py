@@ -20,13 +20,7 @@ from tests.errors import raises
 from torch.utils.data import Dataset, TensorDataset
 
 from paceline.data.arrays import ArrayDataset
-from paceline.data.loader import (
-    LoadingOptions,
-    PrefetchTrigger,
-    load_steps,
-    prefetch,
-    prefetch_to_device,
-)
+from paceline.data.loader import LoadingOptions, PrefetchTrigger, load_steps, prefetch, prefetch_to_device
 from paceline.data.plan import BatchPlan, virtual_ranks_of
 from paceline.data.workers import SLOTS_OF_A_LOADER, SeededSampleDataset, explain_lost_workers
 from paceline.errors import TrainingError

@@ -2,7 +2,7 @@
 
     register()                                    # in each rank; then dist.init_process_group("like_nccl", ...)
 
-What it does as NCCL does, each shown in test_nccl.py:
+What it does as NCCL does:
 
 - A call returns at once; the operation runs later, on a thread that stands for the stream, in the order of the calls,
   after a random delay. Until then the buffers to be written hold NaN (integers: their largest value).

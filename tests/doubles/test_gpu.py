@@ -15,9 +15,12 @@ from torch import nn
 
 from paceline import STRATEGIES, BatchPlan, LoadingOptions, Schedule, fit, load_steps, virtual_ranks_of
 from paceline.checkpoint.shards import gather_full_state, hash_tensors
+from paceline.collectives.control import Deferred, scale_and_check_gradients
 from paceline.data.arrays import ArrayDataset
+from paceline.rank.guard import HangGuard
 from paceline.rank.world import World
 from paceline.seeding import fork_rng_with_seed
+from paceline.stepping.order import CollectiveOrderCheck
 
 VIRTUAL_RANKS = 2
 
@@ -56,19 +59,13 @@ def both(size: int, folder: Path, strategy: str) -> None:
     assert cpu[0][2] == ["cpu"] and found[0][2] == [gpu.NAME]  # all tensors are on the device
 
 
-@pytest.mark.slow
-@pytest.mark.ranks
-def test_two_ranks_on_a_device_give_the_bits_of_the_cpu(tmp_path: Path) -> None:
-    both(2, tmp_path, "exact")
-
-
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
-    [pytest.param(s, marks=[pytest.mark.soak] * (s != "zero")) for s in ("manual", "bucketed", "ddp", "zero", "fsdp")],
+    ["exact", "zero", *(pytest.param(name, marks=pytest.mark.soak) for name in ("manual", "bucketed", "ddp", "fsdp"))],
 )
-def test_every_strategy_does(strategy: str, tmp_path: Path) -> None:
+def test_two_ranks_on_a_device_give_the_bits_of_the_cpu(strategy: str, tmp_path: Path) -> None:
     both(2, tmp_path, strategy)
 
 
@@ -134,7 +131,7 @@ def test_what_mixes_devices_is_an_error(tmp_path: Path) -> None:
     assert len(said) == 4 and sum("same device" in words for words in said) == 3, said
 
 
-def waits(rank: int, size: int, late: bool) -> dict[str, int]:
+def waits(rank: int, size: int, strategy: str, late: bool) -> dict[str, int]:
     """How often 100 steps make the host wait for the device, by the line that waits."""
     gpu.install()
     lines: Counter[str] = Counter()
@@ -152,25 +149,52 @@ def waits(rank: int, size: int, late: bool) -> dict[str, int]:
         return compute(func, args, kwargs)
 
     world = World(rank, size, rank, size, gpu.device(), "gloo")
-    data = ArrayDataset(torch.randn(2 * 104, 1, 8, 8), torch.randint(0, 10, (2 * 104,)))
+    torch.manual_seed(1)
+    data = ArrayDataset(torch.randn(4 * 104, 1, 8, 8), torch.randint(0, 10, (4 * 104,)))
     make = partial(torch.optim.AdamW, fused=True)
-    replica = STRATEGIES["single"](model(0.1).to(world.device), make, world)
-    batches = load_steps(data, BatchPlan(len(data), 2), range(1), LoadingOptions(world.device), start=0, stop=104)
+    replica = STRATEGIES[strategy](model(0.1).to(world.device), make, world)
+    plan = BatchPlan(len(data), 4, size)
+    batches = load_steps(data, plan, range(rank, rank + 1), LoadingOptions(world.device), start=0, stop=104)
     loss = partial(F.cross_entropy, reduction="none")
+    ledger = HangGuard.of_process().watch_torch().ledger
     records = fit(
-        replica, batches, loss, Schedule(1e-2, 104), max_norm=1.0, may_defer_read=(lambda step: True) if late else None
-    )
-    while next(records).step < 2:
+        replica, batches, loss, Schedule(1e-2, 104), max_norm=1.0, may_defer_read=(lambda step: True) if late else None,
+        order=CollectiveOrderCheck(world, ledger.take_order_hash, ledger.last_ordered_calls, print),
+    )  # fmt: skip
+    while next(records).step < 3:
         pass
     gpu.run = counted
-    while next(records).step < 102:
+    while next(records).step < 103:
         pass
     return {line: number for line, number in lines.items() if number}
 
 
+def scaled(rank: int, size: int) -> list[list[float]]:
+    gpu.install()
+    parameter = nn.Parameter(torch.ones(2, device=gpu.device()))
+    parameter.grad = torch.full((2,), 1e38, device=gpu.device())
+    factors = (0.5, 4.0, 2.0)  # 4e38 is infinite
+    looks = [scale_and_check_gradients([parameter], factor, gpu.device()) for factor in factors]
+    return [look.numbers.tolist() for look in looks if isinstance(look, Deferred)]
+
+
 @pytest.mark.ranks
-def test_100_late_steps_never_wait_for_the_device(tmp_path: Path) -> None:
+def test_the_device_sees_a_gradient_that_overflows_when_it_is_scaled(tmp_path: Path) -> None:
+    assert run_ranks(scaled, 1, tmp_path) == [[[0.0], [0.0], [1.0]]]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("strategy", "size"),
+    [
+        ("single", 1), ("bucketed", 2),
+        *(pytest.param(s, n, marks=pytest.mark.slow) for s, n in (("exact", 2), ("ddp", 2), ("exact", 3))),
+    ],
+)  # fmt: skip
+def test_100_late_steps_never_wait_for_the_device(strategy: str, size: int, tmp_path: Path) -> None:
     for late in (False, True):
         (tmp_path / str(late)).mkdir()
-        (found,) = run_ranks(waits, 1, tmp_path / str(late), late)
-        assert sum(found.values()) == (0 if late else 100), found
+        for found in run_ranks(waits, size, tmp_path / str(late), strategy, late):
+            if strategy == "ddp":
+                found.pop("elsewhere")  # torch's buckets are not on this device
+            assert sum(found.values()) == (0 if late else 100), found

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch  # noqa: F401 - what is aborted is of the torch that is imported
 from tests.rank.guard_ranks import ranks, wait
 
 from paceline.protocol import status_page

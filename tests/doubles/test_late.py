@@ -1,6 +1,7 @@
 """A step that reads once at its end, as on a GPU, gives the results of the CPU."""
 
 import os
+import subprocess
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -19,7 +20,17 @@ from tests.train.test_nonfinite import BAD, CPU, MANY, batches, bits, good, made
 from tests.worlds import world as world
 from torch import Tensor, nn
 
-from paceline import STRATEGIES, BatchPlan, LoadingOptions, Schedule, Strategy, World, fit, load_steps
+from paceline import (
+    STRATEGIES,
+    BatchPlan,
+    LoadingOptions,
+    Schedule,
+    Strategy,
+    World,
+    fit,
+    load_steps,
+    virtual_ranks_of,
+)
 from paceline.checkpoint.shards import hash_tensors
 from paceline.collectives.control import are_finite
 from paceline.data.arrays import ArrayDataset
@@ -27,12 +38,12 @@ from paceline.data.loader import MicroBatch, PrefetchTrigger
 from paceline.errors import PacelineError, StallError
 from paceline.protocol.evidence import Phase
 from paceline.rank.guard import HangGuard
-from paceline.runs.events import Evaluated, Notice, RolledBack, Skipped, Step, read_events
+from paceline.runs.events import Checkpointed, Evaluated, Notice, RolledBack, Skipped, Step, read_events
 from paceline.stepping.step import Step as TrainingStep
 from paceline.stepping.totals import TotalsReducer, UnreadStep
 from paceline.stepping.trained_model import ModelInTraining
 from paceline.strategies.average import EmaWeights
-from paceline.strategies.optimizers import can_skip_step_on_device
+from paceline.strategies.optimizers import can_skip_step_on_device, changes_nothing_if_skipped
 from paceline.train.step import TaskSteps
 
 
@@ -187,15 +198,17 @@ def spoiled(outputs: Tensor, targets: Tensor) -> Tensor:
     return torch.where(targets == NAN_LOSS, torch.nan, losses + root + huge)
 
 
-def late_batches(world: World, virtual_ranks: int, bad: Collection[int], kind: float) -> list[list[MicroBatch]]:
+def late_batches(
+    world: World, virtual_ranks: int, bad: Collection[int], kind: float, size: int = 12
+) -> list[list[MicroBatch]]:
     """Two micro-batches for each virtual rank and step."""
     generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(LATE_STEPS * 12, 4, generator=generator)
+    inputs = torch.randn(LATE_STEPS * size, 4, generator=generator)
     targets = inputs.sum(1).clamp(max=2)
     for step in bad:
-        targets[12 * step + 7] = kind
-    plan = BatchPlan(len(inputs), 12, virtual_ranks, 2, shuffle=False)
-    share = range(virtual_ranks)
+        targets[size * step + 7] = kind
+    plan = BatchPlan(len(inputs), size, virtual_ranks, 2, shuffle=False)
+    share = virtual_ranks_of(virtual_ranks, world.rank, world.size)
     return [*load_steps(ArrayDataset(inputs, targets), plan, share, LoadingOptions(CPU), start=0, stop=LATE_STEPS)]
 
 
@@ -212,10 +225,10 @@ def normalized(world: World, strategy: str = "single", optimizer: str = "adamw",
 def recorded(
     world: World, strategy: str, optimizer: str, bad: Collection[int], *, kind: float = NAN_LOSS, late: bool,
     virtual_ranks: int = 1, may_skip: bool = True, clip: float | None = None, loss: Any = spoiled,
-    make_steps: Any = late_batches,
+    make_steps: Any = late_batches, make_replica: Callable[..., Strategy] | None = None, **options: Any,
 ) -> tuple[list[str], int]:  # fmt: skip
     """What `fit` reports, digests of all state and of an average of the weights; and the number of late steps."""
-    replica = normalized(world, strategy, optimizer, virtual_ranks)
+    replica = (make_replica or normalized)(world, strategy, optimizer, virtual_ranks)
     average, found, lates = EmaWeights(replica.state(), 0.9), list[Any](), list[int]()
     with on_the_cpu(), pytest.MonkeyPatch.context() as patch:
         step_unless = Strategy.step_unless
@@ -223,7 +236,7 @@ def recorded(
         try:
             for record in fit(
                 replica, make_steps(world, virtual_ranks, bad, kind), loss, Schedule(0.1, LATE_STEPS, 2, "linear"),
-                may_defer_read=is_late if late else None, may_skip=may_skip, max_norm=clip,
+                may_defer_read=is_late if late else None, may_skip=may_skip, max_norm=clip, **options,
             ):  # fmt: skip
                 result = record.result
                 assert result.unread is None
@@ -233,7 +246,9 @@ def recorded(
                 found.append((record.step, result.loss, result.grad_norm, result.total_weight, record.lr, cause))
                 if not is_late(record.step):
                     found.append(bits(replica))
-        except (PacelineError, OSError) as error:
+                if result.votes.stop:
+                    break
+        except (PacelineError, OSError, RuntimeError) as error:
             found.append(str(error))
     found += [bits(replica), hash_tensors({shard.name: shard.tensor for shard in average.state()})]
     return [*map(repr, found)], len(lates)
@@ -324,7 +339,7 @@ def test_a_training_that_is_left_at_the_record_of_a_late_step_has_its_state(worl
 
 
 def test_a_late_step_that_cannot_be_read_leaves_no_state_to_save(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    def lost(self: UnreadStep) -> bool:
+    def lost(self: UnreadStep, *, alone: bool = False) -> bool:
         raise RuntimeError("the device is lost")
 
     monkeypatch.setattr(UnreadStep, "read", lost)
@@ -395,7 +410,7 @@ def test_only_optimizers_that_can_skip_are_late() -> None:
             parameter.grad = torch.ones(3)
             optimizer.step()
         parameter.grad = torch.ones(3)
-        return can_skip_step_on_device(optimizer)
+        return can_skip_step_on_device(optimizer) and changes_nothing_if_skipped(optimizer)
 
     def hooked(parameters: Any) -> Any:
         optimizer = OPTIMIZERS["adamw"](parameters)
@@ -434,7 +449,8 @@ if os.environ.get("LATE"):
     kept = on_the_cpu()
     kept.__enter__()
     step_unless = Strategy.step_unless
-    Strategy.step_unless = lambda self, bad: (print("late", file=open("late.txt", "a")), step_unless(self, bad))
+    late_file = os.environ.get("LATE_FILE", "late.txt")
+    Strategy.step_unless = lambda self, bad: (print("late", file=open(late_file, "a")), step_unless(self, bad))
 
 
 class Data(Dataset):
@@ -463,9 +479,22 @@ def model():
 
 
 task = Task(model, Data, loss)
+finite = Task(  # without buffers, which a rank could not save alone
+    lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), lambda split: Data("test"), loss
+)
 streamed = Task(model, lambda split: Stream() if split == "train" else Data(split), loss)
 """
 )
+
+
+def train(folder: Path, task: str, *options: str, late: str) -> subprocess.CompletedProcess[str]:
+    folder.mkdir(exist_ok=True)
+    (folder / "mine.py").write_text(TASK)
+    command = ["-m", "paceline", "train", f"mine.py:{task}", "--global-batch", "12", "--epochs", "2", *options]
+    return warm.run(
+        [*command, "--collectives", "torch", "--run-dir", "run"], torch=True, cwd=folder, timeout=170,
+        env=os.environ | {"LATE": late},
+    )  # fmt: skip
 
 
 @pytest.mark.ranks
@@ -475,22 +504,33 @@ streamed = Task(model, lambda split: Stream() if split == "train" else Data(spli
         ("task", "--not-finite", "skip", "--ema", "0.9", "--eval-every", "4"),
         ("task", "--not-finite", "rollback", "--checkpoint-every", "6", "--clip-norm", "0.5"),
         ("task", "--checkpoint-every", "5"),  # stops at step 3
+        ("task", "--nproc", "2", "--not-finite", "skip", "--ema", "0.9", "--eval-every", "4"),
+        pytest.param(
+            (
+                "task",
+                "--nproc",
+                "3",
+                "--not-finite",
+                "rollback",
+                "--checkpoint-every",
+                "6",
+                "--clip-norm",
+                "0.5",
+                "--strategy",
+                "exact",
+            ),
+            marks=pytest.mark.slow,
+        ),
         ("streamed", "--schedule", "constant"),  # its end is known only after the last step
     ],
 )
 def test_a_run_with_late_steps_writes_what_others_write(arguments: Sequence[str], tmp_path: Path) -> None:
     found: list[Any] = []
     said: list[Any]
+    task, *options = arguments
     for late in ("", "1"):
         folder = tmp_path / f"run{late}"
-        folder.mkdir()
-        (folder / "mine.py").write_text(TASK)
-        task, *options = arguments
-        command = ["-m", "paceline", "train", f"mine.py:{task}", "--global-batch", "12", "--epochs", "2", *options]
-        done = warm.run(
-            [*command, "--run-dir", "run"], torch=True, cwd=folder, timeout=170,
-            env=os.environ | {"LATE": late},
-        )  # fmt: skip
+        done = train(folder, task, *options, late=late)
         events = [*read_events(folder / "run" / "events-0.jsonl")]
         said = [e.text.replace(str(folder), "") for e in events if isinstance(e, Notice)]
         said += [(e.step, e.samples) for e in events if isinstance(e, Skipped)]
@@ -503,3 +543,19 @@ def test_a_run_with_late_steps_writes_what_others_write(arguments: Sequence[str]
         found.append((done.returncode, said, numbers, saved, ended(folder / "run").weights_sha256))
         assert (folder / "late.txt").exists() == (bool(late) and task == "task")
     assert found[0] == found[1]
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_late_run_that_one_rank_is_asked_to_stop_is_saved_and_resumed(tmp_path: Path) -> None:
+    digests: list[str | None] = []
+    for late, last in (("", 3), ("1", 4)):  # rank 1 gets the request after step 2
+        folder = tmp_path / f"run{late}"
+        done = train(folder, "finite", "--nproc", "2", "--rehearse-preemption", "2", late=late)  # and resumes
+        assert done.returncode == 0, done.stderr
+        for rank in range(2):
+            events = [*read_events(folder / "run" / f"events-{rank}.jsonl")]
+            assert [e.step for e in events if isinstance(e, Step)] == [*range(1, 11)]
+            assert rank or next(e.step for e in events if isinstance(e, Checkpointed)) == last
+        digests.append(ended(folder / "run").weights_sha256)
+    assert len({*digests}) == 1

@@ -1,6 +1,6 @@
 """Batches on a separate stream: steps wait for them, and their memory is not freed too early."""
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from tests.doubles.streams import Event, Recorder, Stream
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
+from paceline.data import loader
 from paceline.data.loader import LoadingOptions, PrefetchTrigger, load_planned_batches, load_steps, prefetch_to_device
 from paceline.data.plan import BatchPlan, MicroBatchPlan
 
@@ -50,25 +51,21 @@ def test_events_are_reused(ahead: PrefetchTrigger | None, monkeypatch: pytest.Mo
     assert len(made) <= 2 and recorder.races == []
 
 
-def test_without_the_wait_a_batch_is_read_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Stream, "wait_event", lambda self, event: None)
+@pytest.mark.parametrize(
+    ("owner", "name", "without", "race"),
+    [
+        (Stream, "wait_event", lambda self, event: None, ("read too early", 0, 1)),
+        (loader, "tensors", lambda batch: (), ("freed too early", 1, 0)),  # no record_stream
+        (Tensor, "pin_memory", lambda self: self, ("host waits",)),
+    ],
+)
+def test_without_it_a_race_is_seen(
+    owner: object, name: str, without: Callable[..., object], race: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, without)
     with Recorder() as recorder:
         consumed(recorder, None)
-    assert {*recorder.races} == {("read too early", 0, 1)}
-
-
-def test_without_record_stream_memory_is_taken_back_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.data.loader.tensors", lambda batch: ())
-    with Recorder() as recorder:
-        consumed(recorder, None)
-    assert {*recorder.races} == {("freed too early", 1, 0)}
-
-
-def test_without_page_locked_memory_the_host_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
-    with Recorder() as recorder:
-        consumed(recorder, None)
-    assert ("host waits",) in recorder.races
+    assert {*recorder.races} == {race}
 
 
 no_accelerator = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator")
@@ -123,15 +120,3 @@ def test_one_step_is_drawn_ahead_and_its_random_numbers_are_kept(evaluates: bool
             assert len(drawn) == min(step + 2, 5)
             loading.ahead.start_batches()
     assert drawn == expected
-
-
-def test_an_event_orders_what_came_before_it_only() -> None:
-    with Recorder():
-        one, other, event = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Event()
-        assert isinstance(one, Stream) and isinstance(other, Stream) and isinstance(event, Event)
-        first = one.work()
-        event.record(one)
-        later = one.work()
-        other.wait_event(event)
-        assert other.comes_after(one.number, first)
-        assert not other.comes_after(one.number, later)

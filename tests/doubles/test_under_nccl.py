@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tests import warm
 from tests.doubles import nccl
+from tests.doubles.test_late import TASK as LATE_TASK
 from tests.ended import digest, ended
 
 from paceline.guard.report import read_diagnosis
@@ -18,10 +19,12 @@ TASK = f"{ROOT / 'examples' / 'own_task.py'}:task"
 pytestmark = [pytest.mark.slow, pytest.mark.ranks, pytest.mark.timeout(540)]
 
 
-def train(folder: Path, strategy: str, *more: str, double: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
+def train(
+    folder: Path, strategy: str, *more: str, double: bool = True, task: str = TASK, **env: str
+) -> subprocess.CompletedProcess[str]:
     """Two ranks, 12 steps, a checkpoint after each step."""
     words = (
-        "-m", "paceline", "train", TASK, "--nproc", "2", "--collectives", "torch", "--steps", "12", "--strategy",
+        "-m", "paceline", "train", task, "--nproc", "2", "--collectives", "torch", "--steps", "12", "--strategy",
         strategy, "--run-dir", str(folder), "--checkpoint-every", "1", "--keep-checkpoints", "20", *more,
     )  # fmt: skip
     if not double:
@@ -77,6 +80,21 @@ def test_a_rank_that_is_freed_in_a_gradient_applies_and_keeps_nothing_of_it(heal
     assert state(tmp_path / "run", kept) == state(healthy, kept)
     resumed = train(tmp_path / "run", "bucketed", "--resume", "auto")
     assert resumed.returncode == 0 and digest(tmp_path / "run") == digest(healthy), resumed.stderr
+
+
+@pytest.mark.parametrize("strategy", ["bucketed", "exact"])
+def test_the_device_does_not_apply_a_late_step_whose_gradient_was_aborted(strategy: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(LATE_TASK)
+    task, often = f"{tmp_path / 'mine.py'}:finite", ("--global-batch", "12", "--hang-timeout", "3")
+    assert train(tmp_path / "healthy", strategy, *often, double=False, task=task).returncode == 0
+    options = (*often, "--checkpoint-every", "100")  # otherwise no step is late
+    late = {"LATE": "1", nccl.HANGS: "1:bucket 0:9", "LATE_FILE": str(tmp_path / "late.txt")}
+    done = train(tmp_path / "run", strategy, *options, task=task, **late)
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert len((tmp_path / "late.txt").read_text().splitlines()) >= 2 * 4  # steps of both ranks
+    assert newest(tmp_path / "run") == 8  # the gradients of step 9 never came
+    resumed = train(tmp_path / "run", strategy, *options, "--resume", "auto", task=task, double=False)
+    assert resumed.returncode == 0 and digest(tmp_path / "run") == digest(tmp_path / "healthy"), resumed.stderr
 
 
 @pytest.mark.soak

@@ -116,7 +116,7 @@ def test_of_one_that_has_ended_only_the_box_is_left(tmp_path: Path) -> None:
     script = (
         "from paceline.protocol.status_page import StatusPage\n"
         "from paceline.protocol.evidence import Op\n"
-        "StatusPage.from_descriptor(spec.page).begin(Op('0', 9, 'all_reduce', shape='[8]'))\n"
+        "StatusPage.from_descriptor(spec.page).begin_op(Op('0', 9, 'all_reduce', shape='[8]'))\n"
         "os.kill(os.getpid(), 9)\n"
     )
     with ranks(script, 1, tmp_path) as (one,):

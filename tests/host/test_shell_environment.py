@@ -174,17 +174,11 @@ def test_env_settings() -> None:
 @pytest.mark.parametrize(
     ("setting", "code"),
     [
-        ("1A=2", "env-name-invalid"),
-        ("=2", "env-name-invalid"),
-        ("A B=2", "env-name-invalid"),
-        ("A\n=2", "env-name-invalid"),
-        ("NOT_SET", "env-not-set"),
-        ("RANK=1", "env-of-launcher"),
-        ("PACELINE_RUN_ID=x", "env-of-launcher"),
-        ("OMP_NUM_THREADS=4", "env-of-launcher"),
-        ("A=\0", "env-zero-byte"),
+        ("1A=2", "env-name-invalid"), ("=2", "env-name-invalid"), ("A B=2", "env-name-invalid"),
+        ("A\n=2", "env-name-invalid"), ("NOT_SET", "env-not-set"), ("RANK=1", "env-of-launcher"),
+        ("PACELINE_RUN_ID=x", "env-of-launcher"), ("OMP_NUM_THREADS=4", "env-of-launcher"), ("A=\0", "env-zero-byte"),
     ],
-)
+)  # fmt: skip
 def test_env_settings_that_cannot_be(setting: str, code: str) -> None:
     with raises(code) as caught:
         parse_env_options([setting], {})

@@ -134,16 +134,10 @@ def main() -> int:
     ratios = sorted(b / a for a, b in zip(control, beside, strict=True))
     slower = statistics.median(ratios) > MOST_SLOWER if ratios else False
     result = {
-        "steps": options.steps,
-        "digests": sorted(digests),
-        "refused_at_the_start": refused,
-        "connections_ports_words": connections,
-        "seconds_alone": alone,
-        "seconds_at_his_own_ports": control,
-        "seconds_at_ours": beside,
-        "ratio_median": statistics.median(ratios) if ratios else None,
-        "ratios": ratios,
-    }
+        "steps": options.steps, "digests": sorted(digests), "refused_at_the_start": refused,
+        "connections_ports_words": connections, "seconds_alone": alone, "seconds_at_his_own_ports": control,
+        "seconds_at_ours": beside, "ratio_median": statistics.median(ratios) if ratios else None, "ratios": ratios,
+    }  # fmt: skip
     print(json.dumps(result, indent=1))
     if options.out:
         options.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -51,17 +51,11 @@ class User:
         kept = {name: os.environ[name] for name in KEPT if name in os.environ}
         drop = ("setpriv", f"--reuid={self.uid}", f"--regid={self.gid}", "--clear-groups", "--inh-caps=-all")
         return subprocess.Popen(
-            [*shown(), *(drop if self.uid else ()), *map(str, argv)],
-            cwd=cwd or self.home,
+            [*shown(), *(drop if self.uid else ()), *map(str, argv)], cwd=cwd or self.home,
             env={**kept, "HOME": str(self.home), "USER": self.name, "COLUMNS": "200", **(env or {})},
-            stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-            umask=umask,
-        )
+            stdin=subprocess.PIPE if stdin else subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True, errors="replace", start_new_session=True, umask=umask,
+        )  # fmt: skip
 
     def run(self, *argv: object, timeout: float = 150, **options: object) -> subprocess.CompletedProcess[str]:
         with self.popen(*argv, **options) as process:  # pyright: ignore[reportArgumentType]

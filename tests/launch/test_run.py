@@ -16,64 +16,30 @@ pytestmark = pytest.mark.sample(2)
 
 LOST = 'DistNetworkError("Connection closed by peer [127.0.0.1]:5120")'
 
-# name -> (the worker, exit code, the diagnosis's headline without host and pid, a line that must stand in it)
+# name -> (the worker, exit code, how rank 1 failed by the diagnosis's headline, a line that must stand in it)
 FAILURES = {
-    "raises": (
-        f"fail(ValueError('bad sample 4711')) if rank == 1 else fail({LOST}, cleanup=0.1)",
-        1,
-        "rank 1 failed: exit code 1",
-        "ValueError: bad sample 4711",
-    ),
+    "raises": (f"fail(ValueError('bad sample 4711')) if rank == 1 else fail({LOST}, cleanup=0.1)",
+               1, "exit code 1", "ValueError: bad sample 4711"),
     "raises and cleans up while its victims die": (
         f"fail(ValueError('bad sample'), cleanup=1.5) if rank == 1 else fail({LOST})",
-        1,
-        "rank 1 failed: exit code 1",
-        "ValueError: bad sample",
-    ),
+        1, "exit code 1", "ValueError: bad sample"),
     "victims end before the culprit, who leaves no record": (
-        f"fail({LOST}) if rank != 1 else (time.sleep(0.8), sys.exit(3))",
-        3,
-        "rank 1 failed: exit code 3",
-        "output of the ranks",
-    ),
+        f"fail({LOST}) if rank != 1 else (time.sleep(0.8), sys.exit(3))", 3, "exit code 3", "output of the ranks"),
     "victims without a record, by their log": (
         "if rank == 1: time.sleep(0.8); sys.exit(3)\n"
         "print('gloo: Connection reset by peer', file=sys.stderr); os.abort()",
-        3,
-        "rank 1 failed: exit code 3",
-        "output of the ranks",
-    ),
-    "SIGKILL": (
-        f"os.kill(os.getpid(), 9) if rank == 1 else (time.sleep(0.1), fail({LOST}))",
-        137,
-        "rank 1 failed: killed by SIGKILL (if no user sent it, the kernel's OOM killer may have: see dmesg)",
-        "output of the ranks",
-    ),
-    "segmentation fault": (
-        "if rank == 1:\n    ctypes.string_at(0)\nforever()",
-        139,
-        "rank 1 failed: killed by SIGSEGV",
-        "  Fatal Python error: Segmentation fault",
-    ),
-    "sys.exit(3)": (
-        "if rank == 1:\n    print('last words'); sys.exit(3)\nforever()",
-        3,
-        "rank 1 failed: exit code 3",
-        "  last words",
-    ),
-    "in words": (
-        "fail(ValueError('the dataset is truncated'), 2, traceback=False) if rank == 1 else forever()",
-        2,
-        "rank 1 failed: exit code 2",
-        "the dataset is truncated",
-    ),
-    "early end": (
-        f"sys.exit(0) if rank == 0 else fail({LOST}, cleanup=0.3)",
-        1,
-        "rank 1 failed: exit code 1",
-        "had already ended, with code 0, while others ran",
-    ),
-}
+        3, "exit code 3", "output of the ranks"),
+    "SIGKILL": (f"os.kill(os.getpid(), 9) if rank == 1 else (time.sleep(0.1), fail({LOST}))", 137,
+                "killed by SIGKILL (if no user sent it, the kernel's OOM killer may have: see dmesg)",
+                "output of the ranks"),
+    "segmentation fault": ("if rank == 1:\n    ctypes.string_at(0)\nforever()",
+                           139, "killed by SIGSEGV", "  Fatal Python error: Segmentation fault"),
+    "sys.exit(3)": ("if rank == 1:\n    print('last words'); sys.exit(3)\nforever()", 3, "exit code 3", "  last words"),
+    "in words": ("fail(ValueError('the dataset is truncated'), 2, traceback=False) if rank == 1 else forever()",
+                 2, "exit code 2", "the dataset is truncated"),
+    "early end": (f"sys.exit(0) if rank == 0 else fail({LOST}, cleanup=0.3)",
+                  1, "exit code 1", "had already ended, with code 0, while others ran"),
+}  # fmt: skip
 
 
 @pytest.mark.sample(2)
@@ -83,7 +49,7 @@ def test_first_failure(launch, name: str) -> None:
     one = launch(worker, nproc=2)
     assert one.finish() == code, one.stderr
     rank, _, rest = one.diagnosis[0].partition(" (")
-    assert f"{rank}{rest[rest.index(') failed') + 1 :]}" == headline
+    assert f"{rank}{rest[rest.index(') failed') + 1 :]}" == f"rank 1 failed: {headline}"
     assert any(line in told for told in one.stderr.splitlines()), one.stderr
     if name == "in words":
         assert "Traceback" not in one.stderr
@@ -142,23 +108,12 @@ def test_what_a_worker_sees(launch) -> None:
     zero, other = (json.loads((one.folder / f"env-{rank}.json").read_text()) for rank in (0, 1))
     assert other.pop("PACELINE_AGENT_MARK").startswith(f"{one.agent_pid}-")
     assert other == {
-        "RANK": "1",
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "2",
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": zero["MASTER_PORT"],
-        "OMP_NUM_THREADS": "1",
-        "PACELINE_RUN_ID": "test",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "parent": one.agent_pid,
-        "sockets": 0,
+        "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": zero["MASTER_PORT"], "OMP_NUM_THREADS": "1",
+        "PACELINE_RUN_ID": "test", "GLOO_SOCKET_IFNAME": "lo", "parent": one.agent_pid, "sockets": 0,
         "store": "/memfd:paceline-store (deleted)",  # not a port: other users reach that
-        "stdin": "/dev/null",
-        "session": True,
-    }
+        "stdin": "/dev/null", "session": True,
+    }  # fmt: skip
     assert zero["sockets"] == 0 and zero["store"] == other["store"]
     with socket.socket() as free:  # for the workers' own code
         free.bind(("127.0.0.1", int(zero["MASTER_PORT"])))

@@ -30,21 +30,10 @@ from paceline.launch.slurm.queue import (
 from paceline.protocol.job import AllocationRequest, JobSpec, NodePlan
 
 JOB = JobSpec(
-    argv=("/usr/bin/python3", "-m", "paceline", "train", "--config", "/runs/a/submit-1/config.toml"),
-    nproc=2,
-    run_id="5f",
-    threads=0,
-    name="mnist resnet18",
-    nodes=2,
-    min_nodes=2,
-    run_dir="/runs/a",
-    submit_dir="/runs/a/submit-1",
-    secret="0f" * 32,
-    cwd="/home/me/my work",
-    python="/usr/bin/python3",
-    env={"TOKEN": "hf_1234"},
-    modules=("cuda/12.4",),
-    activate="conda:ml",
+    argv=("/usr/bin/python3", "-m", "paceline", "train", "--config", "/runs/a/submit-1/config.toml"), nproc=2,
+    run_id="5f", threads=0, name="mnist resnet18", nodes=2, min_nodes=2, run_dir="/runs/a",
+    submit_dir="/runs/a/submit-1", secret="0f" * 32, cwd="/home/me/my work", python="/usr/bin/python3",
+    env={"TOKEN": "hf_1234"}, modules=("cuda/12.4",), activate="conda:ml",
     slurm=AllocationRequest(
         minutes=20, partition="gpu", gpus_per_node=2, cpus_per_rank=4,
         options=("mem=16G", "comment=it's mine", "exclusive"),
@@ -195,28 +184,16 @@ def test_conda_is_found_where_it_is_only_a_function_of_interactive_shells(tmp_pa
 @pytest.mark.parametrize(
     ("option", "instead"),
     [
-        ("nodes=3", "--nodes"),
-        ("ntasks-per-node=4", "--nproc"),
-        ("cpus-per-task=4", "--cpus-per-rank"),
-        ("time=10", "--time"),
-        ("partition=x", "--partition"),
-        ("gpus=4", "--gpus-per-node"),
-        ("gres=gpu:a100:2", "--gpus-per-node"),
-        ("gres=gpu", "--gpus-per-node"),
+        ("nodes=3", "--nodes"), ("ntasks-per-node=4", "--nproc"), ("cpus-per-task=4", "--cpus-per-rank"),
+        ("time=10", "--time"), ("partition=x", "--partition"), ("gpus=4", "--gpus-per-node"),
+        ("gres=gpu:a100:2", "--gpus-per-node"), ("gres=gpu", "--gpus-per-node"),
         ("gre=lustre,gpu:2", "--gpus-per-node"),
-        ("output=x", "run folder"),
-        ("out=x", "run folder"),  # sbatch takes abbreviations
-        ("error=x", "run folder"),
-        ("signal=B:TERM@1", "--save-before"),
-        ("no-requeue", "paceline cancel"),
-        ("open-mode=truncate", "appended"),
-        ("job-name=x", "name"),
-        ("array=0-9", "several times"),
-        ("N=3", "long name"),
-        ("--mem=1G", "long name"),
-        ("", "long name"),
+        ("output=x", "run folder"), ("out=x", "run folder"),  # sbatch takes abbreviations
+        ("error=x", "run folder"), ("signal=B:TERM@1", "--save-before"), ("no-requeue", "paceline cancel"),
+        ("open-mode=truncate", "appended"), ("job-name=x", "name"), ("array=0-9", "several times"),
+        ("N=3", "long name"), ("--mem=1G", "long name"), ("", "long name"),
     ],
-)
+)  # fmt: skip
 def test_an_option_that_paceline_sets_is_refused_with_what_to_say_instead(option: str, instead: str) -> None:
     with raises("sbatch-not-key-value" if instead == "long name" else "sbatch-option-is-ours", value=option) as caught:
         plan_slurm(replace(JOB, slurm=replace(JOB.slurm, options=(option,))))
@@ -262,26 +239,16 @@ nonsense
     [
         ("main", 4, 2, AllocationRequest(), ""),
         ("main", 5, 2, AllocationRequest(), "--nodes 5 is more than the 4 nodes of partition main"),
-        (
-            "main",
-            4,
-            3,
-            AllocationRequest(),
-            "= 3 CPUs on each node: partition main has 0 nodes with at least 3 CPUs (most: 2)",
-        ),
-        (
-            "main",
-            1,
-            1,
-            AllocationRequest(minutes=61),
-            "--time 61 is more than the 60 minutes that partition main allows",
-        ),
+        ("main", 4, 3, AllocationRequest(),
+         "= 3 CPUs on each node: partition main has 0 nodes with at least 3 CPUs (most: 2)"),
+        ("main", 1, 1, AllocationRequest(minutes=61),
+         "--time 61 is more than the 60 minutes that partition main allows"),
         ("gpu", 8, 4, AllocationRequest(gpus_per_node=4), ""),
         ("gpu", 3, 8, AllocationRequest(gpus_per_node=8), "partition gpu has 2 nodes with at least 8 GPUs (most: 8)"),
         ("gpu", 3, 8, AllocationRequest(cpus_per_rank=8), "= 64 CPUs on each node: partition gpu has 2 nodes"),
         ("old", 1, 1, AllocationRequest(), "partition old is down"),
     ],
-)
+)  # fmt: skip
 def test_what_would_queue_for_ever_is_told(
     partition: str, nodes: int, nproc: int, asked: AllocationRequest, words: str
 ) -> None:

@@ -186,7 +186,7 @@ def test_planted_bugs_are_found_and_named(tmp_path: Path, mesh: str, bug: str) -
     try:
         (result,) = run_ranks(verified, 2, tmp_path, [task], mesh, ["single"], bug, 1)[0]
     except RankFailedError as refused:
-        assert bug in REFUSED and "in check_same_loss" in str(refused)
+        assert bug in REFUSED and "check_same_loss" in str(refused)
         return
     assert result.finding is not None, f"{bug}: not found"
     assert result.finding.cause in BUGS[bug][3], result.finding

@@ -138,21 +138,11 @@ def test_a_rank_has_its_share_of_its_machine(run: Path) -> None:
 def many(count: int, tick: int = 0) -> RunSnapshot:
     ranks = tuple(
         RankSnapshot(
-            n,
-            HOSTILE,
-            "sync",
-            "",
-            7 + tick,
-            (0.1, 0.1 + n / 1000),
-            0.5,
-            0.0,
-            RankUtilization(1.0, n << 20),
-            None,
-            n == 150,
-            1 + n % 9,
+            n, HOSTILE, "sync", "", 7 + tick, (0.1, 0.1 + n / 1000), 0.5, 0.0, RankUtilization(1.0, n << 20), None,
+            n == 150, 1 + n % 9,
         )
         for n in range(count)
-    )
+    )  # fmt: skip
     return RunSnapshot(
         ranks,
         is_reported_by_agent=True,

@@ -115,20 +115,10 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
 # ---- whose folder it is ------------------------------------------------------------------------------------------
 
 NEVER_BEGAN = [
-    [],
-    ["config.toml"],
-    [
-        "config.toml",
-        "config.toml.partial",
-        "environment.json",
-        "summary.json",
-        "machine-0.jsonl",
-        ".lock",
-        "attempt-1/",
-    ],
-    ["attempt-1/", "attempt-2/", "checkpoints/"],
-    ["checkpoints/.fence", "checkpoints/.tmp-3-1-0/"],
-]
+    [], ["config.toml"],
+    ["config.toml", "config.toml.partial", "environment.json", "summary.json", "machine-0.jsonl", ".lock",
+     "attempt-1/"], ["attempt-1/", "attempt-2/", "checkpoints/"], ["checkpoints/.fence", "checkpoints/.tmp-3-1-0/"],
+]  # fmt: skip
 BEGAN = [
     ["config.toml", "events-0.jsonl"],
     ["config.toml", "notes.txt"],

@@ -5,7 +5,7 @@
 
 The authors had not read the checks. There were eight sets; benchmarks/results/second-*.md have the first run of each.
 This folder has scripts of kinds that tests/silent, tests/check and benchmarks/faults do not plant: one for each kind
-that was missed or reported falsely in a first run, two hangs, and the clean scripts of the two newest sets.
+that was missed or reported falsely in a first run, and five clean scripts of the two newest sets.
 
 A set is a folder with `truth.json`, and its scripts beside it or in `scripts/`. truth.json is a list of
     {"file": "f01_ema.py", "kind": "fault", "nproc": 3, "what": "...", "rank": 2, "line": [34, 44]}

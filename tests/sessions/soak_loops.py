@@ -449,24 +449,14 @@ def summary(outcomes: Sequence[Outcome], seed: int, count: int) -> dict[str, Any
     ]
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=LOOPED.parent)
     return {
-        "commit": commit.stdout.strip(),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "seed": seed,
-        "loops": count,
-        "done": len(outcomes),
-        "seconds": round(sum(one.seconds for one in outcomes)),
-        "right loops": {
-            "loops": len(right),
-            "equal": sum(one.word == "equal" for one in right),
-            "rejected": len(rejected),
-            "share rejected": round(len(rejected) / max(1, len(right)), 4),
-            "failures": sum(not one.is_good for one in right),
-        },
+        "commit": commit.stdout.strip(), "date": datetime.now(UTC).strftime("%Y-%m-%d"), "seed": seed, "loops": count,
+        "done": len(outcomes), "seconds": round(sum(one.seconds for one in outcomes)),
+        "right loops": {"loops": len(right), "equal": sum(one.word == "equal" for one in right),
+         "rejected": len(rejected), "share rejected": round(len(rejected) / max(1, len(right)), 4),
+         "failures": sum(not one.is_good for one in right)},
         "rejected, by kind": dict(sorted(kinds.items(), key=lambda item: -item[1]["loops"])),
-        "wrong loops": dict(sorted(wrong.items())),
-        "failures": failures,
-        "excluded": list(EXCLUDED),
-    }
+        "wrong loops": dict(sorted(wrong.items())), "failures": failures, "excluded": list(EXCLUDED),
+    }  # fmt: skip
 
 
 class Done:

@@ -4,9 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from tests.sessions.looped import Case, plain
-from tests.sessions.soak_loops import EXCLUDED, SAMPLE, Outcome, draw, examine, settings, summary
+from tests.sessions.soak_loops import SAMPLE, draw, examine, settings
 
 SEED = 0
 
@@ -64,30 +63,3 @@ def test_the_comparison_sees_another_result(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("tests.sessions.soak_loops.plain", lambda case, orders: plain(Case(optimizer="adamw"), orders))
     outcome = examine(Case(phases=(1,)), tmp_path)
     assert outcome.word == "different" and "weights" in outcome.what and not outcome.is_good
-
-
-def test_a_case_is_drawn_again_from_its_number_and_no_excluded_one_is() -> None:
-    cases = [draw(SEED, number) for number in range(300)]
-    assert cases == [draw(SEED, number) for number in range(300)]
-    assert not [case for case in cases for excludes in EXCLUDED.values() if excludes(case)]
-    assert {case.ranks for case in cases} == {1, 2, 3}
-    assert len({case.order for case in cases}) > 15
-
-
-def test_the_plain_loop_is_deterministic_and_finite() -> None:
-    torch.set_num_threads(1)
-    for number in range(20):
-        case = draw(SEED, number)
-        if case.seeded and not case.workers:
-            one, again = plain(case), plain(case)
-            assert one.steps == again.steps
-            assert all(torch.equal(one.weights[name], again.weights[name]) for name in one.weights)
-            assert all(tensor.isfinite().all() for tensor in one.weights.values()), number
-
-
-def test_only_loops_that_are_right_count_for_the_share_of_rejections() -> None:
-    right, wrong = Case(), Case(wrong="by_hand", ranks=2)
-    words = [(right, "equal"), (right, "rejected"), (wrong, "caught"), (wrong, "different"), (right, "hung")]
-    found = summary([Outcome(case, word, "words") for case, word in words], SEED, 5)
-    assert found["right loops"] == {"loops": 3, "equal": 1, "rejected": 1, "share rejected": 0.3333, "failures": 1}
-    assert [one["word"] for one in found["failures"]] == ["different", "hung"]

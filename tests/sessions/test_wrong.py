@@ -17,79 +17,6 @@ from tests.sessions import wrong
 import paceline
 from paceline.sessions.state import copy_json_values
 
-TOLD = {
-    "torchs_own_backward": ("torch-backward", "s.backward(loss)"),
-    "no_backward": ("no-backward", ""),
-    "batches_counted_by_bodies": ("bodies-differ", ""),
-    "scheduler_not_prepared": ("learning-rate-in-step", ""),
-    "closure": ("closure-called-several-times", "Twice"),
-    "lbfgs": ("optimizer-needs-closure", ""),
-    "two_backwards_under_exact": ("two-backwards", ""),
-    "other_weights_in_one_step": ("weights-differ", " 2 and 5"),
-    "step_before_the_last_backward": ("step-before-last-backward", ""),
-    "into_a_model_that_has_stepped": ("backward-after-step", ""),
-    "left_in_the_middle_of_a_step": ("loop-left-in-step", "epoch 1, batch 1"),
-    "two_loops_at_once": ("two-loops-at-once", ""),
-    "evaluation_before_the_last_micro_batch": ("evaluation-inside-step", ""),
-    "evaluated_with_the_buffers_of_one": ("evaluated-with-buffers-of-one", ""),
-    "clipped_where_gradients_are_cut": ("sharded-gradient-used", "s.clip_grad_norm(max_norm)"),
-    "nothing_to_train": ("nothing-to-train", ""),
-    "a_model_too_late": ("prepared-too-late", ""),
-    "not_a_loss": ("loss-not-a-tensor", "float"),
-    "a_model_that_was_not_prepared": ("model-not-prepared", ""),
-    "one_of_two_models": ("model-not-named", " 2 prepared models"),
-    "outside_a_loop": ("backward-outside-loop", ""),
-    "a_stream_to_be_shuffled": ("stream-shuffled", ""),
-    "a_stream_to_be_padded": ("stream-padded", ""),
-    "a_stream_in_four_processes": ("stream-in-processes", "num_workers=4"),
-    "a_stream_without_shards": ("stream-without-shards", ""),
-    "a_stream_of_few_shards": ("too-few-shards", " 1 shards"),
-    "split_for_nobody_knows_how_many": ("split-without-virtual-ranks", ""),
-    "samples_that_are_split": ("samples-split", ""),
-    "no_data": ("not-data", "int"),
-    "an_empty_stream": ("stream-gives-nothing", "epoch 1"),
-    "an_iterator_in_two_epochs": ("stream-gives-nothing", "epoch 2"),
-    "a_state_that_cannot_be_saved": ("state-not-plain", "Tensor"),
-    "the_length_of_a_stream": ("", "has no length"),
-    "a_stream_read_twice_at_once": ("stream-read-twice", ""),
-    "an_iteration_of_its_own": ("loader-not-taken-over", "__iter__ of a OwnIteration"),
-    "a_stream_that_each_process_reads": ("stream-repeated-by-processes", "2 loader processes"),
-    "a_generator_of_its_own": ("samples-change", "OwnGenerator"),
-    "batches_out_of_order": ("loader-not-taken-over", "in_order=False"),
-    "whole_batches": ("loader-not-taken-over", "batch_size=None"),
-    "said_twice": ("said-twice", "global_batch="),
-    "no_batch_size": ("no-batch-size", ""),
-    "not_finite": ("not-finite", "epoch 1, batch 1; rank 0: among samples"),
-    "not_finite_for_one_sample": ("not-finite", "epoch 1, batch 2; rank 0: samples 5"),
-    "not_finite_in_a_gradient": ("not-finite", "all 2 parameters"),
-    "an_optimizer_as_scheduler": ("optimizer-as-scheduler", ""),
-    "another_strategy": ("unknown-name", "'fdsp'"),
-    "blocks_for_another_strategy": ("argument-of-another-strategy", "fsdp_wrap='Block'"),
-    "blocks_that_are_not_there": ("no-such-module", "fsdp_wrap Block: "),
-    "cut_and_copied": ("sharded-model-copied", ""),
-    "cut_and_called_outside_a_loop": ("sharded-model-outside-loop", "with s.evaluating()"),
-    "cut_and_torchs_own_backward": ("torch-backward", "s.backward(loss)"),
-    "cut_and_a_gradient_penalty": ("torch-backward", "gradient penalty"),
-    "cut_after_its_parameters_were_taken": ("replaced-parameter-used", ".grad"),
-    "cut_after_its_parameters_were_looked_at": ("replaced-parameter-used", "lerp_.Scalar"),
-    "cut_and_used_outside_of_its_block": ("sharded-weights-used", "session(fsdp_wrap='Block')"),
-    "not_cleared_where_gradients_are_cut": ("gradients-not-cleared", ""),
-    "not_cleared_where_the_model_is_cut": ("", "without zero_grad()"),
-    "zeroed_where_gradients_are_cut": ("", "nothing"),
-    "zeroed_by_the_model_where_gradients_are_cut": ("sharded-gradient-used", "optimizer.zero_grad()"),
-    "zeroed_where_the_model_is_cut": ("", "nothing"),
-    "resume_without_a_folder": ("session-resume-without-folder", ""),
-    "a_folder_that_is_used": ("run-dir-not-empty", "folder used"),
-    "begun": ("", "enough"),
-    "gone_on_with_another_batch": ("another-run-for-good", "global_batch: 4"),
-    "another_device": ("unknown-name", "'tpu'"),
-    "a_buffer_made_in_the_first_forward": ("buffer-made-in-first-forward", "mean"),
-    "not_cleared": ("", "NOTE: optimizer.step() was called twice without zero_grad(): the gradients of older"),
-    "cleared_in_other_ways": ("", "nothing"),
-    "evaluated_in_training_mode": ("", "NOTE: a model is evaluated in training mode"),
-}
-"""the code of each case, and what its text names"""
-
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
@@ -101,7 +28,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]
 
 @pytest.mark.parametrize("name", wrong.CASES)
 def test_what_is_wrong_is_refused_in_words(told: dict[str, tuple[str, str]], name: str) -> None:
-    (code, words), (found, text) = TOLD[name], told[name]
+    (code, words), (found, text) = wrong.CASES[name][1], told[name]
     assert found == code and words in text
     assert " --" not in text and text.count("NOTE") < 2
 

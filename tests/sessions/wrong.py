@@ -24,12 +24,14 @@ from paceline.errors import PacelineError, UsageError
 
 DATA = TensorDataset(torch.ones(24, 3), torch.zeros(24, dtype=torch.int64))
 Case = Callable[[Any], object]
-CASES: dict[str, tuple[Case, dict[str, Any]]] = {}
+CASES: dict[str, tuple[Case, tuple[str, str], dict[str, Any]]] = {}
 
 
-def case(**settings: Any) -> Callable[[Case], Case]:
+def case(code: str, words: str = "", **settings: Any) -> Callable[[Case], Case]:
+    """A loop that ends with the error `code`, whose text contains `words`; without a code, the words that it tells."""
+
     def noted(loop: Case) -> Case:
-        CASES[loop.__name__] = (loop, {"virtual_ranks": 2, **settings})
+        CASES[loop.__name__] = (loop, (code, words), {"virtual_ranks": 2, **settings})
         return loop
 
     return noted
@@ -47,7 +49,7 @@ def step(s: Any, optimizer: Any, loss: torch.Tensor, *weight: Any) -> None:
     optimizer.step()
 
 
-@case()
+@case("torch-backward", "s.backward(loss)")
 def torchs_own_backward(s: Any) -> None:
     model, optimizer, train = ready(s)
     for x, y in train:
@@ -55,14 +57,14 @@ def torchs_own_backward(s: Any) -> None:
         optimizer.step()
 
 
-@case()
+@case("no-backward")
 def no_backward(s: Any) -> None:
     _, optimizer, train = ready(s)
     for _ in train:
         optimizer.step()
 
 
-@case()
+@case("bodies-differ")
 def batches_counted_by_bodies(s: Any) -> None:
     model, optimizer, train = ready(s)
     for i, (x, y) in enumerate(train):
@@ -72,7 +74,7 @@ def batches_counted_by_bodies(s: Any) -> None:
             optimizer.zero_grad()
 
 
-@case()
+@case("learning-rate-in-step")
 def scheduler_not_prepared(s: Any) -> None:
     model, optimizer, train = ready(s)
     scheduler = StepLR(optimizer, 1, 0.5)
@@ -85,7 +87,7 @@ class Twice(SGD):
     """It might call a closure at two places."""
 
 
-@case()
+@case("closure-called-several-times", "Twice")
 def closure(s: Any) -> None:
     _, _, train = ready(s)
     other = nn.Linear(3, 2)
@@ -95,13 +97,13 @@ def closure(s: Any) -> None:
         optimizer.step(lambda: None)
 
 
-@case()
+@case("optimizer-needs-closure")
 def lbfgs(s: Any) -> None:
     model = nn.Linear(3, 2)
     s.prepare(model, LBFGS(model.parameters()))
 
 
-@case(strategy="exact")
+@case("two-backwards", strategy="exact")
 def two_backwards_under_exact(s: Any) -> None:
     model, optimizer, train = ready(s)
     for x, y in train:
@@ -111,7 +113,7 @@ def two_backwards_under_exact(s: Any) -> None:
         optimizer.step()
 
 
-@case()
+@case("weights-differ", " 2 and 5")
 def other_weights_in_one_step(s: Any) -> None:
     model, optimizer, train = ready(s)
     for x, y in train:
@@ -121,7 +123,7 @@ def other_weights_in_one_step(s: Any) -> None:
         optimizer.step()
 
 
-@case()
+@case("step-before-last-backward")
 def step_before_the_last_backward(s: Any) -> None:
     model, optimizer, train = ready(s)
     for x, y in train:
@@ -130,7 +132,7 @@ def step_before_the_last_backward(s: Any) -> None:
         optimizer.step()
 
 
-@case()
+@case("backward-after-step")
 def into_a_model_that_has_stepped(s: Any) -> None:
     d, optimizer_d, train = ready(s)
     g = nn.Linear(3, 3)
@@ -144,7 +146,7 @@ def into_a_model_that_has_stepped(s: Any) -> None:
         optimizer_g.step()
 
 
-@case()
+@case("loop-left-in-step", "epoch 1, batch 1")
 def left_in_the_middle_of_a_step(s: Any) -> None:
     model, optimizer, train = ready(s)
     for x, y in train:
@@ -155,14 +157,14 @@ def left_in_the_middle_of_a_step(s: Any) -> None:
         pass
 
 
-@case()
+@case("two-loops-at-once")
 def two_loops_at_once(s: Any) -> None:
     _, _, train = ready(s)
     for _ in zip(train, train, strict=True):
         pass
 
 
-@case()
+@case("evaluation-inside-step")
 def evaluation_before_the_last_micro_batch(s: Any) -> None:
     model, _, train = ready(s)
     for x, y in train:
@@ -172,7 +174,7 @@ def evaluation_before_the_last_micro_batch(s: Any) -> None:
                 pass
 
 
-@case()
+@case("evaluated-with-buffers-of-one")
 def evaluated_with_the_buffers_of_one(s: Any) -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     model, optimizer = s.prepare(model, SGD(model.parameters(), lr=0.1))
@@ -182,7 +184,7 @@ def evaluated_with_the_buffers_of_one(s: Any) -> None:
     model(DATA.tensors[0])
 
 
-@case(strategy="zero")
+@case("sharded-gradient-used", "s.clip_grad_norm(max_norm)", strategy="zero")
 def clipped_where_gradients_are_cut(s: Any) -> None:
     model, optimizer, train = ready(s)
     for x, y in train:
@@ -192,12 +194,12 @@ def clipped_where_gradients_are_cut(s: Any) -> None:
         optimizer.step()
 
 
-@case()
+@case("nothing-to-train")
 def nothing_to_train(s: Any) -> None:
     s.prepare(nn.Flatten(), lambda p: SGD(p, lr=0.1))
 
 
-@case()
+@case("prepared-too-late")
 def a_model_too_late(s: Any) -> None:
     model, _, train = ready(s)
     for x, y in train:
@@ -205,27 +207,27 @@ def a_model_too_late(s: Any) -> None:
         ready(s)
 
 
-@case()
+@case("loss-not-a-tensor", "float")
 def not_a_loss(s: Any) -> None:
     model, _, train = ready(s)
     for x, y in train:
         s.backward(F.cross_entropy(model(x), y).item())
 
 
-@case()
+@case("model-not-prepared")
 def a_model_that_was_not_prepared(s: Any) -> None:
     ready(s)
     s.weights(nn.Linear(3, 2))
 
 
-@case()
+@case("model-not-named", " 2 prepared models")
 def one_of_two_models(s: Any) -> None:
     ready(s)
     ready(s)
     s.weights()
 
 
-@case()
+@case("backward-outside-loop")
 def outside_a_loop(s: Any) -> None:
     model, _, _ = ready(s)
     s.backward(model(torch.ones(2, 3)).sum())
@@ -257,62 +259,62 @@ def trained_on(s: Any, stream: Any, epochs: int = 1) -> None:
             step(s, optimizer, F.cross_entropy(model(x), y))
 
 
-@case()
+@case("stream-shuffled")
 def a_stream_to_be_shuffled(s: Any) -> None:
     s.loader(Stream(), global_batch=4, shuffle=True)
 
 
-@case()
+@case("stream-padded")
 def a_stream_to_be_padded(s: Any) -> None:
     s.loader(Stream(), global_batch=4, last_batch="pad")
 
 
-@case()
+@case("stream-in-processes", "num_workers=4")
 def a_stream_in_four_processes(s: Any) -> None:
     s.loader(DataLoader(Stream(), batch_size=2, num_workers=4), split=True)
 
 
-@case()
+@case("stream-without-shards")
 def a_stream_without_shards(s: Any) -> None:
     trained_on_parts(s, iter(()))
 
 
-@case()
+@case("too-few-shards", " 1 shards")
 def a_stream_of_few_shards(s: Any) -> None:
     trained_on_parts(s, Stream())
 
 
-@case(virtual_ranks=None)
+@case("split-without-virtual-ranks", virtual_ranks=None)
 def split_for_nobody_knows_how_many(s: Any) -> None:
     s.loader(Stream(), global_batch=4, split=True)
 
 
-@case()
+@case("samples-split")
 def samples_that_are_split(s: Any) -> None:
     s.loader(DATA, global_batch=4, split=True)
 
 
-@case()
+@case("not-data", "int")
 def no_data(s: Any) -> None:
     s.loader(5, global_batch=4)
 
 
-@case()
+@case("stream-gives-nothing", "epoch 1")
 def an_empty_stream(s: Any) -> None:
     trained_on(s, iter(()))
 
 
-@case()
+@case("stream-gives-nothing", "epoch 2")
 def an_iterator_in_two_epochs(s: Any) -> None:
     trained_on(s, iter(Stream()), epochs=2)
 
 
-@case()
+@case("state-not-plain", "Tensor")
 def a_state_that_cannot_be_saved(s: Any) -> None:
     trained_on(s, WithState())
 
 
-@case()
+@case("", "has no length")
 def the_length_of_a_stream(s: Any) -> None:
     try:
         len(s.loader(Stream(), global_batch=4))
@@ -320,7 +322,7 @@ def the_length_of_a_stream(s: Any) -> None:
         raise PacelineError(str(error)) from error
 
 
-@case()
+@case("stream-read-twice")
 def a_stream_read_twice_at_once(s: Any) -> None:
     model, optimizer, _ = ready(s)
     train = s.loader(Stream(), global_batch=2)
@@ -337,12 +339,12 @@ def trained_on_parts(s: Any, stream: Any) -> None:
         pass
 
 
-@case()
+@case("loader-not-taken-over", "in_order=False")
 def batches_out_of_order(s: Any) -> None:
     s.loader(DataLoader(DATA, batch_size=2, num_workers=1, in_order=False))
 
 
-@case()
+@case("loader-not-taken-over", "batch_size=None")
 def whole_batches(s: Any) -> None:
     s.loader(DataLoader(DATA, batch_size=None))
 
@@ -352,7 +354,7 @@ class OwnIteration(DataLoader[Any]):
         return super().__iter__()
 
 
-@case()
+@case("loader-not-taken-over", "__iter__ of a OwnIteration")
 def an_iteration_of_its_own(s: Any) -> None:
     s.loader(OwnIteration(DATA, batch_size=2))
 
@@ -362,7 +364,7 @@ class DifferentSamples(Stream):
         return iter([(torch.full((3,), float(i)), 0) for i in range(9)])
 
 
-@case()
+@case("stream-repeated-by-processes", "2 loader processes")
 def a_stream_that_each_process_reads(s: Any) -> None:
     ready(s)
     for _ in s.loader(DataLoader(DifferentSamples(), batch_size=2, num_workers=2)):
@@ -379,31 +381,31 @@ class OwnGenerator(Dataset[Any]):
         return 8
 
 
-@case(strategy="exact")
+@case("samples-change", "OwnGenerator", strategy="exact")
 def a_generator_of_its_own(s: Any) -> None:
     ready(s)
     for _ in s.loader(OwnGenerator(), global_batch=4):
         pass
 
 
-@case()
+@case("said-twice", "global_batch=")
 def said_twice(s: Any) -> None:
     s.loader(DataLoader(DATA, batch_size=2), global_batch=4)
 
 
-@case()
+@case("no-batch-size")
 def no_batch_size(s: Any) -> None:
     s.loader(DATA)
 
 
-@case()
+@case("not-finite", "epoch 1, batch 1; rank 0: among samples")
 def not_finite(s: Any) -> None:
     model, optimizer, train = ready(s)
     for x, y in train:
         step(s, optimizer, F.cross_entropy(model(x), y) * float("nan"))
 
 
-@case()
+@case("not-finite", "epoch 1, batch 2; rank 0: samples 5")
 def not_finite_for_one_sample(s: Any) -> None:
     model, optimizer, _ = ready(s)
     numbered = TensorDataset(torch.arange(24.0)[:, None].expand(24, 3), torch.zeros(24, dtype=torch.int64))
@@ -414,51 +416,51 @@ def not_finite_for_one_sample(s: Any) -> None:
         optimizer.step()
 
 
-@case()
+@case("not-finite", "all 2 parameters")
 def not_finite_in_a_gradient(s: Any) -> None:
     model, optimizer, train = ready(s)
     for x, _ in train:
         step(s, optimizer, (model(x) * 0).sqrt().mean())
 
 
-@case()
+@case("optimizer-as-scheduler")
 def an_optimizer_as_scheduler(s: Any) -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     s.prepare(model, optimizer, optimizer)
 
 
-@case(strategy="fdsp")
+@case("unknown-name", "'fdsp'", strategy="fdsp")
 def another_strategy(s: Any) -> None:
     pass
 
 
-@case(fsdp_wrap="Block")
+@case("argument-of-another-strategy", "fsdp_wrap='Block'", fsdp_wrap="Block")
 def blocks_for_another_strategy(s: Any) -> None:
     pass
 
 
-@case(strategy="fsdp", fsdp_wrap="Block")
+@case("no-such-module", "fsdp_wrap Block: ", strategy="fsdp", fsdp_wrap="Block")
 def blocks_that_are_not_there(s: Any) -> None:
     ready(s)
 
 
-@case(strategy="fsdp")
+@case("sharded-model-copied", strategy="fsdp")
 def cut_and_copied(s: Any) -> None:
     AveragedModel(ready(s)[0])
 
 
-@case(strategy="fsdp")
+@case("sharded-model-outside-loop", "with s.evaluating()", strategy="fsdp")
 def cut_and_called_outside_a_loop(s: Any) -> None:
     ready(s)[0](torch.ones(2, 3))
 
 
-@case(strategy="fsdp")
+@case("torch-backward", "s.backward(loss)", strategy="fsdp")
 def cut_and_torchs_own_backward(s: Any) -> None:
     torchs_own_backward(s)
 
 
-@case(strategy="fsdp")
+@case("torch-backward", "gradient penalty", strategy="fsdp")
 def cut_and_a_gradient_penalty(s: Any) -> None:
     model, _, train = ready(s)
     for x, _ in train:
@@ -466,7 +468,7 @@ def cut_and_a_gradient_penalty(s: Any) -> None:
         torch.autograd.grad(model(x).sum(), x, create_graph=True)
 
 
-@case(strategy="fsdp")
+@case("replaced-parameter-used", ".grad", strategy="fsdp")
 def cut_after_its_parameters_were_taken(s: Any) -> None:
     model = nn.Linear(3, 2)
     before = [*model.parameters()]
@@ -477,7 +479,7 @@ def cut_after_its_parameters_were_taken(s: Any) -> None:
         nn.utils.clip_grad_norm_(before, 1.0)
 
 
-@case(strategy="fsdp")
+@case("replaced-parameter-used", "lerp_.Scalar", strategy="fsdp")
 def cut_after_its_parameters_were_looked_at(s: Any) -> None:
     model = nn.Linear(3, 2)
     before = model.weight
@@ -485,14 +487,14 @@ def cut_after_its_parameters_were_looked_at(s: Any) -> None:
     torch.zeros(2, 3).lerp_(before, 0.1)
 
 
-@case(strategy="fsdp")
+@case("sharded-weights-used", "session(fsdp_wrap='Block')", strategy="fsdp")
 def cut_and_used_outside_of_its_block(s: Any) -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
     s.prepare(model, SGD(model.parameters(), lr=0.1))
     torch.ones(2, 3) @ model[0].weight.t()
 
 
-@case(strategy="zero")
+@case("gradients-not-cleared", strategy="zero")
 def not_cleared_where_gradients_are_cut(s: Any) -> None:
     model, optimizer, train = ready(s)
     for x, y in train:
@@ -500,37 +502,37 @@ def not_cleared_where_gradients_are_cut(s: Any) -> None:
         optimizer.step()
 
 
-@case(strategy="fsdp")
+@case("", "without zero_grad()", strategy="fsdp")
 def not_cleared_where_the_model_is_cut(s: Any) -> None:
     not_cleared(s)
 
 
-@case(strategy="zero", seed=0)
+@case("", "nothing", strategy="zero", seed=0)
 def zeroed_where_gradients_are_cut(s: Any) -> None:
     not_cleared(s, lambda model, optimizer: optimizer.zero_grad(set_to_none=False))
 
 
-@case(strategy="zero")
+@case("sharded-gradient-used", "optimizer.zero_grad()", strategy="zero")
 def zeroed_by_the_model_where_gradients_are_cut(s: Any) -> None:
     not_cleared(s, lambda model, optimizer: model.zero_grad(set_to_none=False))
 
 
-@case(strategy="fsdp")
+@case("", "nothing", strategy="fsdp")
 def zeroed_where_the_model_is_cut(s: Any) -> None:
     not_cleared(s, lambda model, optimizer: model.zero_grad(set_to_none=False))
 
 
-@case(resume=True)
+@case("session-resume-without-folder", resume=True)
 def resume_without_a_folder(s: Any) -> None:
     pass
 
 
-@case(run_dir="used")
+@case("run-dir-not-empty", "folder used", run_dir="used")
 def a_folder_that_is_used(s: Any) -> None:
     pass
 
 
-@case(run_dir="run", resume=True)
+@case("", "enough", run_dir="run", resume=True)
 def begun(s: Any) -> None:
     model, optimizer, train = ready(s)
     for _ in s.epochs(2):
@@ -541,7 +543,7 @@ def begun(s: Any) -> None:
         raise UsageError("enough")
 
 
-@case(run_dir="run", resume=True)
+@case("another-run-for-good", "global_batch: 4", run_dir="run", resume=True)
 def gone_on_with_another_batch(s: Any) -> None:
     ready(s)
     for _ in s.epochs(2):
@@ -549,7 +551,7 @@ def gone_on_with_another_batch(s: Any) -> None:
             pass
 
 
-@case(virtual_ranks=2, device="tpu")
+@case("unknown-name", "'tpu'", virtual_ranks=2, device="tpu")
 def another_device(s: Any) -> None:
     pass
 
@@ -563,7 +565,7 @@ class MadeLate(nn.Linear):
         return super().forward(x - self.mean)
 
 
-@case()
+@case("buffer-made-in-first-forward", "mean")
 def a_buffer_made_in_the_first_forward(s: Any) -> None:
     model = MadeLate(3, 2)
     model, optimizer = s.prepare(model, SGD(model.parameters(), lr=0.1))
@@ -572,7 +574,7 @@ def a_buffer_made_in_the_first_forward(s: Any) -> None:
         optimizer.step()
 
 
-@case()
+@case("", "NOTE: optimizer.step() was called twice without zero_grad(): the gradients of older")
 def not_cleared(s: Any, clear: Callable[[Any, Any], None] = lambda model, optimizer: None) -> None:
     """No error: said once."""
     words: list[str] = []
@@ -585,7 +587,7 @@ def not_cleared(s: Any, clear: Callable[[Any, Any], None] = lambda model, optimi
     raise UsageError("; ".join(word for word in words if "NOTE" in word) or "nothing")
 
 
-@case()
+@case("", "nothing")
 def cleared_in_other_ways(s: Any) -> None:
     """Nothing to be said: a GAN's, and gradients added up over batches."""
     words: list[str] = []
@@ -603,7 +605,7 @@ def cleared_in_other_ways(s: Any) -> None:
     raise UsageError("; ".join(word for word in words if "NOTE" in word) or "nothing")
 
 
-@case()
+@case("", "NOTE: a model is evaluated in training mode")
 def evaluated_in_training_mode(s: Any) -> None:
     words: list[str] = []
     s._run.print = words.append
@@ -620,7 +622,7 @@ def main() -> None:
     Path("used", "notes.txt").write_text("of somebody")
     warnings.simplefilter("ignore")
     told: dict[str, tuple[str, str]] = {}
-    for name, (loop, settings) in CASES.items():
+    for name, (loop, _, settings) in CASES.items():
         try:
             with paceline.session(**settings) as s:
                 s._run.print = lambda *_: None

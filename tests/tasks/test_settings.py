@@ -62,21 +62,12 @@ NAME = "with_settings.py:task"
 @pytest.mark.parametrize(
     ("given", "value"),
     [
-        ({"width": "4"}, 4),
-        ({"scale": "1e-3"}, 0.001),
-        ({"scale": "2"}, 2.0),
-        ({"deep": "true"}, True),
-        ({"deep": "False"}, False),
-        ({"act": "gelu"}, "gelu"),
-        ({"seed": "none"}, None),
-        ({"seed": "7"}, 7),
-        ({"name": "None"}, None),
-        ({"name": "007"}, "007"),
-        ({"corpus": "a/b"}, Path("a/b")),
-        ({"bare": "8"}, 8),
+        ({"width": "4"}, 4), ({"scale": "1e-3"}, 0.001), ({"scale": "2"}, 2.0), ({"deep": "true"}, True),
+        ({"deep": "False"}, False), ({"act": "gelu"}, "gelu"), ({"seed": "none"}, None), ({"seed": "7"}, 7),
+        ({"name": "None"}, None), ({"name": "007"}, "007"), ({"corpus": "a/b"}, Path("a/b")), ({"bare": "8"}, 8),
         ({"size": "2"}, 2),
     ],
-)
+)  # fmt: skip
 def test_a_value_gets_the_type_of_its_annotation(mine, given, value):
     found = convert_settings(NAME, parse_settings_from_source(NAME), {"width": "1", **given})[next(iter(given))]
     assert (found, type(found)) == (value, type(value))

@@ -121,10 +121,7 @@ class PinnedNumberBuffers:
         return buffer.to(self._device, non_blocking=True, copy=True)
 
     def start_to_host(self, numbers: Tensor) -> Callable[[], list[float]]:
-        """Start to copy the numbers behind the work of a step. The result waits until they have arrived.
-
-        It raises StallError if the guard has unblocked this rank. The numbers are then undefined.
-        """
+        """Start to copy the numbers behind the work of a step. The result waits until they have arrived."""
         buffer = self._next(len(numbers)).copy_(numbers, non_blocking=True)
         arrived = None if self._device.type == "cpu" else torch.Event(self._device)
         if arrived is not None:
@@ -133,7 +130,6 @@ class PinnedNumberBuffers:
         def wait() -> list[float]:
             if arrived is not None:
                 arrived.synchronize()
-            HangGuard.of_process().check_not_released()
             return buffer.tolist()
 
         return wait
@@ -214,20 +210,19 @@ def scale_and_check_gradients(
 ) -> bool | Deferred[bool]:
     """Multiply all gradients on `device` by the scalar `factor`. Returns whether they were finite."""
     gradients: list[Tensor] = [*filter(is_present, map(grad_of, parameters))]
-    # The fused kernel doubles the memory on the CPU, and takes float32 only.
-    on_host = device.type == "cpu"
-    if on_host or not gradients or any(gradient.dtype != torch.float32 for gradient in gradients):
+    # The fused kernel doubles the memory on the CPU, and takes float32 only. It checks an element before it multiplies
+    # it, and with a factor above 1 the product may overflow.
+    on_host, may_overflow = device.type == "cpu", not isinstance(factor, Tensor) and abs(factor) > 1
+    if on_host or may_overflow or not gradients or any(gradient.dtype != torch.float32 for gradient in gradients):
         has_effect = isinstance(factor, Tensor) or factor != 1.0
         for group, number in group_tensors_by_dtype(gradients, factor) if has_effect else ():
             torch._foreach_mul_(group, number)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
         return are_finite_on_cpu(gradients) if on_host else are_finite(gradients, device)
-    # The kernel checks an element before it multiplies it. With a factor above 1 the product may overflow.
     if isinstance(factor, Tensor):
         factor = factor.float()
         found_inf = (factor.abs() > 1).float().view(1)
     else:
-        found_inf = (torch.zeros if abs(factor) <= 1 else torch.ones)(1, device=device)
-        factor = device_constant(device, factor)
+        found_inf, factor = torch.zeros(1, device=device), device_constant(device, factor)
     torch._amp_foreach_non_finite_check_and_unscale_([*gradients], found_inf, factor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
     return Deferred(found_inf, lambda bad: not bad[0] or all(bool(grad.isfinite().all()) for grad in gradients))
 

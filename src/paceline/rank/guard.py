@@ -54,6 +54,8 @@ class HangGuard:
         self._warned = False
         self.ledger = CollectiveRecorder(self.page, self.warn_once)
         self.connections = ProcessGroupSockets()
+        self.before_abort: Callable[[], object] = lambda: None
+        """Called in another thread before collectives are aborted."""
         self._watcher: StatusThread | None = None
         self._detach: Callable[[], None] | None = None  # removes the probes from an unmodified script
         if not on:
@@ -184,7 +186,7 @@ class StatusThread:
     """
 
     def __init__(self, guard: HangGuard) -> None:
-        self._page, self._ledger, self._connections = guard.page, guard.ledger, guard.connections
+        self._guard, self._page, self._ledger, self._connections = guard, guard.page, guard.ledger, guard.connections
         self._warn_once, self._native = guard.warn_once, StackSignalHandler(guard.page)
         self._main = threading.main_thread().ident or 0
         self._stop = threading.Event()
@@ -253,6 +255,7 @@ class StatusThread:
     def _unblock_if_released(self) -> None:
         if not self._page.get("released"):
             return
+        self._guard.before_abort()
         if not self._aborted and (module := flight_recorder.loaded_c10d_module()) is not None:
             self._aborted = True
             threading.Thread(target=abort_nccl, args=(module,), name="paceline-abort", daemon=True).start()

@@ -33,7 +33,9 @@ class CollectiveOrderCheck:
         self, world: World, take: Callable[[], int], taken: Callable[[], list[Op]], notice: Callable[[str], None]
     ) -> None:
         """`take` and `taken`: of the ledger, see `rank.ledger`. `notice` prints a message."""
-        self._world, self._take, self._taken, self._notice = world, take, taken, notice
+        self._world, self._take, self._notice = world, take, notice
+        self.last_calls = taken
+        """Returns this rank's calls in the last `hashes`."""
         self._local: frozenset[str] = frozenset()
         self._known: frozenset[str] = frozenset()  # lines from which all ranks have called
         self._agreed = 0
@@ -50,24 +52,27 @@ class CollectiveOrderCheck:
         """One number per rank, to be summed over ranks: this rank's hash of its calls since the last time, else 0."""
         slots = [0.0] * self._world.size
         mine = self._take()
-        own_hash = _hashed(self._taken(), self._local) if self._hashes_itself else mine
+        own_hash = _hashed(self.last_calls(), self._local) if self._hashes_itself else mine
         if self.compared:
             own_hash = (own_hash + hash(self.compared)) % 2 ** (8 * HASH_BYTES)
         slots[self._world.rank] = float(own_hash)
         return slots
 
-    def check(self, hashes: Sequence[float], where: object, *, late: bool = False) -> None:
+    def check(
+        self, hashes: Sequence[float], where: object, *, late: bool = False, calls: Sequence[Op] | None = None
+    ) -> None:
         """Compare the `hashes` of all ranks for the step `where`, summed over ranks (a collective if they differ).
 
-        `late`: the parameters have already changed.
+        `late`: the parameters have already changed. `calls`: of this rank in these hashes. Default: the last ones.
         """
+        own_calls = self.last_calls if calls is None else lambda: calls
         if len(set(hashes)) == 1:
             self._agreed += 1
             if self._agreed & (self._agreed - 1) == 0:  # 1, 2, 4, 8, ...: most steps call from the same lines
-                self._known |= {compared_call_parts(op, self._local)[-1] for op in self._taken()}
+                self._known |= {compared_call_parts(op, self._local)[-1] for op in own_calls()}
             return
         mine = dict(zip(self.names(), self.compared, strict=False))  # a model may have been prepared since
-        reports = all_gather_object([mine, [msgspec.to_builtins(op) for op in self._taken()]], self._world)
+        reports = all_gather_object([mine, [msgspec.to_builtins(op) for op in own_calls()]], self._world)
         numbers: list[dict[str, int]] = [by_name for by_name, _ in reports]
         names = {name for by_name in numbers for name in by_name}
         differing = {name: [by_name.get(name, 0) for by_name in numbers] for name in sorted(names)}

@@ -83,6 +83,7 @@ from paceline.stepping.totals import (
     UnreadStep,
 )
 from paceline.stepping.trained_model import ModelInTraining
+from paceline.strategies.optimizers import changes_nothing_if_skipped
 
 if TYPE_CHECKING:
     from paceline.collectives.hosts import NodeTopology
@@ -107,7 +108,7 @@ class Step:
 
     If `may_defer_read`, the host reads the loss and the finiteness of a step on a GPU during the next step: after the
     launch of its backward, before the launch of its update (see `UnreadStep`). The GPU then always has work. A step
-    that is not finite changes nothing on the device.
+    that is not finite changes nothing on the device. All ranks decide alike: see `TotalsReducer.defer`.
     """
 
     may_defer_read = False
@@ -399,13 +400,15 @@ class Step:
         Raises:
             PreviousStepNotAppliedError: the previous step must be repeated.
         """
-        unread = self._clip_and_check_on_device(totals) if self.may_defer_read else None
+        if self.unread is not None and not self.unread.read():  # the device still has this step to compute
+            raise PreviousStepNotAppliedError
+        self.unread = None
+        if self.may_defer_read and isinstance(totals, DeferredTotals):
+            self.unread = self._clip_and_check_on_device(totals)
+        unread = self.unread
         checks = [part.clip_and_check_finite(self._max_norm) for part in to_judge] if unread is None else []
         pending = [value for value in (totals, *checks) if isinstance(value, Deferred)]
         self.ahead.start_batches()  # the device has work now
-        if self.unread is not None and not self.unread.read():
-            raise PreviousStepNotAppliedError
-        self.unread = unread
         if unread is not None:
             return loss, True
         numbers_by_id = {id(value): numbers for value, numbers in zip(pending, read_all_deferred(pending), strict=True)}
@@ -421,20 +424,19 @@ class Step:
             finite = finite and largest > LARGEST_SQUARED
         return loss, finite
 
-    def _clip_and_check_on_device(self, totals: Totals | DeferredTotals | None) -> UnreadStep | None:
+    def _clip_and_check_on_device(self, totals: DeferredTotals) -> UnreadStep | None:
         """Clip and check the gradients without the host; None if the host must read the results before the update."""
         (part,) = self.parts
-        if not isinstance(totals, DeferredTotals) or isinstance(totals.weights, Tensor) or totals.weights < 1:
+        can_skip = all(map(changes_nothing_if_skipped, part.replica.optimizers))
+        if (deferred := self._sums.defer(totals) if can_skip else None) is None:
             return None
-        known, rest = totals.compute([0.0]), self._sums.remaining_divisor(totals)
-        if any(known.votes) or rest < 1 or not part.can_skip_on_device():  # a product with 1 / rest may overflow
-            return None
-        self._sums.read_totals(known)
+        read_totals, others = deferred
         found_inf, *norm = part.clip_and_check_on_device(self._max_norm)
-        numbers = torch.cat([totals.numbers, *norm]) if norm else totals.numbers
+        numbers = torch.cat([totals.numbers, *norm, *others]) if norm or others else totals.numbers
         set_found_inf(numbers.float(), found_inf)
         wait = self._to_host.start_to_host(torch.cat([numbers, found_inf]))
-        self._result.unread = unread = UnreadStep(self._result, found_inf.view(()), wait)
+        norm_at = len(totals.numbers) if norm else None
+        self._result.unread = unread = UnreadStep(self._result, found_inf.view(()), wait, read_totals, norm_at)
         return unread
 
     def end_body(self) -> None:

@@ -25,6 +25,7 @@ from paceline.collectives.sum_tree import tree_sum
 from paceline.collectives.torch_communicator import Communicator
 from paceline.errors import ExitCode, ReportedByPeer, TrainingError, UsageError
 from paceline.protocol.evidence import Phase
+from paceline.rank.guard import HangGuard
 from paceline.rank.world import World
 from paceline.stepping.micro_step import MicroStep, Reduction, WeightedLoss
 from paceline.stepping.nonfinite import BatchLosses, NonFiniteCause, find_nonfinite_loss_cause, nonfinite_error
@@ -53,6 +54,7 @@ class ControlFlags(Struct, frozen=True):
 NO_VOTES = ControlFlags()
 NUM_VOTES = len(astuple(NO_VOTES))
 TOTALS_NAME = "totals of the step"
+LARGE = 1e300  # infinite as float32
 
 
 class Totals(Struct, frozen=True):
@@ -99,21 +101,36 @@ class StepResult(Struct):
 
 
 class UnreadStep:
-    """A step whose loss and finiteness the host has not read from the device."""
+    """A step whose loss, votes and finiteness the host has not read from the device."""
 
-    def __init__(self, result: StepResult, found_inf: Tensor, wait: Callable[[], list[float]]) -> None:
+    def __init__(
+        self, result: StepResult, found_inf: Tensor, wait: Callable[[], list[float]],
+        read_totals: Callable[[list[float], bool], Totals], norm_at: int | None,
+    ) -> None:  # fmt: skip
         """`found_inf` is () float32 on the device: 1 if a number of the step may not be finite, else 0.
 
-        `wait` returns the sum of losses, the norm of the gradients if they are clipped, and `found_inf`.
+        `wait` returns the numbers for `read_totals` (see `TotalsReducer.defer`), at `norm_at` the norm of the gradients
+        if they are clipped, and at the end `found_inf`.
         """
         self.result, self.found_inf, self._wait = result, found_inf, wait
+        self._read_totals, self._norm_at = read_totals, norm_at
 
-    def read(self) -> bool:
-        """Wait for the device, and complete the result. False: the step has changed nothing, and must be repeated."""
-        loss_sum, *norm, found_inf = self._wait()
+    def read(self, *, alone: bool = False) -> bool:
+        """Wait for the device, and complete the result. False: the step has changed nothing, and must be repeated.
+
+        A collective if the ranks have called different collectives, unless `alone`: this rank has failed.
+
+        Raises:
+            StallError: the guard has aborted a collective of the step, which has changed nothing.
+        """
+        *numbers, found_inf = self._wait()
+        if found_inf:  # otherwise all its collectives have ended before an abort
+            HangGuard.of_process().check_not_released()
+        totals = self._read_totals(numbers, alone)
         if found_inf == 0:
-            self.result.loss += loss_sum / self.result.total_weight
-            self.result.grad_norm, self.result.unread = norm[0] if norm else None, None
+            self.result.loss += totals.loss_sum / self.result.total_weight
+            self.result.grad_norm = None if self._norm_at is None else numbers[self._norm_at]
+            self.result.unread = None
         return found_inf == 0
 
 
@@ -130,7 +147,13 @@ class TotalsReducer:
         self._exchange: Communicator | None = None  # until the first exchange
         self._on_device, self.result = is_async_device(world.device), StepResult()
         self._to_device = PinnedNumberBuffers(world.device)
+        # infinite once the guard aborts collectives: those of NCCL then end without an error
+        self._aborted = torch.zeros(1, dtype=torch.float64, pin_memory=world.device.type == "cuda")
         self._guess = 0.0  # the weight of the previous step; 0 if there is none
+        self.refusal = 1.0
+        """0 if the next step may be unread for this rank"""
+        self.refusals = 1.0
+        """votes and refusals of all ranks in the last totals that were read; infinite: they do not count"""
 
     def begin(self, where: object, *, one_each: bool = False, alone: bool = False) -> StepResult:
         """Begin a step, which `str(where)` names in errors. Returns its result, which is set later.
@@ -262,12 +285,15 @@ class TotalsReducer:
             losses = [*map(_number, losses)] if self._on_device else losses
             loss, weight = (losses[0], weights[0]) if len(losses) == 1 else (_tree_sum(losses), _tree_sum(weights))
             if isinstance(loss, Tensor) or isinstance(weight, Tensor):
+                self.refusals = self.refusal + sum(votes) + isinstance(weight, Tensor)
                 return lambda: _deferred_totals(loss, weight, votes)
             return partial(Totals, loss, weight, votes)
         self._said_scale = float(self.scale or 0)
         # One slot for each virtual rank: all others add zeros, so each rank gets the numbers unchanged. They are added
         # in the order of the tree: the bits do not depend on the world size.
-        numbers: list[Any] = [*chain.from_iterable(zip(losses, weights, strict=True)), *votes, self._said_scale]
+        # An infinite refusal: this step cannot be unread. If it is nevertheless, the device skips it on all ranks.
+        others = (self.refusal if self._is_weight_known else math.inf, self._said_scale)
+        numbers: list[Any] = [*chain.from_iterable(zip(losses, weights, strict=True)), *votes, *others]
         self._exchange = self._exchange or get_communicator()
         if self._on_device:
             return self._start_on_device(self._exchange, numbers)
@@ -319,11 +345,12 @@ class TotalsReducer:
 
     def read_totals(self, totals: Totals, *, late: bool = False) -> float:
         """Read the totals over ranks. Returns the mean loss, and sets `rest`. `late`: parameters have changed."""
-        *votes, scales = totals.votes if self._world.size > 1 else (*totals.votes, 0.0)
+        *votes, refusals, scales = totals.votes if self._world.size > 1 else (*totals.votes, 0.0, 0.0)
         if self.divisor is None:
-            self.result.votes = ControlFlags(*votes[:NUM_VOTES])
-            if self._order is not None:
-                self._order.check(votes[NUM_VOTES:], self._where, late=late)
+            self.result.votes, hashes = ControlFlags(*votes[:NUM_VOTES]), votes[NUM_VOTES:]
+            self.refusals = refusals + sum(votes[:NUM_VOTES])
+            if self._order is not None and hashes:
+                self._order.check(hashes, self._where, late=late)
         if self._world.size > 1 and scales != self._said_scale * self._world.size:
             raise error_on_one_rank(UsageError(code="loss-forms-differ", place=str(self._where)), self._world)
         weight_total = totals.total_weight if self._counted_before is None else self._counted_before
@@ -343,6 +370,40 @@ class TotalsReducer:
         self.result.total_weight = weight_total
         self.result.loss += (loss := totals.loss_sum / weight_total)
         return loss
+
+    def defer(self, totals: DeferredTotals) -> tuple[Callable[[list[float], bool], Totals], list[Tensor]] | None:
+        """Let the totals be read in the next step. None: they must be read now, on all ranks.
+
+        All ranks decide alike, by the last totals that they have read. Votes do not count in such a step: the ranks
+        send them again in the next one, which is then read at once.
+
+        Returns the function that reads them, and numbers on the device: not finite if the device must skip the step.
+        """
+        if self.refusals:
+            return None
+        size, where, order = self._world.size, self._where, self._order
+        if size == 1:
+            self.read_totals(totals.compute([0.0]))
+            return lambda numbers, alone: totals.compute(numbers), []
+        self.read_totals(Totals(0.0, float(self._samples), [*astuple(NO_VOTES), 0.0, self._said_scale * size]))
+        self.was_scaled = True  # otherwise the device skips the step
+        calls = [] if order is None else order.last_calls()
+
+        def read(numbers: list[float], alone: bool) -> Totals:
+            found = totals.compute(numbers[: len(totals.numbers)])
+            *votes, refusals, _ = found.votes
+            hashes = votes[NUM_VOTES:]
+            self.refusals = refusals + sum(votes[:NUM_VOTES]) + (math.inf if len({*hashes}) > 1 else 0)
+            if order is not None and not alone:
+                order.check(hashes, where, calls=calls)
+            return found
+
+        HangGuard.of_process().before_abort = partial(self._aborted.fill_, math.inf)
+        others = [self._aborted.to(totals.numbers.device, non_blocking=True, copy=True)]  # after the collectives
+        if order is not None:
+            low, high = totals.numbers[2 * self._virtual_ranks + NUM_VOTES : -2].aminmax()
+            others.append(((high - low) * LARGE).view(1))
+        return read, others
 
 
 def _deferred_totals(loss: float | Tensor, weight: float | Tensor, votes: list[float]) -> DeferredTotals:

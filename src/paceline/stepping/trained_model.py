@@ -200,7 +200,7 @@ class ModelInTraining:
         return self.replica.clip_grad_norm(max_norm).map(made)
 
     def can_skip_on_device(self) -> bool:
-        """Whether an update that `Strategy.step_unless` skips changes nothing."""
+        """Whether `Strategy.step_unless` can skip an update on this rank, if no hook is added in the next step."""
         return self.scale is None and not self._hooked and self.replica.can_skip_on_device()
 
     def clip_and_check_on_device(self, max_norm: float | None) -> list[Tensor]:

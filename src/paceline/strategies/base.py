@@ -57,7 +57,7 @@ class Strategy:
     keeps_partial_sums = False
     """whether a rank with several virtual ranks keeps sums of the gradients of some of them"""
     can_defer_read = False
-    """whether a single rank may read the results of a step during the next step; see `stepping.step.Step`"""
+    """whether the results of a step may be read during the next step; see `stepping.step.Step`"""
     pipeline: Pipeline | None = None
     """the pipeline, if this rank holds one stage of the model. Every forward runs through it"""
 
@@ -293,9 +293,9 @@ class Strategy:
         return self._gradient_norm(tensors).numbers
 
     def can_skip_on_device(self) -> bool:
-        """Whether the device can skip the next update without the host: see `step_unless`."""
-        is_single_device = self.can_defer_read and self.world.size == 1 and self.parts is None
-        return is_single_device and all(map(optimizers.can_skip_step_on_device, self.optimizers))
+        """Whether the device can skip an update without the host: see `step_unless`. Hooks may differ between ranks."""
+        can_defer = self.can_defer_read and self.parts is None
+        return can_defer and all(map(optimizers.can_skip_step_on_device, self.optimizers))
 
     def step_unless(self, found_inf: Tensor) -> None:
         """Update, unless `found_inf` is 1. `undo_buffers` is for that case.

@@ -20,6 +20,7 @@ from paceline.strategies.validation import check_model
 
 class DDP(Strategy):
     module: DistributedDataParallel
+    can_defer_read = True
 
     def __init__(
         self,

@@ -32,6 +32,7 @@ class Exact(Strategy):
         sizes = [parameter.numel() for parameter in trainable_parameters(model)]
         shares = split_blocks_evenly(sizes, world.size)
         self._share, self._norm = shares[world.rank], ShardedNorm(sizes, shares, world.rank, world.device)
+        self._whole_norm = ShardedNorm(sizes, split_blocks_evenly(sizes, 1), 0, world.device)
         optimizer = make_optimizer(model.parameters())
         super().__init__(model, optimizer, world, virtual_ranks=virtual_ranks, reducer=reducer)
 
@@ -40,4 +41,6 @@ class Exact(Strategy):
         return self._norm({i: grad.reshape(-1)[start:stop] for i, grad, start, stop in parts if grad is not None})
 
     def _norm_on_device(self, tensors: list[Tensor]) -> Tensor:
-        return super()._norm_on_device(tensors).sqrt()  # of a single rank: the root of the tree
+        # each rank computes all of it, because the host would add the sums of the ranks
+        flat = {i: p.grad.reshape(-1) for i, p in enumerate(self.parameters) if p.grad is not None}
+        return self._whole_norm(flat).numbers.sqrt()

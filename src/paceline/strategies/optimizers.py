@@ -57,16 +57,19 @@ def format_optimizer_types(optimizer: Optimizer) -> str:
 
 
 def can_skip_step_on_device(optimizer: Optimizer) -> bool:
-    """Whether a step of `optimizer` with `found_inf` equal to 1 changes nothing, and calls no code of the user.
+    """Whether a step of `optimizer` with `found_inf` equal to 1 skips the update, and calls no code of the user."""
+    own: Any = optimizer
+    if type(optimizer) not in (Adam, AdamW, Adagrad, SGD) or "step" in vars(optimizer):
+        return False
+    return not (own._optimizer_step_pre_hooks or own._optimizer_step_post_hooks)
+
+
+def changes_nothing_if_skipped(optimizer: Optimizer) -> bool:
+    """Whether such a step changes nothing. The answer is the same on all ranks that have the same gradients.
 
     A step must not create state that a skipped step would not have. The first step of fused SGD with momentum also
     leaves its buffers uninitialized if it is skipped (torch 2.11 to 2.14).
     """
-    own: Any = optimizer
-    if type(optimizer) not in (Adam, AdamW, Adagrad, SGD) or "step" in vars(optimizer):
-        return False
-    if own._optimizer_step_pre_hooks or own._optimizer_step_post_hooks:
-        return False
     for group in optimizer.param_groups:
         trained = [p for p in group["params"] if p.grad is not None]
         if not group["fused"] or any(p.grad.dtype != torch.float32 for p in trained):

@@ -3,6 +3,7 @@
 The loop yields after each step, so that its caller can log, evaluate, save or stop.
 """
 
+import math
 import traceback
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import nullcontext
@@ -14,9 +15,10 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from paceline.collectives.buckets import trainable_parameters
+from paceline.collectives.control import raise_on_all_ranks
 from paceline.compute.memory import is_out_of_memory
 from paceline.data.loader import MicroBatch, PrefetchTrigger
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import PacelineError, StallError, UsageError
 from paceline.nested import batch_size, tensors
 from paceline.protocol.evidence import Phase
 from paceline.protocol.status_page import StatusPage
@@ -109,7 +111,9 @@ class TaskSteps(Step):
         """
         replica, work = self._replica, microbatches[0].work
         before = None if defer_read is None else self._versions(microbatches)
-        self.may_defer_read = bool(defer_read) and self._writes is False
+        if defer_read is not None:
+            self._sums.refusal = float(self._writes is not False or not self.parts[0].can_skip_on_device())
+        self.may_defer_read = bool(defer_read)
         where = f"epoch {work.epoch + 1}, step {work.step + 1} of that epoch"
         try:
             if replica.pipeline is not None:
@@ -140,25 +144,34 @@ class TaskSteps(Step):
                 self._replica.step_unless(self.unread.found_inf)
         return self.end()
 
-    def complete(self, schedule: LRSchedule) -> Generator[StepRecord]:
+    def complete(self, schedule: LRSchedule, *, failed: bool = False) -> Generator[StepRecord]:
         """Yield the record of the `unread` step, if any, with its result. Repeat it if the device has not applied it.
 
-        Call it before the next update. The next step must be computed again if this one was repeated.
+        Call it before the next update. The next step must be computed again if this one was repeated. `failed`: after
+        an error. Other ranks do not take part then: if the device has not applied the step, it has no record.
         """
         record, self.unread_record = self.unread_record, None
         if record is None:
             return
+        world, unread = self._replica.world, record.result.unread
+        alone = failed and world.size > 1
         try:
-            is_applied = record.result.unread is None or record.result.unread.read()
+            is_applied = unread is None or unread.read(alone=alone)
+        except StallError:
+            self._replica.undo_buffers()
+            raise
         except BaseException:
             self._enter(Phase.OPTIMIZER)  # a reader of the phase must not take the state for that before the step
             raise
         if not is_applied:
             self._replica.undo_buffers()
-            if self._writes:
-                raise UsageError(code="written-in-forward", step=record.step)
+            if alone:
+                return
+            with raise_on_all_ranks(world, prepares=False):
+                if self._writes:
+                    raise UsageError(code="written-in-forward", step=record.step)
             schedule.set_lr(self._replica.optimizer, record.step - 1)
-            self.is_repeated, self.unread = True, None
+            self.is_repeated, self.unread = math.isfinite(self._sums.refusals), None
             record = replace(record, result=self.take_step(record.microbatches))
             self.is_repeated = False
         yield record
@@ -281,6 +294,7 @@ def fit(
         may_defer_read: whether a step, from 1, may be `unread` after its update. Its record then follows the backward
             of the next step: parameters are those after the step, but buffers and gradients are not. None: no step.
             The first step is never unread, and no step after a forward that writes into its batch or a parameter.
+            It must return the same on all ranks.
         scale: the loss scale for fp16. None: losses are not scaled.
         one_each: whether each rank computes each step in one micro-batch. The weights are then known before backward.
         options: fields of StepOptions, as in `train_step`.
@@ -313,7 +327,7 @@ def fit(
                 step.unread_record = record
             clock.start()  # the time of the caller does not count for the next step
     except Exception:
-        yield from step.complete(schedule)  # the state is that after its update
+        yield from step.complete(schedule, failed=True)  # the state is that after its update
         raise
     else:
         yield from step.complete(schedule)

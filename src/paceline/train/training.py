@@ -59,14 +59,14 @@ class TaskTrainer:
         self._evaluator = Evaluator(parts, self._progress, self._data)
         # nobody needs the last loss, or the last votes to know whether a stream continues
         is_fixed = isinstance(parts.schedule, Schedule) and parts.task.on_step is None and stream is None
-        is_single_gpu = is_async_device(self._world.device) and self._world.size == 1
-        self._can_defer_read = is_single_gpu and is_fixed and self._scale is None and not compute.cuda_graphs
+        is_fixed = is_fixed and self._scale is None and not compute.cuda_graphs
         self._audits: StepAuditor | None = None
         if (every := self._config.guard.audit_every) is not None and self._world.size > 1:
             save = partial(self._progress.save_before_stop, partial(self._numbers, self._world))
             on_audit = self._config.guard.on_audit
             self._audits = StepAuditor(every, self._world, parts.plan.virtual_ranks, on_audit, save, self._display.say)
             self._audits.set_batch_source(self._data.reload_micro_batch, parts.plan)
+        self._can_defer_read = is_async_device(self._world.device) and is_fixed and self._audits is None
 
     def run(self) -> ExitCode:
         parts, progress, run = self._parts, self._progress, self._config.run

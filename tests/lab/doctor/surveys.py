@@ -17,27 +17,12 @@ def facts(name: str, /, **changes: Any) -> NodeFacts:
     """One host as it should be, but for `changes`."""
     address = f"10.77.0.{name.removeprefix('n')}"
     healthy = NodeFacts(
-        host=name,
-        pid=1000,
-        python="3.11.7",
-        executable="/usr/bin/python",
-        platform="Linux x86_64",
-        packages={"paceline": "0.1.0", "torch": "2.13.0", "numpy": "2.4.6"},
-        source="aaaaaaaaaaaa",
-        cwd="/home/me",
-        addresses=(Address("eth0", address, 24),),
-        down=(),
-        own_addresses=(address,),
-        cores=8,
-        memory=1 << 34,
-        shm_size=1 << 33,
-        shm_free=1 << 33,
-        nofile=ResourceLimit(1024, 1 << 20),
-        memlock=ResourceLimit(-1, -1),
-        gpus=(),
-        wall_seconds=0.0,
-        monotonic_seconds=0.0,
-    )
+        host=name, pid=1000, python="3.11.7", executable="/usr/bin/python", platform="Linux x86_64",
+        packages={"paceline": "0.1.0", "torch": "2.13.0", "numpy": "2.4.6"}, source="aaaaaaaaaaaa", cwd="/home/me",
+        addresses=(Address("eth0", address, 24),), down=(), own_addresses=(address,), cores=8, memory=1 << 34,
+        shm_size=1 << 33, shm_free=1 << 33, nofile=ResourceLimit(1024, 1 << 20), memlock=ResourceLimit(-1, -1), gpus=(),
+        wall_seconds=0.0, monotonic_seconds=0.0,
+    )  # fmt: skip
     return msgspec.structs.replace(healthy, **changes)
 
 

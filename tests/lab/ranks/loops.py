@@ -389,10 +389,7 @@ def data_cut_by_rank() -> None:
         trained(s, usual(s), samples=TensorDataset(inputs[s.rank :: s.size], labels[s.rank :: s.size]))
 
 
-@bug(
-    "[start]",
-    "a seed that depends on the rank, where no broadcast helps",
-)
+@bug("[start]", "a seed that depends on the rank, where no broadcast helps")
 def constant_by_rank() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
