@@ -539,8 +539,7 @@ class PreparedModel(ModelInTraining):
         model = self.replica.model
         self._modules = {id(module) for module in model.modules()}
         for name, parameter in model.named_parameters():
-            is_new = parameter.requires_grad and id(parameter) not in self._known
-            if is_new and not self.replica.in_lockstep:
+            if parameter.requires_grad and id(parameter) not in self._known:
                 raise unprepared_parameters_error(f"{name} is new, or was frozen then")
         if self.replica.sharded:
             return
