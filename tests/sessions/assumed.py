@@ -696,6 +696,17 @@ def by_hand(kind: str) -> Any:
 
 
 @case
+def updated_by_rank() -> Any:
+    s, model, optimizer = start(strategy="fsdp")
+    for x, i in s.loader(Rows(), global_batch=8):
+        optimizer.zero_grad()
+        s.backward(loss_of(model, x, i))
+        if s.rank == 0 or s.step != 2:
+            optimizer.step()
+    return s.step
+
+
+@case
 def frozen_by_rank() -> Any:
     s, model, optimizer = start()
     for x, i in s.loader(Rows(), global_batch=8):

@@ -462,10 +462,10 @@ class PreparedModel(ModelInTraining):
     def values_to_compare(self) -> tuple[int, ...]:
         """Numbers that must be equal on all ranks in each step. `COMPARED_VALUE_NAMES` has their names.
 
-        The number of hooks, the trained parameters, the gradients that the loop has changed, and the learning rates.
+        Hooks, trained parameters, gradients that the loop has changed; learning rates and the number of updates.
         """
         trained = hash(tuple(map(_requires_grad, self._parameters)))
-        return self.hooks, trained, self._digest, hash(tuple(map(float, self.learning_rates())))
+        return self.hooks, trained, self._digest, hash((self._updates, *map(float, self.learning_rates())))
 
     def first_differing_gradient(self) -> str:
         """The first parameter whose changed gradient differs between ranks; empty if there is none (a collective)."""

@@ -156,7 +156,7 @@ class Step:
         self.micro_step: MicroStep | None = None
         self.checks_losses = False
         """whether to check in this step that losses are means over samples"""
-        self.means: list[tuple[list[MeanDivisor | None], float | Tensor]] = []
+        self.means: list[tuple[Sequence[MeanDivisor | None], float | Tensor]] = []
         """for each backward in such a step: what the means of its terms were divided by, and its weight"""
         self.stream = SeededRngScope(world.device)
         """of the current micro-batch"""
