@@ -696,6 +696,17 @@ def by_hand(kind: str) -> Any:
 
 
 @case
+def updated_by_rank() -> Any:
+    s, model, optimizer = start(strategy="fsdp")
+    for x, i in s.loader(Rows(), global_batch=8):
+        optimizer.zero_grad()
+        s.backward(loss_of(model, x, i))
+        if s.rank == 0 or s.step != 2:
+            optimizer.step()
+    return s.step
+
+
+@case
 def frozen_by_rank() -> Any:
     s, model, optimizer = start()
     for x, i in s.loader(Rows(), global_batch=8):
@@ -1227,6 +1238,11 @@ def stream_before_shuffled() -> Any:
     return apart(flat(model), wanted)
 
 
+def of_rows(out: Tensor, i: Tensor, without: int) -> list[Tensor]:
+    """A mean for each sample, over several numbers of elements, without some samples."""
+    return [(out[k] * torch.arange(1.0 + n % 3)).sin().mean() for k, n in enumerate(i.tolist()) if (n + 1) % without]
+
+
 MEANS: dict[str, Callable[[Tensor, Tensor], Any]] = {  # of outputs and indices: a loss, or with its weight
     "sum_by_global_batch": lambda out, i: (out**2).sum() / 8,
     "sum_of_losses": lambda out, i: nn.functional.mse_loss(out, i[:, None] / COUNT, reduction="sum"),
@@ -1247,6 +1263,16 @@ MEANS: dict[str, Callable[[Tensor, Tensor], Any]] = {  # of outputs and indices:
     "weighted_values": lambda out, i: (out**2 * torch.full((len(i), 1), 1 / len(i))).sum(),
     "sum_by_two_rows": lambda out, i: (out[:, :, None] * torch.ones(2, 3)).square().sum() / (2 * len(i)),
     "scaled_like_a_share": lambda out, i: (out**2).mean() * 2.0 / 4,
+    "smoothed": lambda out, i: nn.functional.cross_entropy(
+        torch.cat([out, -out], 1), torch.where(i % 3 == 0, -100, i % 2), label_smoothing=0.1
+    ),
+    "term_of_subset": lambda out, i: (out**2).mean() + 0.4 * (out[i % 3 > 0] ** 2).mean(),
+    "sums_of_samples": lambda out, i: (
+        nn.functional.mse_loss(out, i[:, None] / COUNT, reduction="sum") - out.sin().sum()
+    ),
+    "terms": lambda out, i: -(out.sin().sum() - (out**2).sum()) / len(i) + 0.0 * out.sum() + out.abs().mean() / 2,
+    "of_each_sample": lambda out, i: sum(of_rows(out, i, 99)) / len(i),
+    "of_some_samples": lambda out, i: (sum(of_rows(out, i, 5)) / len(of_rows(out, i, 5)), len(of_rows(out, i, 5))),
     "of_same_targets": lambda out, i: nn.functional.nll_loss(out.mean() * torch.eye(6, 3), torch.arange(6) % 3),
 }
 

@@ -70,6 +70,7 @@ LAYOUTS = [  # the samples of a batch are counted wherever their dimension is
 MEANS = [
     "own_weights_given", "sum_by_samples", "sum_by_elements", "half", "tasks", "tasks_mean", "values",
     "divided_values", "weighted_values", "scaled_like_a_share", "of_same_targets",
+    "terms", "of_each_sample", "of_some_samples",
 ]  # fmt: skip
 PATHS = ["hook", "after", "function", "module", "masked", "accumulated", "tensor", "reentrant"]
 ALSO = [
@@ -103,7 +104,7 @@ WRONG = {
     "indices_words": USAGE, "indices_tuples": USAGE, "average_batch_norm": USAGE,
     "gradient_before": USAGE, "gradient_exact": USAGE, "gradient_after": USAGE,
     "by_hand_in_place": USAGE, "by_hand_rebound": USAGE, "frozen_by_rank": USAGE, "clipped_in_parts": USAGE,
-    "gradient_data": USAGE, "statistics_instance": USAGE,
+    "gradient_data": USAGE, "updated_by_rank": USAGE, "statistics_instance": USAGE,
     "gradient_added": USAGE, "gradient_assigned": USAGE, "gradient_added_later": USAGE,
     "gradient_assigned_before": USAGE,
     "later_head": USAGE, "later_parameter": USAGE, "later_parametrized": USAGE, "later_appended": USAGE,
@@ -114,7 +115,7 @@ WRONG = {
     "outside_epochs": USAGE,
     "mean_sum_by_global_batch": USAGE, "mean_sum_of_losses": USAGE, "mean_share_of_mean": USAGE,
     "mean_root": USAGE, "mean_root_of_more": USAGE, "mean_decibels": USAGE, "mean_subset": USAGE,
-    "mean_own_weights": USAGE,
+    "mean_own_weights": USAGE, "mean_smoothed": USAGE, "mean_term_of_subset": USAGE, "mean_sums_of_samples": USAGE,
     "counted_next": USAGE, "counted_islice": USAGE, "counted_zip": USAGE,
     "projected": USAGE, "projected_data": USAGE,
     "weightless_class_unweighted": USAGE, "weightless_unweighted": USAGE, "weightless_shifted": USAGE,

@@ -479,6 +479,14 @@ def cut_after_its_parameters_were_taken(s: Any) -> None:
         nn.utils.clip_grad_norm_(before, 1.0)
 
 
+@case("parameters-differ", strategy="fsdp")
+def cut_and_assigned(s: Any) -> None:
+    model, optimizer, train = ready(s)
+    for x, y in train:
+        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+        step(s, optimizer, F.cross_entropy(model(x), y))
+
+
 @case("replaced-parameter-used", "lerp_.Scalar", strategy="fsdp")
 def cut_after_its_parameters_were_looked_at(s: Any) -> None:
     model = nn.Linear(3, 2)

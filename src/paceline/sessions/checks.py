@@ -170,10 +170,15 @@ class LoopChecks:
 
     def _check_loss_weights(self) -> None:
         means = [
-            None if mean is None else (float(mean.count), float(weight), mean.has_weight)
-            for mean, weight in self._step.means
+            [None if mean is None else (float(mean.count), float(weight), mean.has_weight) for mean in terms]
+            for terms, weight in self._step.means
         ]
-        by_rank: list[list[Any]] = all_gather_object(means, self._world)
+        by_rank: list[list[list[Any]]] = all_gather_object(means, self._world)
+        num_terms = {len(terms) for rank_means in by_rank for terms in rank_means}
+        for term in range(num_terms.pop() if len(num_terms) == 1 else 0):
+            self._check_weights_of_term([[terms[term] for terms in rank_means] for rank_means in by_rank])
+
+    def _check_weights_of_term(self, by_rank: list[list[Any]]) -> None:
         if any(mean is None for rank_means in by_rank for mean in rank_means):
             return  # a different loss, or several: their weights cannot be checked
         used = [mean for rank_means in by_rank for mean in rank_means if mean[1]]

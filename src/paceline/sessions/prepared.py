@@ -457,10 +457,10 @@ class PreparedModel(ModelInTraining):
     def values_to_compare(self) -> tuple[int, ...]:
         """Numbers that must be equal on all ranks in each step. `COMPARED_VALUE_NAMES` has their names.
 
-        The number of hooks, the trained parameters, the gradients that the loop has changed, and the learning rates.
+        Hooks, trained parameters, gradients that the loop has changed; learning rates and the number of updates.
         """
         trained = hash(tuple(map(_requires_grad, self._parameters)))
-        return self.hooks, trained, self._digest, hash(tuple(map(float, self.learning_rates())))
+        return self.hooks, trained, self._digest, hash((self._updates, *map(float, self.learning_rates())))
 
     def first_differing_gradient(self) -> str:
         """The first parameter whose changed gradient differs between ranks; empty if there is none (a collective)."""
@@ -534,8 +534,7 @@ class PreparedModel(ModelInTraining):
         model = self.replica.model
         self._modules = {id(module) for module in model.modules()}
         for name, parameter in model.named_parameters():
-            is_new = parameter.requires_grad and id(parameter) not in self._known
-            if is_new and not self.replica.in_lockstep:
+            if parameter.requires_grad and id(parameter) not in self._known:
                 raise unprepared_parameters_error(f"{name} is new, or was frozen then")
         if self.replica.sharded:
             return

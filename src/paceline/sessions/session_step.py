@@ -137,7 +137,7 @@ class SessionStep(Step):
     def foreign_leaves(self) -> list[Tensor]:
         """Leaf tensors of the last loss that are not parameters of the models, nor gathered ones of `fsdp`."""
         ids = {id(p) for part in self.parts for p in part.replica.model.parameters()}
-        nodes = () if self._value is None else graph_nodes(self._value)
+        nodes = () if self._value is None else graph_nodes(self._value.grad_fn)
         leaves: list[Tensor] = [node.variable for node in nodes if hasattr(node, "variable")]
         return [leaf for leaf in leaves if id(leaf) not in ids and not hasattr(leaf, "named_in_model")]
 

@@ -113,7 +113,7 @@ def describe_user_autograd_function(loss: Tensor) -> str:
     classes = {cls for cls in _kinds_of(torch.autograd.Function) if _is_user_module(cls.__module__)}
     if not classes:
         return ""
-    for node in graph_nodes(loss):
+    for node in graph_nodes(loss.grad_fn):
         function = getattr(node, "_forward_cls", None)
         if function in classes:
             return f"the autograd function {function.__name__}"
@@ -174,9 +174,9 @@ class TensorHookTracker:
                 setattr(Tensor, name, after)
 
 
-def graph_nodes(loss: Tensor) -> Iterator[Any]:
+def graph_nodes(root: Any) -> Iterator[Any]:
     visited: set[Any] = set()
-    waiting: list[Any] = [loss.grad_fn]
+    waiting: list[Any] = [root]
     while waiting:
         node = waiting.pop()
         if node is not None and node not in visited:

@@ -12,6 +12,7 @@ from paceline.collectives.control import device_constant
 from paceline.data.loader import MicroBatch
 from paceline.data.plan import MicroBatchPlan
 from paceline.errors import UsageError
+from paceline.stepping.hooks import graph_nodes
 
 Reduction = Literal["mean", "sum"]
 HALF_PRECISION = (torch.float16, torch.bfloat16)
@@ -23,7 +24,9 @@ REDUCING_FUNCTIONS = (
     "BinaryCrossEntropyBackward0", "BinaryCrossEntropyWithLogitsBackward0",
 )  # fmt: skip
 SCALING_FUNCTIONS = ("MulBackward0", "DivBackward0")
-LINEAR_FUNCTIONS = (*SCALING_FUNCTIONS, "AddBackward0", "SubBackward0")
+SIMPLE_FUNCTIONS = ("NegBackward0", "MulBackward1")  # the latter in C++, for example in label smoothing
+ADDING_FUNCTIONS = ("AddBackward0", "SubBackward0")
+LINEAR_FUNCTIONS = (*SCALING_FUNCTIONS, *ADDING_FUNCTIONS)
 NONLINEAR_FUNCTIONS = (
     "SqrtBackward0", "PowBackward0", "ExpBackward0", "LogBackward0", "Log10Backward0", "LinalgVectorNormBackward0",
 )  # fmt: skip
@@ -81,18 +84,32 @@ class MeanDivisor(Struct, frozen=True):
     """whether torch counted targets, and the loop gave their weight; otherwise they may not belong to samples"""
 
 
-def find_mean_divisor(loss: Tensor, micro_step: MicroStep, *, has_weight: bool) -> MeanDivisor | None:
-    """What the last functions of torch divided `loss` by; None if it is not known.
+def find_mean_divisors(loss: Tensor, micro_step: MicroStep, weight: float | Tensor | None) -> list[MeanDivisor | None]:
+    """What the last functions of torch divided each term of `loss` by; None if it is not known.
 
     Targets that are ignored do not count. With class weights it is the sum of the weights of the targets.
     """
-    node, divisor, factor = _without_constants(loss.grad_fn)
-    if _is_of_one_tensor(node):
+    local = 0 if (micro_step.batch.samples or 0) < 0 else micro_step.samples
+    terms, waiting = list[Any](), [loss.grad_fn]
+    while waiting:
+        node, divisor, _ = _without_constants(term := waiting.pop())
+        # a sum that is divided by the samples may have a term for each sample
+        if type(node).__name__ in ADDING_FUNCTIONS and (divisor is None or divisor not in (local, weight)):
+            waiting += [function for function, _ in node.next_functions if function is not None]
+        else:
+            terms.append(term)
+    return [_find_mean_divisor(term, local, micro_step, weight is not None, len(terms) == 1) for term in terms]
+
+
+def _find_mean_divisor(
+    term: Any, local: int, micro_step: MicroStep, has_weight: bool, is_only: bool
+) -> MeanDivisor | None:
+    node, divisor, factor = _without_constants(term)
+    if _is_of_one_tensor(node) or factor == 0:
         return None  # a penalty
     whole = micro_step.work.global_samples
-    local = 0 if (micro_step.batch.samples or 0) < 0 else micro_step.samples
     is_part = micro_step.work.is_counted and 0 < local < whole
-    if is_part and local > 1 and _is_nonlinear(node, local):
+    if is_only and is_part and local > 1 and _is_nonlinear(node, local):
         raise UsageError(code="loss-not-linear", function=type(node).__name__.removesuffix("Backward0"))
     shape, is_mean = _reduced(node)
     if not shape:
@@ -105,6 +122,8 @@ def find_mean_divisor(loss: Tensor, micro_step: MicroStep, *, has_weight: bool) 
         is_scaled = type(before).__name__ in SCALING_FUNCTIONS and None in (f for f, _ in before.next_functions)
         is_bare_sum = is_sum and divisor is None and not is_scaled
         is_bare_sum = is_bare_sum and (len(shape) > 1 or type(node).__name__ in REDUCING_FUNCTIONS)
+        # a term of few parameters may be a penalty
+        is_bare_sum = is_bare_sum and (is_only or sum(hasattr(n, "variable") for n in graph_nodes(node)) > 2)
         is_share_of_mean = is_mean and isinstance(factor, int) and factor == local > 1  # len(x); 1.0 is no count
         if is_bare_sum or (is_of_whole and (is_sum or is_share_of_mean)):
             raise UsageError(code="loss-is-sum", samples=local, whole=whole)
@@ -168,12 +187,14 @@ def _partial_products(shape: Sequence[int]) -> set[int]:
 def _without_constants(node: Any) -> tuple[Any, float | None, float | None]:
     """(the last function before a division and a multiplication by constants, the divisor, the factor)."""
     constants: dict[str, float] = {}
-    while (name := type(node).__name__) in SCALING_FUNCTIONS and name not in constants:
-        if node.next_functions[0][0] is None or node.next_functions[1][0] is not None:
-            break
-        if (other := _saved(node, "other")) is None:
-            break
-        constants[name], node = other.item(), node.next_functions[0][0]
+    while (name := type(node).__name__) in (*SCALING_FUNCTIONS, *SIMPLE_FUNCTIONS) and name not in constants:
+        if name in SCALING_FUNCTIONS:
+            if node.next_functions[0][0] is None or node.next_functions[1][0] is not None:
+                break
+            if (other := _saved(node, "other")) is None:
+                break
+            constants[name] = other.item()
+        node = node.next_functions[0][0]
     return node, constants.get("DivBackward0"), constants.get("MulBackward0")
 
 

@@ -69,7 +69,7 @@ from paceline.stepping.micro_step import (
     MicroStep,
     Reduction,
     WeightedLoss,
-    find_mean_divisor,
+    find_mean_divisors,
     weigh_loss,
 )
 from paceline.stepping.order import CollectiveOrderCheck
@@ -155,8 +155,8 @@ class Step:
         self.micro_step: MicroStep | None = None
         self.checks_losses = False
         """whether to check in this step that losses are means over samples"""
-        self.means: list[tuple[MeanDivisor | None, float | Tensor]] = []
-        """for each backward in such a step: what its mean was divided by, and its weight"""
+        self.means: list[tuple[Sequence[MeanDivisor | None], float | Tensor]] = []
+        """for each backward in such a step: what the means of its terms were divided by, and its weight"""
         self.stream = SeededRngScope(world.device)
         """of the current micro-batch"""
         self.keeps_stream = False
@@ -254,8 +254,8 @@ class Step:
         last, self._value = micro_step.is_last and not more, loss
         if self.checks_losses and not self._sums.is_alone:
             is_only_mean = reduction == "mean" and not micro_step.weights and loss.numel() == 1
-            mean = find_mean_divisor(loss, micro_step, has_weight=weight is not None) if is_only_mean else None
-            self.means.append((mean, weighed.weight))
+            means = find_mean_divisors(loss, micro_step, weight) if is_only_mean else [None]
+            self.means.append((means, weighed.weight))
         # a mean; or the (B,) of a task, which was checked to have one value per sample
         plain = weight is None and reduction == "mean" and loss.ndim <= int(self._forward is not None)
         # a host that steps separately does not wait for weights of other hosts

@@ -205,7 +205,7 @@ class _Recorder(Observer):
         if not self._last_grads:
             self.run.gradient_path_hooks += filter(None, [describe_user_autograd_function(loss)])
         if not self.case.exact:
-            dtypes = (str(metadata.dtype) for node in graph_nodes(loss) for metadata in node._input_metadata)
+            dtypes = (str(metadata.dtype) for node in graph_nodes(loss.grad_fn) for metadata in node._input_metadata)
             self.run.precision = least_precise_dtype([self.run.precision, *dtypes])
         if self.case.plain:
             gradient = _gradient_of_mean(loss, weight, reduction)
