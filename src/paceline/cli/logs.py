@@ -28,7 +28,7 @@ from paceline.report.logs import (
     MergedLine,
     RankLine,
     RankLogs,
-    merge_lines,
+    merge_equal_lines,
     rank_log_files,
 )
 from paceline.runs.console import format_timestamp, join_ranges, remove_control_characters, sparkline
@@ -200,7 +200,7 @@ class _LogViewer:
                         waiting.append(RankLine(time.time(), rank, text))
             due = waiting and time.time() >= waiting[0].unix_time + MERGE_WAIT_SECONDS
             if due or to_the_end or len(tails) == 1:
-                self._print(merge_lines(waiting), prefixed=len(tails) > 1)
+                self._print(merge_equal_lines(waiting), prefixed=len(tails) > 1)
                 waiting.clear()
 
         while True:

@@ -284,7 +284,7 @@ def _user_lines() -> str:
     return ", called from ".join(format_frame(frame_record(frame)) for frame in islice(of_user, MAX_SHOWN_LINES))
 
 
-def default_group_call_comparison() -> CallSiteComparison:
+def default_group_call_sites() -> CallSiteComparison:
     """The call sites of torch's default group."""
     group = dist.group.WORLD
     assert group is not None  # torch.distributed is initialized
@@ -427,7 +427,7 @@ def sum_over_ranks(
     total = exchange.start_sum(torch.cat([numbers, to_device_async(hashes, numbers.device)]), name)()
     site_hashes: list[float] = total[len(numbers) :].tolist()
     gather = partial(exchange.all_gather_object, device=numbers.device, name=f"call sites of {name}")
-    default_group_call_comparison().compare([int(value) for value in site_hashes], name, gather)
+    default_group_call_sites().compare([int(value) for value in site_hashes], name, gather)
     return total[: len(numbers)]
 
 
@@ -448,7 +448,7 @@ def all_gather_tensors(value: Any, world: World, name: str, *, where: Sequence[i
     header = [skeleton, [[str(t.dtype)[6:], [*t.shape]] for t in tensors], call_site_hash(where)]
     headers = all_gather_object(header, world)
     sites, gather = [site for *_, site in headers], partial(all_gather_object, world=world)
-    default_group_call_comparison().compare(sites, name, gather)
+    default_group_call_sites().compare(sites, name, gather)
     copies = [t.detach().to(world.device).clone(memory_format=torch.contiguous_format) for t in tensors]
     payload = torch.cat([torch.empty(0, dtype=torch.uint8, device=world.device), *map(_bytes, copies)])
     sizes = [[math.prod(shape) * getattr(torch, dtype).itemsize for dtype, shape in specs] for _, specs, _ in headers]

@@ -233,7 +233,7 @@ def _position(rank: RankState, number: int, members: Sequence[int]) -> Hashable:
     if rank.end is RankEndKind.LEFT:
         return "ended"
     op = sentences.find_blocking_op(rank, members) or (rank.pending[-1] if rank.pending else None)
-    return None if op is None else (waits.op_sequence_key(op, number), op.seq, op.kind, op.name, op.shape, op.dtype)
+    return None if op is None else (waits.op_stream_key(op, number), op.seq, op.kind, op.name, op.shape, op.dtype)
 
 
 def _dispute_diagnosis(

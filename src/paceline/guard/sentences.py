@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
 from paceline.guard.deaths import MISMATCH_ERROR_PATTERN, RankEndKind
-from paceline.guard.waits import FROZEN_PROCESS_STATES, OpMismatch, RankState, group_ranks_by_waits, op_sequence_key
+from paceline.guard.waits import FROZEN_PROCESS_STATES, OpMismatch, RankState, group_ranks_by_waits, op_stream_key
 from paceline.protocol.code_locations import (
     call_site_frames,
     format_file_and_line,
@@ -137,8 +137,8 @@ def describe_ranks_waited_for(ranks: RankStates, causes: Sequence[int]) -> list[
 def _not_entered(ranks: RankStates, group: Sequence[int], op: Op | None) -> str:
     first = ranks[group[0]]
     missed = most_awaited_op(ranks, group[:1])
-    pending_keys = [op_sequence_key(pending, group[0]) for pending in first.pending]
-    is_inside = missed is not None and op_sequence_key(missed, group[0]) in pending_keys
+    pending_keys = [op_stream_key(pending, group[0]) for pending in first.pending]
+    is_inside = missed is not None and op_stream_key(missed, group[0]) in pending_keys
     if first.frozen and is_inside:
         begins = f"{format_subject_verb(group, 'is', 'are')} in {format_op(missed or op or first.pending[0])}"
     elif missed is not None and missed.is_message:
@@ -173,7 +173,7 @@ def _waiting(ranks: RankStates, op: Op | None, *, without: Collection[int]) -> l
             at = format_rank_location(first.evidence) or "an unknown line"
             lines.append(f"{format_subject_verb(group, 'waits', 'wait')} at {at}")
             continue
-        is_same = op is not None and (op_sequence_key(op, -1), op.seq) == (op_sequence_key(held_op, -1), held_op.seq)
+        is_same = op is not None and (op_stream_key(op, -1), op.seq) == (op_stream_key(held_op, -1), held_op.seq)
         op_text = "it" if is_same else format_op(held_op)
         lines.append(f"{format_subject_verb(group, 'waits', 'wait')} in {op_text}{format_caller(_usual(ranks, group))}")
     return _limited(lines)
@@ -181,7 +181,7 @@ def _waiting(ranks: RankStates, op: Op | None, *, without: Collection[int]) -> l
 
 def _position(rank: RankState, number: int) -> Hashable:
     held_op = _current_blocking_op(rank)
-    return format_rank_location(rank.evidence) if held_op is None else (op_sequence_key(held_op, number), held_op.seq)
+    return format_rank_location(rank.evidence) if held_op is None else (op_stream_key(held_op, number), held_op.seq)
 
 
 def _current_blocking_op(rank: RankState) -> Op | None:

@@ -21,8 +21,8 @@ from paceline.protocol.code_locations import is_stack_in_op, is_waiting_for_rank
 from paceline.protocol.evidence import Evidence, Op, Phase
 
 # operations numbered together: a group's collectives, messages from -> to
-OpSequenceKey = tuple[str, tuple[int, int] | None]
-MessageKey = tuple[OpSequenceKey, int, str, str]
+OpStreamKey = tuple[str, tuple[int, int] | None]
+MessageKey = tuple[OpStreamKey, int, str, str]
 FROZEN_PROCESS_STATES = ("T", "t")
 WORLD_GROUP = "0"  # torch's name of the group of all ranks
 ANY_SOURCE = -1
@@ -44,7 +44,7 @@ class RankState:
         return self.end is RankEndKind.RUNS and self.evidence.state in FROZEN_PROCESS_STATES
 
 
-def op_sequence_key(op: Op, rank: int) -> OpSequenceKey:
+def op_stream_key(op: Op, rank: int) -> OpStreamKey:
     """The stream in which `op`, called by `rank`, is numbered."""
     if not op.is_message:
         return op.group, None
@@ -75,22 +75,22 @@ def build_wait_for_graph(evidence: Sequence[Evidence]) -> dict[int, RankState]:
     Ranks that wait in the same operation have one mapping: of 8,000 ranks, half may wait for the other half.
     """
     groups, world = _members(evidence), {sample.rank for sample in evidence}
-    called: dict[tuple[int, OpSequenceKey], int] = {}
+    called: dict[tuple[int, OpStreamKey], int] = {}
     arrived: set[MessageKey] = set()
     for sample in evidence:
         for op in sample.ops:
-            key = sample.rank, op_sequence_key(op, sample.rank)
+            key = sample.rank, op_stream_key(op, sample.rank)
             called[key] = max(called.get(key, 0), op.seq)
             if op.done and "recv" in op.kind:
                 arrived.add(_message(op, sample.rank))
     ranks = {sample.rank: _without_edges(sample, arrived) for sample in evidence}
-    frozen: dict[tuple[OpSequenceKey, int], set[int]] = {}  # frozen ranks in an operation, which cannot complete it
+    frozen: dict[tuple[OpStreamKey, int], set[int]] = {}  # frozen ranks in an operation, which cannot complete it
     for n, rank in ranks.items():
         for op in rank.pending if rank.frozen else ():
-            frozen.setdefault((op_sequence_key(op, n), op.seq), set()).add(n)
+            frozen.setdefault((op_stream_key(op, n), op.seq), set()).add(n)
 
     @cache
-    def missing(key: OpSequenceKey, seq: int, peer: int | None) -> set[int]:
+    def missing(key: OpStreamKey, seq: int, peer: int | None) -> set[int]:
         others = groups[key[0]] if peer is None else {peer}  # the group includes the caller, which has called it
         return {n for n in others & world if called.get((n, key), 0) < seq}
 
@@ -98,7 +98,7 @@ def build_wait_for_graph(evidence: Sequence[Evidence]) -> dict[int, RankState]:
     def edges(pending: tuple[Op, ...], caller: int | None, is_frozen: bool) -> Mapping[int, Op | None]:
         awaited: dict[int, Op | None] = {}
         for op in reversed(pending):  # reversed, so that the earliest overrides later ones
-            key = op_sequence_key(op, -1 if caller is None else caller)
+            key = op_stream_key(op, -1 if caller is None else caller)
             awaited |= dict.fromkeys(missing(key, op.seq, op.peer if op.is_message else None), op)
             awaited |= dict.fromkeys(() if is_frozen else frozen.get((key, op.seq), ()), op)
         return awaited
@@ -128,7 +128,7 @@ def group_ranks_by_edges(edges: Mapping[int, T]) -> list[tuple[T, list[int]]]:
 
 
 def _message(op: Op, rank: int) -> MessageKey:
-    return op_sequence_key(op, rank), op.seq, op.shape, op.dtype
+    return op_stream_key(op, rank), op.seq, op.shape, op.dtype
 
 
 def _pending(evidence: Evidence, end: RankEndKind, arrived: Container[MessageKey]) -> tuple[Op, ...]:
@@ -136,12 +136,12 @@ def _pending(evidence: Evidence, end: RankEndKind, arrived: Container[MessageKey
 
     A message that has arrived is not in flight, even if the sender has not noticed that yet.
     """
-    completed: set[OpSequenceKey] = set()
+    completed: set[OpStreamKey] = set()
     pending: list[Op] = []
     for op in reversed(evidence.ops):
         if op.done or (op.is_message and _message(op, evidence.rank) in arrived):
-            completed.add(op_sequence_key(op, evidence.rank))
-        elif evidence.answered or op_sequence_key(op, evidence.rank) not in completed:
+            completed.add(op_stream_key(op, evidence.rank))
+        elif evidence.answered or op_stream_key(op, evidence.rank) not in completed:
             pending.append(op)
     if end is not RankEndKind.RUNS and not pending:  # an aborted collective may look as if it were done
         pending = list(evidence.ops[-1:])
@@ -225,7 +225,7 @@ RAGGED_COLLECTIVES = frozenset({"all_gather", "gather", "scatter", "all_to_all",
 
 @dataclass(frozen=True)
 class OpMismatch:
-    sequence_key: OpSequenceKey
+    sequence_key: OpStreamKey
     seq: int
     parties: tuple[Mapping[int, Op], ...]  # rank -> its operation; the largest party first
 
@@ -235,10 +235,10 @@ def find_mismatches(ranks: Mapping[int, RankState]) -> list[OpMismatch]:
 
     An operation that all ranks have completed does not count, even if it looks different.
     """
-    entered: dict[tuple[OpSequenceKey, int], dict[int, Op]] = {}
+    entered: dict[tuple[OpStreamKey, int], dict[int, Op]] = {}
     for number, rank in ranks.items():
         for op in rank.evidence.ops:
-            entered.setdefault((op_sequence_key(op, number), op.seq), {})[number] = op
+            entered.setdefault((op_stream_key(op, number), op.seq), {})[number] = op
     mismatches: list[OpMismatch] = []
     for (op_stream, seq), ops in entered.items():
         if len(ops) < 2 or all(op.done for op in ops.values()):

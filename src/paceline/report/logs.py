@@ -41,7 +41,7 @@ def rank_log_files(attempt: Path) -> dict[int, Path]:
     return numbered_files(attempt, _LOG)
 
 
-def merge_lines(lines: Sequence[RankLine]) -> Iterator[MergedLine]:
+def merge_equal_lines(lines: Sequence[RankLine]) -> Iterator[MergedLine]:
     """Merge lines of about the same time. Equal lines of several ranks become one line.
 
     The lines of a rank keep their order. A common line comes after the different lines that precede it: if each rank
@@ -84,10 +84,10 @@ def merge_line_stream(lines: Iterable[RankLine]) -> Iterator[MergedLine]:
     batch: list[RankLine] = []
     for line in lines:
         if batch and (line.unix_time >= batch[0].unix_time + SAME_LINE_SECONDS or len(batch) == MAX_MERGED_LINES):
-            yield from merge_lines(batch)
+            yield from merge_equal_lines(batch)
             batch = []
         batch.append(line)
-    yield from merge_lines(batch)
+    yield from merge_equal_lines(batch)
 
 
 class RankLogs:

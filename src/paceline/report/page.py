@@ -104,7 +104,7 @@ def _sections(runs: Sequence[RunData], bottleneck: Bottleneck, drawings: Sequenc
                 [*wall_time_table(run), *collectives_table(run)]),
         Section("explained", "How it works", drawings=[*drawings],
                 texts=["The times, parameters and ranks are those of this run."] if drawings else []),
-        Section("memory", "Memory", tables=[*memory_table(run)]),
+        Section("memory", "Memory", tables=[*memory_by_strategy(run)]),
         Section("machines", "Machines", [*figures.device_figures(run)]),
         Section("happened", "Events", [*outcome.timeline_figures(events)], [*event_table(events)]),
         Section("samples", "Samples", tables=[*epoch_table(run)]),
@@ -253,7 +253,7 @@ def collectives_table(run: RunData) -> Iterable[Table]:
         yield Table("Collectives in a step", head, rows, caption, numbers=True)
 
 
-def memory_table(run: RunData) -> Iterable[Table]:
+def memory_by_strategy(run: RunData) -> Iterable[Table]:
     """The measured memory of a rank's tensors, and the computed memory with strategies that shard them."""
     memory = run.first_rank_log.memory if run.first_rank_log else None
     if memory is None:

@@ -74,7 +74,7 @@ class Skipped(Event, frozen=True, tag="skipped"):
     samples: list[Count]  # the cause, on all ranks, if known
 
 
-class SingleRankSave(Event, frozen=True, tag="vouched"):
+class UnloggedRanks(Event, frozen=True, tag="vouched"):
     """This rank alone saves the state after `step`. `ranks` took part in it, but ended before they logged it."""
 
     step: Count
@@ -167,7 +167,7 @@ class Ended(Event, frozen=True, tag="ended"):
 
 
 _KnownEvent = (
-    Started | Step | Skipped | RolledBack | SingleRankSave | SampleIndices | Evaluated | Checkpointed | SnapshotTotals
+    Started | Step | Skipped | RolledBack | UnloggedRanks | SampleIndices | Evaluated | Checkpointed | SnapshotTotals
     | MemoryBreakdown | FlopsCounted | TracedStep | Notice | Ended
 )  # fmt: skip
 _decode = msgspec.json.Decoder(_KnownEvent).decode

@@ -327,7 +327,7 @@ class CheckpointManager:
                     and origin.memory_file_descriptors
                     and (unwritten := self._ranks_missing_step(origin.step))
                 ):
-                    writer.write(events.SingleRankSave(origin.step, unwritten))  # on behalf of the previous start
+                    writer.write(events.UnloggedRanks(origin.step, unwritten))  # on behalf of the previous start
         check_space(holder, self._checkpoints, intervals.keep)
         self._checkpoint_writer = CheckpointWriter(
             self._checkpoints, self._world, holder.virtual_ranks, self._claim,
@@ -431,7 +431,7 @@ class CheckpointManager:
         self._enter(Phase.CHECKPOINT)  # the agent does not kill a rank that makes progress
         try:
             if unwritten := self._ranks_missing_step(step):
-                self._writer.write(events.SingleRankSave(step, unwritten))
+                self._writer.write(events.UnloggedRanks(step, unwritten))
             self._writer.flush()
             path = save_on_one_rank(
                 self._holder, step, trainer_state, self._checkpoints, self._claim,

@@ -19,7 +19,7 @@ from paceline.config.settings import DataConfig, TrainConfig, config_to_toml
 from paceline.data.plan import BatchPlan, fingerprint_indices, virtual_ranks_of
 from paceline.errors import UsageError
 from paceline.lab.ranks.ledger import LedgerReport, check_sample_use
-from paceline.runs.events import Ended, Event, RolledBack, SampleIndices, SingleRankSave, Started, Step
+from paceline.runs.events import Ended, Event, RolledBack, SampleIndices, Started, Step, UnloggedRanks
 from paceline.runs.writers import EventWriter, merge_consecutive_steps
 
 Place = tuple[int, int, int]
@@ -399,7 +399,7 @@ def test_a_rank_that_another_vouches_for_had_what_the_plan_gives_to_nobody_else(
     history.write(tmp_path)
     assert named(check_sample_use(tmp_path, lambda n: PLAN).findings) >= {3}
     file = tmp_path / f"events-{min({0, 1, 2} - absent)}.jsonl"
-    lines, words = file.read_bytes().split(b"\n"), msgspec.json.encode(SingleRankSave(3, sorted(absent)))
+    lines, words = file.read_bytes().split(b"\n"), msgspec.json.encode(UnloggedRanks(3, sorted(absent)))
     at = max(number for number, line in enumerate(lines) if b'"started"' in line)
     file.write_bytes(b"\n".join([*lines[:at], words, *lines[at:]]))
     found = check_sample_use(tmp_path, lambda n: PLAN)

@@ -21,7 +21,7 @@ from tests.checkpoint.checkpoint_harness import header, manifest_of
 
 from paceline.errors import UsageError
 from paceline.launch.agent import channel, files
-from paceline.launch.agent.files import BlockingLink, FileClient, FileServer, SeparateRunFolder
+from paceline.launch.agent.files import BlockingLink, FileClient, RunFolderServer, SeparateRunFolder
 from paceline.launch.agent.follower import COORDINATOR_STOP_SECONDS, Follower
 from paceline.launch.agent.workers import InheritedResources
 from paceline.protocol.control import StopSignals, TransferRequest, WorkerSpec, request_transfer, send, signal_wakeup
@@ -42,7 +42,7 @@ class Node0:
         for made in (self.run_dir, *self.run_dir.rglob("*")):
             made.chmod(0o700)
         secret, self._over = secrets.token_bytes(32), threading.Event()
-        self._listener, self._server = channel.Listener([0], secret), FileServer(self.run_dir / "attempt-1")
+        self._listener, self._server = channel.Listener([0], secret), RunFolderServer(self.run_dir / "attempt-1")
         self.plan = NodePlan(argv=(), nproc=1, node0_ports=(self._listener.port,), secret=secret.hex())
         self.client = Connected(self.plan)
         self._welcoming = threading.Thread(target=self._welcome)

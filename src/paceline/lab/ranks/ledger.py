@@ -26,9 +26,9 @@ from paceline.runs.events import (
     Ended,
     RolledBack,
     SampleIndices,
-    SingleRankSave,
     Started,
     Step,
+    UnloggedRanks,
     event_files,
     read_events,
 )
@@ -46,7 +46,7 @@ class RankLog:
     samples: dict[int, list[int]] = field(default_factory=dict[int, list[int]])  # step -> indices, if recorded
     end_step: int = -1  # the last step, if the rank recorded its end
     rolled_back_steps: int = 0  # number of steps that were rolled back
-    unlogged: dict[int, list[int]] = field(default_factory=dict[int, list[int]])  # step -> ranks, see SingleRankSave
+    unlogged: dict[int, list[int]] = field(default_factory=dict[int, list[int]])  # step -> ranks, see UnloggedRanks
 
     def roll_back(self, to: int) -> None:
         """Forget the steps after `to`, because the run repeats them."""
@@ -217,7 +217,7 @@ def _read_starts(run_dir: Path) -> list[GenerationLogs]:
                 log.roll_back(event.to)
             elif isinstance(event, SampleIndices):
                 log.samples.setdefault(event.step, []).extend(event.indices)
-            elif isinstance(event, SingleRankSave):
+            elif isinstance(event, UnloggedRanks):
                 log.unlogged[event.step] = event.ranks
             elif isinstance(event, Ended):
                 log.end_step = max(log.end_step, event.step)

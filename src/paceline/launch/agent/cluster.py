@@ -22,7 +22,7 @@ from paceline.guard.collect import ADVANCE_INTERVAL_SECONDS, NATIVE_STACK_SECOND
 from paceline.guard.deaths import diagnosis_due_at_seconds
 from paceline.host.procfs import raise_open_file_limit
 from paceline.launch.agent import channel
-from paceline.launch.agent.files import FileServer
+from paceline.launch.agent.files import RunFolderServer
 from paceline.launch.agent.workers import InheritedResources, Workers
 from paceline.protocol.balance import expand_to_rank_speeds
 from paceline.protocol.control import LIFELINE_GRACE_SECONDS, STOP_SIGNALS, StopSignals
@@ -127,7 +127,7 @@ class RemoteNodes:
     def __init__(self, plan: NodePlan, orders: StopSignals) -> None:
         self.members: dict[int, RemoteNode] = {}
         self.gate: StoreProxy | None = None  # to the store of the present generation
-        self.files: FileServer | None = None  # for nodes that do not see the run folder
+        self.files: RunFolderServer | None = None  # for nodes that do not see the run folder
         self.proof = ""  # see `StartOrder.proof`
         self.waiting: list[RemoteNode] = []  # nodes that came while the run is running, and are not members yet
         self.place_for: Callable[[RemoteNode], object] | None = None  # assigns a number to such a node; see `JoinQueue`
@@ -135,7 +135,7 @@ class RemoteNodes:
         self._plan, self._orders = plan, orders
         self._listener: channel.Listener | None = None
         if plan.nodes > 1 and plan.run_dir and plan.attach < 0:
-            self.files = FileServer(Path(plan.attempt_dir).resolve())
+            self.files = RunFolderServer(Path(plan.attempt_dir).resolve())
             # the other nodes read this file to check that they see the folder
             self.proof = secrets.token_hex(8)
             writing.replace_file(Path(plan.attempt_dir) / channel.PROOF_FILE, self.proof.encode(), sync=True)

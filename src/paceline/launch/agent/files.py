@@ -155,7 +155,7 @@ class BlockingLink:
 # ---- node 0 ----
 
 
-class FileServer:
+class RunFolderServer:
     """Stores the files of nodes with a separate run folder, and sends them those that they lack."""
 
     def __init__(self, attempt_dir: Path) -> None:
@@ -239,7 +239,7 @@ def _reason(error: Exception) -> str:
 
 
 class FileClient:
-    """Sends requests to the `FileServer`, over a new connection after each failure. A thread must hold its `lock`."""
+    """Sends requests to the `RunFolderServer`, over a new connection after a failure. A thread must hold its `lock`."""
 
     def __init__(self, plan: NodePlan) -> None:
         self._plan = plan
