@@ -132,12 +132,12 @@ def _sizes(package: Package, tests: Path) -> list[Count]:
     sentences = [where for path in sorted(tests.rglob("*.py")) for where in _sentences(path)]
     packages = {package.top_level(name) for name in package.paths} - {""}
     return [
-        Count("lines of src", [], 63_510, sum(package.lines.values()), target=47_000),
+        Count("lines of src", [], 63_520, sum(package.lines.values()), target=47_000),
         Count("modules", [], 289, len(package.paths), target=300),
         Count("top-level packages and modules", [], 24, len(packages), target=20),
-        Count("lines imported by paceline.sessions.session", [], 21_190, package.loaded("paceline.sessions.session")),
+        Count("lines imported by paceline.sessions.session", [], 21_200, package.loaded("paceline.sessions.session")),
         Count("lines imported by paceline.strategies.single", [], 8_690, package.loaded("paceline.strategies.single")),
-        Count("lines of tests", [], 76_030, sum(_lines(path) for path in tests.rglob("*.py")), target=58_000),
+        Count("lines of tests", [], 76_050, sum(_lines(path) for path in tests.rglob("*.py")), target=58_000),
         Count("assertions on full sentences", sentences, 17, target=60),
         *_prose(tests.parent),
     ]

@@ -79,7 +79,7 @@ def found(step: int, world_size: int, *, size: int = 50) -> set[int]:
 def test_the_header_has_room_for_long_values(make_files: MakeFiles) -> None:
     """Such as the names of all tensors of an adapter."""
     (writer,) = writers(make_files(1))
-    content = {"names": [f'"{number}"' for number in range(20_000)]}
+    content = {"names": [f'"{number}"' for number in range(20_000)], "text": "\u00e9" * 200_000}
     writer.write(state(1, 0), 1, content)
     snapshot = newest_snapshot(inherited_memory_files())
     assert snapshot is not None and snapshot.meta.content == content

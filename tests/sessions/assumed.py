@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from tests.sessions.looped import ClampedGradient
+from looped import ClampedGradient  # a script beside this one
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_gather
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
@@ -704,6 +704,19 @@ def updated_by_rank() -> Any:
         if s.rank == 0 or s.step != 2:
             optimizer.step()
     return s.step
+
+
+@cases("written", "bucketed", "zero")
+def written_by_forward(strategy: str) -> Any:
+    """A layer that its first forward initializes with its samples, as ActNorm does."""
+    s, model, optimizer = start(strategy=strategy)
+
+    def initialize(layer: nn.Linear, inputs: tuple[Tensor]) -> None:
+        if not s.step:
+            layer.bias.data.copy_(-inputs[0].mean())
+
+    model[2].register_forward_pre_hook(initialize)
+    return trained(s, model, optimizer, lambda x, i: s.backward(loss_of(model, x, i)))
 
 
 @case

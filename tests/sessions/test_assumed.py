@@ -104,6 +104,7 @@ WRONG = {
     "indices_words": USAGE, "indices_tuples": USAGE, "average_batch_norm": USAGE,
     "gradient_before": USAGE, "gradient_exact": USAGE, "gradient_after": USAGE,
     "by_hand_in_place": USAGE, "by_hand_rebound": USAGE, "frozen_by_rank": USAGE, "clipped_in_parts": USAGE,
+    "written_bucketed": USAGE, "written_zero": USAGE,
     "gradient_data": USAGE, "updated_by_rank": USAGE, "statistics_instance": USAGE,
     "gradient_added": USAGE, "gradient_assigned": USAGE, "gradient_added_later": USAGE,
     "gradient_assigned_before": USAGE,

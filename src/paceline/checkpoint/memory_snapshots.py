@@ -98,8 +98,8 @@ class SnapshotWriter:
         """
         descriptor, other = self._files
         meta = SnapshotMeta(self._generation, step, self._part, self._parts, content)
-        # a multiple, so that the size stays equal; twice, because quotes are escaped
-        room_bytes = round_up(2 * len(msgspec.json.encode(meta)) + ROOM_BYTES // 2, ROOM_BYTES)
+        # a multiple, so that the size stays equal; three times, because quotes and characters are escaped
+        room_bytes = round_up(3 * len(msgspec.json.encode(meta)) + ROOM_BYTES // 2, ROOM_BYTES)
         shard = make_shard_layout(select_shards_to_save(shards, self._part, self._parts), room_bytes=room_bytes)
         on_gpu = any(is_async_device(entry.tensor.device) for entry in shard.shards)
         buffer = self._buffer(descriptor, shard.total_bytes, on_gpu)

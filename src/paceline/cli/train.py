@@ -62,8 +62,9 @@ def main(arguments: Sequence[str]) -> int:
         return _train_elsewhere(config, job)
     gpus = options.usable_gpus(config.launch.device)
     nproc = options.resolve_auto_nproc(config.launch.device) if config.launch.nproc == "auto" else nproc
-    if nproc is None and config.cluster != ClusterConfig():
-        raise UsageError(code="option-needs-nproc")
+    given = [name for name, default in vars(ClusterConfig()).items() if getattr(config.cluster, name) != default]
+    if nproc is None and given:
+        raise UsageError(code="option-needs-nproc", setting=given[0])
     check_training(config, nproc or 1, config.launch.min_nproc or nproc or 1)
     jobs.check_balance_option(job if nproc is None else replace_fields(job, nproc=nproc))
     options.check_enough_gpus(f"--nproc {nproc or 1}", nproc or 1, gpus, config.launch.backend)

@@ -427,6 +427,8 @@ class PreparedModel(ModelInTraining):
         if self.last_gradient:
             raise self._foreign_backward_error()
         self._updates += 1
+        if self._updates <= 2 and self.gate.micro_step is not None:
+            self._check_same_parameters()
         if self._summed is None or self.gate.micro_step is None:
             return gradients
         changed: list[int] = []
@@ -446,6 +448,17 @@ class PreparedModel(ModelInTraining):
         if is_early and (differing := self.first_differing_gradient()):
             raise error_on_one_rank(UsageError(code="gradients-differ", what=differing), self.replica.world)
         return gradients
+
+    def _check_same_parameters(self) -> None:
+        """Raise UsageError if a forward has written values of its samples into a parameter (a collective)."""
+        replica = self.replica
+        has_shards = replica.sharded and not replica.hides_gradients  # of the parameters
+        if replica.world.size == 1 or has_shards or replica.local_step_node is not None:
+            return
+        by_rank: list[list[int]] = all_gather_object([*map(_digest, self._parameters)], replica.world)
+        for name, *digests in zip(self._names(), *by_rank, strict=True):
+            if len({*digests}) > 1:
+                raise error_on_one_rank(UsageError(code="parameter-written", name=name), replica.world)
 
     def _changed_since(self) -> list[int]:
         """The numbers of the parameters whose gradients the loop has changed since the sum over ranks."""

@@ -38,7 +38,7 @@ def attached(*acts: str, may_end: bool = False) -> Generator[tuple[AttachedWorke
             ends.enter_context(one)
             ends.callback(one.kill)
         while not workers.all_here:
-            workers.wait_for_events(30.0, [])
+            workers.wait(30.0, [])
         yield workers, ranks
 
 
@@ -47,13 +47,13 @@ def test_a_rank_says_how_it_ends_and_one_that_its_launcher_ends_is_a_victim() ->
     with attached("time.sleep(600)", leaves) as (workers, ranks):
         ranks[1].stdin.close()
         while workers.worker_samples()[1].code is None:
-            workers.wait_for_events(30.0, [])
+            workers.wait(30.0, [])
         assert workers.worker_samples()[1].code == 7 and ranks[1].poll() is None  # it waits until that has been heard
         workers.release_departing_ranks()
         assert ranks[1].wait(30) == 7
         ranks[0].send_signal(signal.SIGTERM)
         while (samples := workers.worker_samples())[0].code is None:
-            workers.wait_for_events(30.0, [])
+            workers.wait(30.0, [])
         assert classify_rank_end(samples[0]) is RankEndKind.VICTIM and first_to_fail(samples) == samples[1]
 
 

@@ -135,7 +135,7 @@ class AttachedWorkers(Workers, control.StopSignals):
 
     # ---- messages of the ranks ----
 
-    def wait_for_events(self, seconds: float, also: Sequence[control.SupportsFileno] = ()) -> bool:
+    def wait(self, seconds: float, also: Sequence[control.SupportsFileno] = ()) -> bool:
         """Wait up to `seconds` until a rank attaches, sends a message or ends, the launcher ends, or for `also`."""
         self.release_departing_ranks()
         running = self.running_processes
@@ -322,7 +322,7 @@ class AttachedCoordinator:
         while not self.workers.all_here and time.monotonic() < deadline:
             if self.workers.ranks and not self.workers.running_processes:
                 deadline = min(deadline, time.monotonic() + LATE_SECONDS)
-            self.workers.wait_for_events(0.25)
+            self.workers.wait(0.25)
         if not self.workers.all_here and self.workers.running_processes:
             attached = format_ranks(self.workers.ranks)
             part = f"{attached} of the {self.plan.nproc} on this node"
