@@ -174,8 +174,9 @@ def causes() -> list[str]:
 
 
 def balance() -> list[str]:
-    of_the_limit = record("balance.json")["sleeps"]["of_the_limit"]
-    return [f"{of_the_limit[name]:.3f}" for name in ("auto", "equal")]
+    speed, sleeps = (record("balance.json")[part]["of_the_limit"] for part in ("speed", "sleeps"))
+    numbers = *(speed[kind] for kind in ("equal", "2:1", "auto")), sleeps["auto"], sleeps["equal"]
+    return [f"{number:.3f}" for number in numbers]
 
 
 def thousand() -> list[str]:
@@ -255,7 +256,7 @@ TYPED = [Typed(*row) for row in (
     ("report.md", "report-causes.json", "(../benchmarks/results/report-causes.json) # of # times", causes),
     ("report.md", "report.json", "A folder of # events on # ranks", long_run),
     ("balance.md", "balance.json",
-     "`auto` reached # of the speed that is possible with two such ranks, and equal numbers #", balance),
+     "numbers reach # of the ... `2:1` # and `auto` # ... `auto` reached # and equal numbers #", balance),
     ("design.md", "thousand.json", "cost the coordinator # % of a core and # MB", thousand),
     ("verify.md", "loop-mutations.md", "[# planted bugs](../benchmarks/results/loop-m",
      partial(planted, "loop-mutations.md")),
